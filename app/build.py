@@ -47,7 +47,7 @@ from app.engine.speculation.draft_model import ModelDrafter
 from app.engine.speculation.drafter import Drafter, LookupDrafter
 from app.engine.trace.step_log import recorder_of
 from app.errors import InvalidSetup
-from app.kv_tiers.tier_store import TierStore, block_bytes_of, open_folder
+from app.kv_tiers.tier_store import TierStore, open_folder
 from app.model.location import resolve_model_path
 
 if TYPE_CHECKING:
@@ -195,26 +195,30 @@ def _store_of(
 
     Where it cannot, a line in the log says so.
     """
-    tiers, num_blocks = config.cache.tiers, loaded.num_blocks
-    has_peers = replicas.fetch_prefixes and replicas.max_replicas > 1
+    tiers = config.cache.tiers
+    fetches = replicas.fetch_prefixes
+    if fetches is None:
+        fetches = loaded.model.device.type == "cpu" or replicas.roles is not None
+    has_peers = fetches and replicas.max_replicas > 1
     if not (tiers or has_peers):
         return None
-    if runner.kv_memory() is None:
+    memory = runner.kv_memory()
+    if memory is None:
         if replicas.roles is not None:
             raise InvalidSetup(
-                "replicas.roles: replicas fetch KV memory from one another, which needs the native decoder on a CPU; "
-                "remove replicas.roles"
+                "replicas.roles: replicas fetch KV memory from one another, which needs the native decoder on a CPU or "
+                "the kernels for a GPU, in one process; remove replicas.roles"
             )
         if tiers:
             logger.warning(
-                "prefixes are kept in the KV memory alone: cache.tiers needs a decoder on a CPU, in one process"
+                "prefixes are kept in the KV memory alone: cache.tiers needs one process, and on a GPU its kernels"
             )
         return None
-    namespace, block_bytes = loaded.model.kv_namespace(config), block_bytes_of(runner.kv_memory, num_blocks)
-    folder = open_folder(tiers[0], namespace=namespace, block_bytes=block_bytes) if tiers else None
+    namespace = loaded.model.kv_namespace(config)
+    folder = open_folder(tiers[0], namespace=namespace, block_bytes=memory.block_bytes) if tiers else None
     if folder is None and not has_peers:
         return None
-    return TierStore(folder, runner.kv_memory, namespace=namespace, num_blocks=num_blocks)
+    return TierStore(folder, runner.kv_memory, namespace=namespace)
 
 
 def _model_drafter(

@@ -87,7 +87,7 @@ class ModelConfig(Settings):
 
 
 class TierConfig(Settings):
-    """A folder beside the KV memory, on CPUs: prefixes are read from it where that is quicker."""
+    """A folder beside the KV memory: prefixes are read from it where that is quicker."""
 
     path: str = Field(min_length=1, description="folder, which replicas of a machine share; it holds what prompts hold")
     max_gib: float = Field(1.0, gt=0, description="GiB of its files, at most; the longest unused are deleted")
@@ -108,7 +108,7 @@ class CacheConfig(Settings):
     )
     num_blocks: int | None = Field(None, ge=1, description="number of blocks, instead of the memory settings")
     tiers: tuple[TierConfig, ...] = Field(
-        (), max_length=1, description="where prefixes are kept that leave the KV memory; default: nowhere. On CPUs"
+        (), max_length=1, description="where prefixes are kept that leave the KV memory; default: nowhere"
     )
 
 

@@ -71,11 +71,13 @@ class ReplicasConfig(Settings):
         "prefix_affinity: to the longest cached beginning of the prompt",
     )
     roles: RolesConfig | None = Field(
-        None, description="prompts and further tokens on replicas of their own, on CPUs; default: all do both"
+        None, description="prompts and further tokens on replicas of their own; default: all do both"
     )
     groups: tuple[GroupConfig, ...] = Field((), max_length=64, description="arms of an A/B trial")
-    fetch_prefixes: bool = Field(
-        True, description="a replica fetches the beginning of a prompt from another one where that is quicker; on CPUs"
+    fetch_prefixes: bool | None = Field(
+        None,
+        description="a replica fetches the beginning of a prompt from another one where that is quicker; default: on "
+        "CPUs and with roles",
     )
     drain_timeout_s: float = Field(120.0, gt=0, description="seconds a stopping replica may finish what it has")
     max_surge_percent: int = Field(
@@ -134,14 +136,13 @@ class ReplicasConfig(Settings):
             raise ValueError("roles need 2 replicas at least: raise num_replicas and autoscaling.min_replicas")
         for has, what in (
             (self.groups, "groups"),
-            (self.num_gpus, f"num_gpus={self.num_gpus:g}"),
             (self.tensor_parallel > 1, f"tensor_parallel={self.tensor_parallel}"),
-            (not self.fetch_prefixes, "fetch_prefixes=false"),
+            (self.fetch_prefixes is False, "fetch_prefixes=false"),
         ):
             if has:
                 raise ValueError(
-                    f"roles and {what}: replicas with roles fetch KV memory from one another, all alike, on CPUs and "
-                    f"in one process each; remove one of the two"
+                    f"roles and {what}: replicas with roles fetch KV memory from one another, all alike, in one "
+                    f"process each; remove one of the two"
                 )
         return self
 

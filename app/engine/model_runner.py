@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from collections.abc import Sequence as Several
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -21,6 +21,32 @@ class PendingStep(Protocol):
     def result(self) -> StepResult:
         """Wait for the step. Called once, after its tokens are drawn."""
         ...
+
+
+class BlockCopies(Protocol):
+    """Copies whole blocks between KV memory and a buffer of the host. They wait until a copy is done."""
+
+    def take(self, block_id: int, buffer: memoryview) -> bool:
+        """Fill the buffer with the bytes of a block; False where the memory is given up."""
+        ...
+
+    def put(self, block_id: int, buffer: memoryview) -> bool:
+        """Fill a block that no step reads; False where the memory is given up."""
+        ...
+
+
+class BlockMemory(ABC):
+    """KV memory as what is beside it sees it. Any thread may call."""
+
+    block_bytes: int  # of one block, in all layers
+
+    @abstractmethod
+    def new_buffer(self) -> memoryview:
+        """For the bytes of one block."""
+
+    @abstractmethod
+    def copies(self) -> AbstractContextManager[BlockCopies]:
+        """To copy what the steps that were begun before have written, and into blocks of which no later one knows."""
 
 
 class ModelRunner(ABC):
@@ -62,11 +88,8 @@ class ModelRunner(ABC):
     def unload_adapter(self, adapter: object) -> None:
         """No step that is run or launched from now on has it; one that is launched already may. Any thread may call."""
 
-    def kv_memory(self) -> Several[memoryview] | None:
-        """The bytes of each tensor of its KV memory, in which all blocks have the same number, one after the other.
-
-        None: it has none that the host may read and write, or it sleeps. Any thread may call.
-        """
+    def kv_memory(self) -> BlockMemory | None:
+        """Its KV memory, block by block; None: no other thread may copy it, or it sleeps. Any thread may call."""
         return None
 
     def sleep(self) -> None:

@@ -13,7 +13,7 @@ import socket
 import struct
 from array import array
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from threading import BoundedSemaphore, Thread
 
 import msgspec
@@ -49,12 +49,23 @@ class Wanted(msgspec.Struct, frozen=True, array_like=True):
 class PeerServer:
     """Gives other replicas the prefixes that are in this one's KV memory, by a thread for each that asks."""
 
-    def __init__(self, host: str, *, namespace: bytes, block_bytes: int, find: Find, copy: Copy) -> None:
-        """Raises OSError when this machine does not have that address."""
+    def __init__(
+        self,
+        host: str,
+        *,
+        namespace: bytes,
+        new_buffer: Callable[[], memoryview],
+        find: Find,
+        copies: Callable[[], AbstractContextManager[Copy]],
+    ) -> None:
+        """new_buffer: for the bytes of a block. copies: of prefixes that were found before.
+
+        Raises OSError when this machine does not have that address.
+        """
         self._namespace = namespace
-        self._block_bytes = block_bytes
+        self._new_buffer = new_buffer
         self._find = find
-        self._copy = copy
+        self._copies = copies
         self._secret = secrets.token_hex(16)
         self._free = BoundedSemaphore(MAX_SENT_AT_ONCE)
         self.num_sent = 0  # blocks, since the start
@@ -98,14 +109,15 @@ class PeerServer:
             self._free.release()
 
     def _send(self, connection: socket.socket, wanted: Wanted) -> None:
-        content = memoryview(bytearray(self._block_bytes))
-        token_ids = array("q", wanted.token_ids)
-        for prefix in self._find(token_ids, wanted.salt)[wanted.num_before :]:
-            if not self._copy(prefix, content):
-                break
-            connection.sendall(header_of(prefix.token_ids, content))
-            connection.sendall(content)
-            self.num_sent += 1
+        content = self._new_buffer()
+        found = self._find(array("q", wanted.token_ids), wanted.salt)[wanted.num_before :]
+        with self._copies() as copy:
+            for prefix in found:
+                if not copy(prefix, content):
+                    break
+                connection.sendall(header_of(prefix.token_ids, content))
+                connection.sendall(content)
+                self.num_sent += 1
 
 
 class BlocksOfPeer:

@@ -9,7 +9,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,11 +19,12 @@ from app.config import GIB, TierConfig
 from app.disk import STORAGE_PAUSE_S, may_pass
 from app.engine.block_pool import Prefix
 from app.engine.block_store import BlockStore, Fetch, Find, name_of
+from app.engine.model_runner import BlockCopies, BlockMemory
 from app.engine.request import Address, Request
 from app.engine.stats import StoreStats
 from app.errors import InvalidSetup, traceback_of
 from app.kv_tiers.folder import BlockFolder
-from app.kv_tiers.peers import BlocksOfPeer, PeerServer, Wanted
+from app.kv_tiers.peers import BlocksOfPeer, Copy, PeerServer, Wanted
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +35,7 @@ MAX_OFFERED = 100_000  # prefixes that wait to be written; the oldest are forgot
 MIN_TOKENS = 512  # of a prefix that has come once: chats and agents are longer, what is shorter is soon computed
 
 ItemT = TypeVar("ItemT")
-Part = tuple[int, memoryview]
-# The bytes of all tensors of the KV memory; block n of each begins at n times its size of a block. None: there is none.
-Memory = Callable[[], Sequence[memoryview] | None]
+Memory = Callable[[], BlockMemory | None]  # None: it is given up
 
 
 class TierStore(BlockStore):
@@ -48,13 +47,14 @@ class TierStore(BlockStore):
 
     min_tokens = MIN_TOKENS
 
-    def __init__(self, folder: BlockFolder | None, memory: Memory, *, namespace: bytes, num_blocks: int) -> None:
-        """num_blocks: of the KV memory."""
+    def __init__(self, folder: BlockFolder | None, memory: Memory, *, namespace: bytes) -> None:
+        """memory: the KV memory, which is there at first."""
         self.namespace = namespace
         self._folder = folder
         self._memory = memory
-        self._num_blocks = num_blocks
-        self._block_bytes = block_bytes_of(memory, num_blocks)
+        first = memory()
+        assert first is not None, "it is not given up before the engine is built"
+        self._new_buffer, self._block_bytes = first.new_buffer, first.block_bytes
         self._wake = threading.Condition()
         self._fetches: deque[Fetch] = deque()  # guarded by _wake, as are the next five
         self._far_fetches: deque[Fetch] = deque()  # from other replicas
@@ -118,7 +118,7 @@ class TierStore(BlockStore):
     def serve(self, host: str, find: Find) -> Address:
         if self._peers is None:
             self._peers = PeerServer(
-                host, namespace=self.namespace, block_bytes=self._block_bytes, find=find, copy=self._copy_for_peer
+                host, namespace=self.namespace, new_buffer=self._new_buffer, find=find, copies=self._copies_for_peer
             )
         return self._peers.address
 
@@ -203,32 +203,34 @@ class TierStore(BlockStore):
                 self._num_busy -= 1
                 self._wake.notify_all()
 
-    def _new_buffer(self) -> memoryview:
-        """For the bytes of one block, which its thread copies through it: it takes the interpreter's lock a few times
-        for a block, and not for each tensor."""
-        return memoryview(bytearray(self._block_bytes))
+    @contextmanager
+    def _copies(self) -> Iterator[BlockCopies | None]:
+        """None where the memory is given up."""
+        memory = self._memory()
+        with nullcontext() if memory is None else memory.copies() as copies:
+            yield copies
 
     def _fetch(self, fetch: Fetch, content: memoryview) -> None:
         peer: BlocksOfPeer | None = None
         try:
-            for block, name, token_ids in zip(fetch.blocks, fetch.names, fetch.token_ids, strict=True):
-                began_at = time.perf_counter()
-                parts = self._parts(block.block_id)
-                if not (fetch.is_wanted and parts):
-                    break
-                if peer is None and self._is_in_folder(fetch, name, token_ids, content):
-                    self.num_read += 1
-                elif fetch.request.prefix_at is None:
-                    break
-                else:
-                    peer = peer or self._peer_of(fetch, fetch.request.prefix_at.address)
-                    if not peer.read(token_ids, content):
+            with self._copies() as copies:
+                for block, name, token_ids in zip(fetch.blocks, fetch.names, fetch.token_ids, strict=True):
+                    began_at = time.perf_counter()
+                    if copies is None or not fetch.is_wanted:
                         break
-                    self.num_received += 1
-                for at, part in parts:
-                    part[:] = content[at : at + len(part)]
-                fetch.num_filled += 1
-                self._measure(time.perf_counter() - began_at)
+                    if peer is None and self._is_in_folder(fetch, name, token_ids, content):
+                        self.num_read += 1
+                    elif fetch.request.prefix_at is None:
+                        break
+                    else:
+                        peer = peer or self._peer_of(fetch, fetch.request.prefix_at.address)
+                        if not peer.read(token_ids, content):
+                            break
+                        self.num_received += 1
+                    if not copies.put(block.block_id, content):
+                        break
+                    fetch.num_filled += 1
+                    self._measure(time.perf_counter() - began_at)
         except OSError as error:  # the other replica has ended, or does not answer
             if fetch.request.prefix_at is not None:
                 now = time.monotonic()
@@ -275,9 +277,12 @@ class TierStore(BlockStore):
         while isinstance(at, Prefix) and not folder.has(name_of(at, self.namespace)):
             missing.append(at)
             at = at.parent
-        # What follows a block that is gone would not be found.
-        while missing and time.monotonic() >= self._paused_until and self._keep(folder, missing[-1], content):
-            missing.pop()
+        with self._copies() if missing else nullcontext() as copies:
+            # What follows a block that is gone would not be found.
+            while missing and time.monotonic() >= self._paused_until:
+                if not self._keep(folder, missing[-1], copies, content):
+                    return
+                missing.pop()
         if not missing:
             self._note_use(folder, prefix)
 
@@ -290,9 +295,9 @@ class TierStore(BlockStore):
             folder.note_use(name_of(at, self.namespace), minute, at.num_blocks)
             at = at.parent
 
-    def _keep(self, folder: BlockFolder, prefix: Prefix, content: memoryview) -> bool:
+    def _keep(self, folder: BlockFolder, prefix: Prefix, copies: BlockCopies | None, content: memoryview) -> bool:
         """Write its last block; whether that is done."""
-        if not self._copy(prefix, content):
+        if not _copied(prefix, copies, content):
             return False
         try:
             folder.write(name_of(prefix, self.namespace), prefix.tenant, prefix.token_ids, content)
@@ -311,36 +316,26 @@ class TierStore(BlockStore):
         self._has_failed = False
         return True
 
-    def _copy(self, prefix: Prefix, content: memoryview) -> bool:
-        """Copy the bytes of its last block; False where it was handed out before that was done."""
-        parts = self._parts(prefix.block.block_id) if prefix.is_held else ()
-        for at, part in parts:
-            content[at : at + len(part)] = part
-        return bool(parts) and prefix.is_held
+    @contextmanager
+    def _copies_for_peer(self) -> Iterator[Copy]:
+        with self._copies() as copies:
 
-    def _copy_for_peer(self, prefix: Prefix, content: memoryview) -> bool:
-        with self._busy():
-            return self._copy(prefix, content)
+            def copy(prefix: Prefix, content: memoryview) -> bool:
+                with self._busy():
+                    return _copied(prefix, copies, content)
 
-    def _parts(self, block_id: int) -> list[Part]:
-        """The bytes of a block in each tensor, and where in a file; none where the memory is given up."""
-        parts: list[Part] = []
-        num_bytes = 0
-        for tensor in self._memory() or ():
-            size = len(tensor) // self._num_blocks
-            parts.append((num_bytes, tensor[block_id * size : (block_id + 1) * size]))
-            num_bytes += size
-        return parts
+            yield copy
+
+
+def _copied(prefix: Prefix, copies: BlockCopies | None, content: memoryview) -> bool:
+    """Copy the bytes of its last block; False where it was handed out before that was done."""
+    has_bytes = copies is not None and prefix.is_held and copies.take(prefix.block.block_id, content)
+    return has_bytes and prefix.is_held
 
 
 def this_minute() -> int:
     """Since 1970."""
     return int(time.time()) // 60
-
-
-def block_bytes_of(memory: Memory, num_blocks: int) -> int:
-    """The bytes of one block in all tensors."""
-    return sum(map(len, memory() or ())) // num_blocks
 
 
 def open_folder(tier: TierConfig, *, namespace: bytes, block_bytes: int) -> BlockFolder | None:

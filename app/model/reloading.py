@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from app.config import EngineConfig, SpeculationConfig
@@ -13,6 +13,7 @@ from app.engine.model_runner import ModelRunner
 from app.errors import InvalidSetup
 from app.model.adapters import read_adapter
 from app.model.cpu.decoder import NativeDecoder
+from app.model.host_blocks import HostBlocks
 from app.model.loader import LoadedRunner, load_runner
 from app.model.runner import TorchModelRunner
 from app.model.ways.native_decoder import NativeModel
@@ -40,7 +41,7 @@ class ReloadingRunner(ModelRunner):
         make_room()
         return self._adapting.prepare(weights)
 
-    def kv_memory(self) -> Sequence[memoryview] | None:
+    def kv_memory(self) -> HostBlocks | None:
         runner = self._runner
         return None if runner is None else runner.kv_memory()
 

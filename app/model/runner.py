@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from app.engine.batch import StepBatch, StepResult
 from app.engine.model_runner import ModelRunner
 from app.model.adapters import AdapterWeights, read_adapter
 from app.model.forward import ForwardPass, Prediction
+from app.model.host_blocks import HostBlocks
 from app.model.inputs import build_inputs
 from app.model.logprobs import Logprobs, WantedLogprobs
 from app.model.parallel.group import RankGroup
@@ -86,7 +87,7 @@ class TorchModelRunner(LeadingRunner):
         self.forward = forward
         self._device = device
         self._sampler = sampler or Sampler()
-        self._kv_memory: list[memoryview] | None = None  # until it is asked for
+        self._kv_memory: HostBlocks | None = None  # until it is asked for
 
     def join(self, group: RankGroup) -> None:
         super().join(group)
@@ -99,12 +100,11 @@ class TorchModelRunner(LeadingRunner):
         make_room()
         return adapting.prepare(weights)
 
-    def kv_memory(self) -> Sequence[memoryview] | None:
+    def kv_memory(self) -> HostBlocks | None:
         if self._device.type != "cpu" or isinstance(self._ranks, Ranks):
             return None
         if self._kv_memory is None:
-            tensors = self.forward.kv_tensors
-            self._kv_memory = [each.flatten().view(torch.uint8).numpy().data for each in tensors]
+            self._kv_memory = HostBlocks(self.forward.kv_tensors)
         return self._kv_memory
 
     @torch.inference_mode()

@@ -269,6 +269,7 @@ def measure(
         asyncio.run(_serve_all(engine, times, trace, settings, seconds=seconds))
     finally:
         engine.shutdown()
+    memory = loaded.runner.kv_memory()
     return MeasuredReplica(
         model=config.model.path,
         num_threads=config.model.num_threads,
@@ -276,7 +277,7 @@ def measure(
         block_size=config.cache.block_size,
         facts=loaded.facts,
         cost=StepCost.fit(times.steps),
-        kv_bytes=sum(map(len, loaded.runner.kv_memory() or ())) // num_blocks if num_blocks else 0,
+        kv_bytes=memory.block_bytes if memory is not None and num_blocks else 0,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import threading
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -26,6 +27,18 @@ def quicken_interpreter(patch: pytest.MonkeyPatch) -> None:
     _leave_arguments(interpreter, patch)
     _know_types(interpreter, patch)
     _compute_plainly(interpreter, patch)
+    _launch_one_at_a_time(interpreter, patch)
+
+
+def _launch_one_at_a_time(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
+    """All threads share the interpreter's place in a grid."""
+    launch, lock = interpreter.GridExecutor.__call__, threading.Lock()
+
+    def launch_alone(*given: Any, **named: Any) -> Any:
+        with lock:
+            return launch(*given, **named)
+
+    patch.setattr(interpreter.GridExecutor, "__call__", launch_alone)
 
 
 def _replace_language_once(interpreter: Any, patch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import socket
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -174,7 +174,7 @@ def test_a_question_of_a_later_version_is_understood() -> None:
 
 def test_a_host_that_is_not_ours_is_an_error(side: Side) -> None:
     with pytest.raises(OSError, match="assign"):
-        PeerServer("192.0.2.1", namespace=NAMESPACE, block_bytes=1, find=side.pool.find, copy=lambda *given: False)
+        PeerServer("192.0.2.1", namespace=NAMESPACE, new_buffer=bytearray, find=side.pool.find, copies=nullcontext)
 
 
 # ---------------------------------------------------------------------- with a real model

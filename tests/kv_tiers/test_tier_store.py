@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from app.build import build_sync_engine
 from app.config import TierConfig
@@ -18,7 +19,8 @@ from app.engine.block_store import Fetch, name_of
 from app.engine.engine import Engine
 from app.errors import InvalidSetup
 from app.kv_tiers.folder import BlockFolder
-from app.kv_tiers.tier_store import Part, TierStore, open_folder, this_minute
+from app.kv_tiers.tier_store import TierStore, open_folder, this_minute
+from app.model.host_blocks import HostBlocks
 from tests.kit.engine import Outcome, make_request
 from tests.kit.models import config_of
 from tests.waiting import PATIENCE_S, eventually
@@ -32,18 +34,18 @@ class Side:
 
     def __init__(self, path: Path) -> None:
         self.pool = BlockPool(num_blocks=NUM_BLOCKS, block_size=SIZE)
-        self.memory = [memoryview(bytearray(NUM_BLOCKS * BLOCK_BYTES)) for _ in range(2)]
+        self.tensors = [torch.zeros(NUM_BLOCKS, BLOCK_BYTES, dtype=torch.uint8) for _ in range(2)]
+        self.memory = HostBlocks(self.tensors)
         self.folder = BlockFolder(path, namespace=NAMESPACE, max_bytes=1 << 20)
-        self.store = TierStore(self.folder, lambda: self.memory, namespace=NAMESPACE, num_blocks=NUM_BLOCKS)
+        self.store = TierStore(self.folder, lambda: self.memory, namespace=NAMESPACE)
         self.pool.note_findable = self.store.offer
 
     def fill(self, block: Block, value: int) -> None:
-        for tensor in self.memory:
-            tensor[block.block_id * BLOCK_BYTES : (block.block_id + 1) * BLOCK_BYTES] = bytes([value]) * BLOCK_BYTES
+        for tensor in self.tensors:
+            tensor[block.block_id] = value
 
     def content(self, block: Block) -> set[int]:
-        at = block.block_id * BLOCK_BYTES
-        return {value for tensor in self.memory for value in tensor[at : at + BLOCK_BYTES]}
+        return {value for tensor in self.tensors for value in tensor[block.block_id].tolist()}
 
     def computed(self, num_blocks: int, salt: str = "") -> list[Block]:
         """Blocks of a prefix, filled with their places and freed."""
@@ -141,9 +143,9 @@ def test_names_differ_by_salt_and_by_what_comes_before(sides: Iterator[Side]) ->
 
 def hand_out_while_copied(side: Side, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Every block gets another owner between the two parts of the next block that is copied; set after that."""
-    parts_of, handed_out = side.store._parts, threading.Event()
+    parts_of, handed_out = side.memory._parts, threading.Event()
 
-    def parts_slowly(block_id: int) -> Iterator[Part]:
+    def parts_slowly(block_id: int) -> Iterator[tuple[int, memoryview]]:
         first, second = parts_of(block_id)
         yield first
         for block in side.pool.allocate(side.pool.num_free):
@@ -151,7 +153,7 @@ def hand_out_while_copied(side: Side, monkeypatch: pytest.MonkeyPatch) -> thread
         handed_out.set()
         yield second
 
-    monkeypatch.setattr(side.store, "_parts", parts_slowly)
+    monkeypatch.setattr(side.memory, "_parts", parts_slowly)
     return handed_out
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,7 +33,7 @@ from app.model.adapters import (
 )
 from app.model.cuda.attention import padded
 from app.model.cuda.fp8 import Fp8Rows, Rows
-from app.model.cuda.launching import kernels_of
+from app.model.cuda.launching import beside_steps, kernels_of
 from app.model.cuda.weights import CudaWeights
 from app.model.inputs import to_device
 
@@ -227,7 +226,7 @@ class AdapterSlots:
         return min(num_tokens, -(-num_tokens // _TILE_ROWS) + self.num_slots)
 
     def _write(self, slot: int, weights: AdapterWeights) -> None:
-        with _beside_steps(self._stream):
+        with beside_steps(self._stream):
             for (index, product), stacked in self._stacked.items():
                 stacked.write(slot, [weights.get(linear_name(index, linear)) for linear in PRODUCTS[product]])
 
@@ -236,16 +235,3 @@ def _low_size(stacked: _StackedUpdates, num_places: int) -> torch.Size:
     """Of what stands between both products: [num_splits, num_places, num_parts, MAX_RANK]."""
     _, num_parts, max_rank, num_inputs = stacked.down.shape
     return torch.Size((-(-num_inputs // _SPLIT), num_places, num_parts, max_rank))
-
-
-@contextmanager
-def _beside_steps(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Around copies to memory that later steps do not read before they are complete: after the steps launched so far,
-    beside those launched meanwhile. Waits for the copies."""
-    if stream is None:
-        yield
-        return
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()

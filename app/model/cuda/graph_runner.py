@@ -38,6 +38,7 @@ from app.model.cuda.captured_inputs import (
     mixed_sizes,
     smallest_fitting,
 )
+from app.model.cuda.device_blocks import DeviceBlocks
 from app.model.forward import Prediction
 from app.model.inputs import build_inputs
 from app.model.logprobs import Logprobs
@@ -99,6 +100,7 @@ class GraphModelRunner(LeadingRunner):
         self._capture = capture  # None once it has been used
         self._captured_by = capture
         self._away: OffDevice | None = None  # while it sleeps
+        self._blocks: DeviceBlocks | None = None  # until they are asked for
         self._finding_loss = FindingLoss(synchronize) if synchronize is not None else nullcontext()
 
     def prepare(self) -> None:
@@ -137,6 +139,13 @@ class GraphModelRunner(LeadingRunner):
         assert isinstance(adapter, SlottedAdapter), "loaded here"
         self._model.adapters.free(adapter)
 
+    def kv_memory(self) -> DeviceBlocks | None:
+        if isinstance(self._ranks, Ranks):
+            return None
+        if self._blocks is None:
+            self._blocks = DeviceBlocks(self._attention.cache.tensors)
+        return self._blocks if self._blocks.is_there else None
+
     @torch.inference_mode()
     def sleep(self) -> None:
         """The weights go to the host's memory."""
@@ -145,6 +154,8 @@ class GraphModelRunner(LeadingRunner):
             torch.cuda.synchronize(device)
         self._graphs.clear()
         self._drawn = self._logits = self._likeliest = None
+        if self._blocks is not None:
+            self._blocks.leave()
         if self._model.adapters is not None:
             self._model.adapters.leave_device()
         self._away = OffDevice(self._model.tensors(), cache.tensors)
@@ -157,6 +168,8 @@ class GraphModelRunner(LeadingRunner):
         assert self._away is not None, "it sleeps"
         self._away.come_back()
         self._away = None
+        if self._blocks is not None:
+            self._blocks.come_back()
         if self._model.adapters is not None:
             self._model.adapters.come_back()
         if isinstance(self._captured_by, CudaCapture):

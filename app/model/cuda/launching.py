@@ -1,7 +1,12 @@
-"""The modules of Triton kernels, imported on first use: a machine without Triton imports what launches them, too."""
+"""The modules of Triton kernels, and work beside the steps.
+
+Kernels are imported on first use: a machine without Triton imports what launches them, too.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -23,3 +28,16 @@ class NoKernels:
 
     def __getitem__(self, grid: object) -> Any:
         return lambda *arguments, **options: None
+
+
+@contextmanager
+def beside_steps(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Around copies to memory that later steps do not read before they are complete: after the steps launched so far,
+    beside those launched meanwhile. Waits for the copies."""
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()

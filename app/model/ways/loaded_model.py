@@ -48,7 +48,14 @@ class LoadedModel(ABC):
     def kv_namespace(self, config: EngineConfig) -> bytes:
         """What the bytes of its KV memory follow from: its files, all code that computes them, types and layout."""
         folder = folder_of_weights(resolve_model_path(config.model.path), config.model.revision)
-        kinds = (type(self).__name__, config.model.quantization, config.cache.dtype, config.cache.block_size)
+        computed_by = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
+        kinds = (
+            type(self).__name__,
+            computed_by,
+            config.model.quantization,
+            config.cache.dtype,
+            config.cache.block_size,
+        )
         return bytes.fromhex(digest_of_files(folder, self.dtype, *kinds))
 
     @abstractmethod

@@ -296,7 +296,6 @@ def test_a_mistake_in_groups_is_named(groups: list[dict[str, Any]], message: str
         ),
         ({"roles": {}, "autoscaling": {"min_replicas": 1}}, "roles need 2 replicas at least: raise num_replicas and"),
         ({"roles": {}, "groups": [A, B]}, "roles and groups: replicas with roles fetch KV memory"),
-        ({"roles": {}, "num_gpus": 1}, "roles and num_gpus=1: replicas with roles"),
         ({"roles": {}, "tensor_parallel": 2}, "roles and tensor_parallel=2: replicas with roles"),
         ({"roles": {}, "fetch_prefixes": False}, "roles and fetch_prefixes=false: replicas with roles"),
     ],

@@ -27,7 +27,9 @@ from app.model.attention import AttentionRules
 from app.model.cuda import (
     adapter_kernels,
     batch_invariant,
+    block_kernels,
     decoder_kernels,
+    device_blocks,
     expert_kernels,
     fp8,
     invariant_kernels,
@@ -254,6 +256,11 @@ def launch_sampler(dtype: torch.dtype) -> None:
     ours.logprobs(logits, [0, 1], ours.sample(logits, [scheduled(1)] * 2), num_top=20)
 
 
+def launch_copies() -> None:
+    """Of blocks of 16 tokens of two layers, in FP8 with scales."""
+    device_blocks.DeviceBlocks([torch.zeros(4, 16, 8, 128, dtype=fp8.FP8), torch.zeros(4, 8, 2, 16)] * 2)
+
+
 def shape(num_kv_heads: int, key_dim: int, value_dim: int | None = None) -> LayerShape:
     return LayerShape(num_kv_heads=num_kv_heads, key_dim=key_dim, value_dim=value_dim or key_dim)
 
@@ -343,6 +350,8 @@ def compile_all() -> list[Compiled]:
     for dtype in (torch.bfloat16, torch.float32):
         with compiling(batch_invariant, invariant_kernels, str(dtype).removeprefix("torch."), results, generations):
             launch_invariant(dtype)
+    with compiling(device_blocks, block_kernels, "fp8", results, plain):
+        launch_copies()
     with compiling(sampler, sampler_kernels, "bfloat16", results, (89, 90)):
         launch_sampler(torch.bfloat16)
     for shape_name, case in (CASES | IN_BFLOAT16 | IN_FP8).items():
