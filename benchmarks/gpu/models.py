@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from app.build import assemble
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.batch import StepBatch, StepResult
+from app.engine.block_store import BlockStore
 from app.engine.engine import Engine
 from app.engine.model_runner import ModelRunner
 from app.model.attention import ATTENTION_NAME
@@ -161,17 +162,28 @@ def made_model(config: EngineConfig) -> LoadedModel:
         return load_model(config.model, config.model.path, block_size=config.cache.block_size)
 
 
-def engine_of(config: EngineConfig, model: LoadedModel, *, overlaps: bool = True) -> Engine:
-    """An engine around a loaded model. overlaps: it launches a step while the one before it is computed."""
+def engine_of(
+    config: EngineConfig,
+    model: LoadedModel,
+    *,
+    overlaps: bool = True,
+    runner: ModelRunner | None = None,
+    store: BlockStore | None = None,
+) -> Engine:
+    """An engine around a loaded model. overlaps: it launches a step while the one before it is computed.
+
+    runner: of the model, from another engine that is of no more use.
+    """
     num_blocks = config.cache.num_blocks
     assert num_blocks is not None, "engines that share a model have KV memory of a set size"
-    runner = model.runner(config, num_blocks=num_blocks, num_threads=1)
+    runner = runner or model.runner(config, num_blocks=num_blocks, num_threads=1)
     return assemble(
         config.scheduler,
         config.cache,
         num_blocks=num_blocks,
         runner=runner if overlaps or not isinstance(runner, GraphModelRunner) else _WithoutLaunches(runner),
         facts=model.facts,
+        store=store,
     )
 
 

@@ -49,6 +49,7 @@ STAGES = (
     Stage("decode-kv8", "decode", 40, "the same with KV memory in FP8"),
     Stage("engine-settings", "engine", 90, "the engine without overlap, without graphs, batch_invariant"),
     Stage("experts", "experts", 20, "a layer's experts against the bytes of those that are chosen"),
+    Stage("tier", "tier", 40, "the first token of a prompt from a folder against computing it"),
     Stage("profile", "profiled", 30, "kernels, launches, gaps and waits of a decode step and a mixed one"),
     Stage("sleep", "memory", 50, "an 8B model that sleeps and wakes"),
     Stage("replicas", "sharing", 120, "two replicas on one card, with MPS and without, against one"),

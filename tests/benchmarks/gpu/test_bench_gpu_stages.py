@@ -97,6 +97,9 @@ LEFT: dict[str, tuple[dict[str, Any], Tables]] = {
             {(*step, number) for step in (("decode", 2), ("prompt", 3)) for number in ("none", "2")}, "step_ms",
         )},
     ),
+    "tier": (
+        {"fetched_over_computed": None}, {"tier": ("round", {(0,)}, "computed_s fetched_s blocks")}
+    ),
     "sampler": ({}, {"draws": ("draw", set(product(DRAWS)), "replay_us")}),
     "engine": (
         {"output_tokens_per_s": None},
