@@ -54,7 +54,7 @@ class TierStore(BlockStore):
         self._memory = memory
         first = memory()
         assert first is not None, "it is not given up before the engine is built"
-        self._new_buffer, self._block_bytes = first.new_buffer, first.block_bytes
+        self._block_bytes = first.block_bytes
         self._wake = threading.Condition()
         self._fetches: deque[Fetch] = deque()  # guarded by _wake, as are the next five
         self._far_fetches: deque[Fetch] = deque()  # from other replicas
@@ -71,14 +71,16 @@ class TierStore(BlockStore):
         self._silent_until: dict[Address, float] = {}  # replicas that did not answer: not asked before
         self.num_read = self.num_written = self.num_received = 0  # blocks, since the start
         self._threads = [
-            threading.Thread(target=self._read_all, args=(queue,), name=name, daemon=True)
+            threading.Thread(target=self._read_all, args=(queue, self._new_buffer()), name=name, daemon=True)
             for queue, name in ((self._fetches, "kv-tier-reader"), (self._far_fetches, "kv-peer-reader"))
         ]
         if folder is None:
             self._listed.set()
         else:
             self._threads.append(
-                threading.Thread(target=self._write_all, args=(folder,), name="kv-tier-writer", daemon=True)
+                threading.Thread(
+                    target=self._write_all, args=(folder, self._new_buffer()), name="kv-tier-writer", daemon=True
+                )
             )
         for thread in self._threads:
             thread.start()
@@ -153,18 +155,17 @@ class TierStore(BlockStore):
 
     # ------------------------------------------------------------------ its threads
 
-    def _read_all(self, fetches: deque[Fetch]) -> None:
-        content = self._new_buffer()
+    def _read_all(self, fetches: deque[Fetch], content: memoryview) -> None:
         while self._wait_for(fetches):
             with self._working(fetches) as fetch:
                 if fetch is not None:
                     self._fetch(fetch, content)
 
-    def _write_all(self, folder: BlockFolder) -> None:
+    def _write_all(self, folder: BlockFolder, content: memoryview) -> None:
         step_back()  # blocks are written when a core has time: the threads of a step wait for one another
         folder.refresh()
         self._listed.set()
-        content, listed_at = self._new_buffer(), time.monotonic()
+        listed_at = time.monotonic()
         while self._wait_for(self._offered, LIST_AGAIN_S):
             with self._working(self._offered) as offered:
                 if offered is not None:
@@ -202,6 +203,11 @@ class TierStore(BlockStore):
             with self._wake:
                 self._num_busy -= 1
                 self._wake.notify_all()
+
+    def _new_buffer(self) -> memoryview:
+        """For a block; empty where the memory is given up."""
+        memory = self._memory()
+        return memoryview(b"") if memory is None else memory.new_buffer()
 
     @contextmanager
     def _copies(self) -> Iterator[BlockCopies | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import weakref
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -201,6 +202,18 @@ def test_memory_that_is_given_up_is_neither_read_nor_written(sides: Iterator[Sid
     _, fetch = side.fetched(names)
     eventually(lambda: fetch.is_done, bool)
     assert fetch.num_filled == 0
+
+
+def test_a_store_does_not_hold_memory_that_is_given_up(sides: Iterator[Side]) -> None:
+    side = next(sides)
+    names = names_of(side.computed(1))
+    side.store.settle(PATIENCE_S)
+    _, fetch = side.fetched(names)
+    eventually(lambda: fetch.is_done, bool)
+    side.store.settle(PATIENCE_S)
+    memory = weakref.ref(side.memory)
+    side.memory = None  # type: ignore[assignment]
+    eventually(memory, lambda found: found is None)
 
 
 def test_a_full_folder_is_left_alone_for_a_while_and_told_once(
