@@ -30,7 +30,8 @@ Progress goes to stderr; the last line of stdout is one JSON object:
                   killed counts while it is older than a minute
     growth        memory of the last quarter over the second, by process
     restarts      processes of the service that ended without being killed
-    preemptions, resumes   what has happened meanwhile
+    preemptions, resumes,
+    fetched_tokens         what has happened meanwhile; of prefixes that were in the folder or at the other replica
     left          what is held at the end without any request under way
 
 Exits with 1 when an honest answer is wrong, late, lost, doubled or has anything of another, on a server error, on a
@@ -90,6 +91,7 @@ _MAX_HOSTILE_AT_ONCE = 128
 _LARGE_EVERY, _LARGE_BYTES = 50, 2**20
 _MIN_SANG = 0.95  # the model itself repeats 99 of 100
 _NUM_ADAPTERS = 2
+_TIER_GIB = 0.02  # so little that blocks are deleted all the time
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +196,14 @@ def pipelines_of(models: Sequence[str]) -> list[dict[str, Any]]:
 def served(
     model: str, keys_file: Path, folder: Path, adapters: Mapping[str, str], *, num_blocks: int, **replicas: Any
 ) -> dict[str, Any]:
-    """The application's `args`: two replicas with too little KV memory for what they are sent."""
+    """The application's `args`: two replicas with too little KV memory for what they are sent, and too small a folder."""
     engine = {
         "model": {"path": model, "batch_invariant": True},
-        "cache": {"num_blocks": num_blocks, "block_size": BLOCK_SIZE},
+        "cache": {
+            "num_blocks": num_blocks,
+            "block_size": BLOCK_SIZE,
+            "tiers": [{"path": str(keys_file.parent / "kv"), "max_gib": _TIER_GIB}],
+        },
         "scheduler": {"max_running": 32, "max_waiting": 256, "policy": "fair"},
         "speculation": {"method": "lookup"},
     }
@@ -276,6 +282,7 @@ class _Soak:
                 "restarts": sorted(before[pid] for pid in ended),
                 "preemptions": round(sum(n for name, _, n in samples if name == "carousel_engine_preemptions_total")),
                 "resumes": round(sum(n for name, _, n in samples if name == "carousel_resumes_total")),
+                "fetched_tokens": round(sum(n for name, _, n in samples if name == "carousel_tier_tokens_total")),
                 "left": await self._running.left_over(),
                 "max_growth": given.max_growth,
             }
