@@ -196,7 +196,7 @@ def pipelines_of(models: Sequence[str]) -> list[dict[str, Any]]:
 def served(
     model: str, keys_file: Path, folder: Path, adapters: Mapping[str, str], *, num_blocks: int, **replicas: Any
 ) -> dict[str, Any]:
-    """The application's `args`: two replicas with too little KV memory for what they are sent, and too small a folder."""
+    """The application's `args`: two replicas with too little KV memory for what they are sent, and a small folder."""
     engine = {
         "model": {"path": model, "batch_invariant": True},
         "cache": {
