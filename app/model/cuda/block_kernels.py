@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["block_id"])
 def copy_block_kernel(
     tensors,  # [3, num_tensors] int64: their addresses, words of one block, and where its words are in the buffer
     buffer,  # int32, pinned memory of the host
