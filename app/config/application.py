@@ -14,8 +14,6 @@ from app.config.models import ServedModelConfig
 from app.config.pipelines import PipelineConfig
 from app.config.removed import refuse_removed
 
-MIN_ITEMS_IN_FLIGHT, MAX_ITEMS_IN_FLIGHT = 32, 1024  # where the settings do not say how many
-
 
 class IngressConfig(Settings):
     """The HTTP side."""
@@ -39,8 +37,9 @@ class ApplicationConfig(Settings):
         """Items of all batches at the replicas at once. The other half of their slots is left to online requests."""
         if self.batches is not None and self.batches.max_in_flight is not None:
             return self.batches.max_in_flight
+        least, most = 32, 1024
         num_slots = sum(model.replicas.max_replicas * model.engine.scheduler.max_running for model in self.models)
-        return min(max(MIN_ITEMS_IN_FLIGHT, num_slots // 2), MAX_ITEMS_IN_FLIGHT)
+        return min(max(least, num_slots // 2), most)
 
     @model_validator(mode="before")
     @classmethod

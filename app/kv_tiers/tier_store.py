@@ -283,12 +283,13 @@ class TierStore(BlockStore):
         while isinstance(at, Prefix) and not folder.has(name_of(at, self.namespace)):
             missing.append(at)
             at = at.parent
-        with self._copies() if missing else nullcontext() as copies:
-            # What follows a block that is gone would not be found.
-            while missing and time.monotonic() >= self._paused_until:
-                if not self._keep(folder, missing[-1], copies, content):
-                    return
-                missing.pop()
+        if missing:
+            with self._copies() as copies:
+                # What follows a block that is gone would not be found.
+                while missing and time.monotonic() >= self._paused_until:
+                    if not self._keep(folder, missing[-1], copies, content):
+                        break
+                    missing.pop()
         if not missing:
             self._note_use(folder, prefix)
 

@@ -78,21 +78,26 @@ class Side:
             self.store.settle(SETTLE_S)
 
     def first_token_s(self, prompt: Sequence[int]) -> tuple[float, list[int]]:
-        """Of a request alone, and its tokens."""
-        began_at, first_s, token_ids = time.perf_counter(), 0.0, list[int]()
-        self.engine.add(_request("alone", prompt, 8))
-        for deltas in self.steps():
-            for delta in deltas:
-                first_s = first_s or time.perf_counter() - began_at
-                token_ids += delta.token_ids
-        return first_s, token_ids
+        return first_token_s(self.engine, prompt)
 
-    def steps(self) -> Iterator[Any]:
-        while self.engine.has_work:
-            idle_s = self.engine.idle_s
-            if idle_s:
-                time.sleep(idle_s)
-            yield self.engine.step()
+
+def first_token_s(engine: Engine, prompt: Sequence[int]) -> tuple[float, list[int]]:
+    """Of a request alone, and its tokens."""
+    began_at, first_s, token_ids = time.perf_counter(), 0.0, list[int]()
+    engine.add(_request("alone", prompt, 8))
+    for deltas in _steps(engine):
+        for delta in deltas:
+            first_s = first_s or time.perf_counter() - began_at
+            token_ids += delta.token_ids
+    return first_s, token_ids
+
+
+def _steps(engine: Engine) -> Iterator[Any]:
+    while engine.has_work:
+        idle_s = engine.idle_s
+        if idle_s:
+            time.sleep(idle_s)
+        yield engine.step()
 
 
 @contextmanager
@@ -140,16 +145,16 @@ def _over(values: Sequence[float]) -> dict[str, Any]:
 def again(given: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
     """A prompt computed, then another that takes all memory, then the first with a question more."""
     size = 16
-    first, other = (_tokens(rng, given.prompt) for _ in range(2))
-    second = [*first, *_tokens(rng, QUESTION_TOKENS)]
+    first, other = (random_tokens(rng, given.prompt) for _ in range(2))
+    second = [*first, *random_tokens(rng, QUESTION_TOKENS)]
     num_blocks = len(second) // size + 4
     with opened(given, num_blocks=num_blocks, has_tier=False) as side:
-        side.first_token_s(_tokens(rng, 64))  # the first step of an engine is slower
+        side.first_token_s(random_tokens(rng, 64))  # the first step of an engine is slower
         side.first_token_s(first)
         side.first_token_s(other)
         computed_s, expected = side.first_token_s(second)
     with opened(given, num_blocks=num_blocks, has_tier=True) as side:
-        side.first_token_s(_tokens(rng, 64))
+        side.first_token_s(random_tokens(rng, 64))
         side.first_token_s(first)
         side.settle()
         side.first_token_s(other)
@@ -158,7 +163,7 @@ def again(given: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
         _check(token_ids, expected)
         longest_ms = side.longest_ms
     with opened(given, num_blocks=num_blocks, has_tier=True) as side:
-        side.first_token_s(_tokens(rng, 64))
+        side.first_token_s(random_tokens(rng, 64))
         restarted_s, token_ids = side.first_token_s(second)
         _check(token_ids, expected)
     return {
@@ -173,15 +178,15 @@ def again(given: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
 
 def talks(given: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
     """Conversations whose next turn comes when the one before is answered."""
-    beginnings = [_tokens(rng, given.beginning) for _ in range(given.talks)]
-    questions = [[_tokens(rng, QUESTION_TOKENS) for _ in range(given.turns)] for _ in range(given.talks)]
+    beginnings = [random_tokens(rng, given.beginning) for _ in range(given.talks)]
+    questions = [[random_tokens(rng, QUESTION_TOKENS) for _ in range(given.turns)] for _ in range(given.talks)]
     longest = given.beginning + given.turns * (QUESTION_TOKENS + REPLY_TOKENS)
     num_blocks = max(given.talks * longest // 16 // given.share, longest // 16 + 1)
     found: dict[str, Any] = {}
     answers: dict[bool, Any] = {}
     for has_tier in (False, True):
         with opened(given, num_blocks=num_blocks, has_tier=has_tier) as side:
-            side.first_token_s(_tokens(rng, 64))
+            side.first_token_s(random_tokens(rng, 64))
             began_at = time.perf_counter()
             answers[has_tier] = _converse(side, beginnings, questions)
             seconds = time.perf_counter() - began_at
@@ -208,7 +213,7 @@ def _converse(side: Side, beginnings: Sequence[list[int]], questions: Sequence[l
 
     for number in range(len(tokens)):
         ask(number)
-    for deltas in side.steps():
+    for deltas in _steps(side.engine):
         for delta in deltas:
             number = int(delta.request_id.partition("-")[0])
             tokens[number] += delta.token_ids
@@ -227,7 +232,7 @@ def workload(given: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
     answers = {}
     for has_tier in order:
         with opened(given, num_blocks=num_blocks, has_tier=has_tier) as side:
-            side.first_token_s(_tokens(rng, 64))  # not its own requests: the tier would have them
+            side.first_token_s(random_tokens(rng, 64))  # not its own requests: the tier would have them
             run = Carousel(side.engine).serve(read)
             answers[has_tier] = [timeline.token_ids for timeline in run.timelines.values()]
             times = times_of(run.answered)
@@ -241,8 +246,9 @@ def workload(given: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
     }
 
 
-def _tokens(rng: random.Random, number: int) -> list[int]:
-    return [rng.randrange(100, 700) for _ in range(number)]
+def random_tokens(rng: random.Random, number: int, *, below: int = 700) -> list[int]:
+    """Ids from 100 on."""
+    return [rng.randrange(100, below) for _ in range(number)]
 
 
 def _check(token_ids: Any, expected: Any) -> None:

@@ -172,7 +172,7 @@ def engine_of(
 ) -> Engine:
     """An engine around a loaded model. overlaps: it launches a step while the one before it is computed.
 
-    runner: of the model, from another engine that is of no more use.
+    runner: of the model; default: a new one.
     """
     num_blocks = config.cache.num_blocks
     assert num_blocks is not None, "engines that share a model have KV memory of a set size"

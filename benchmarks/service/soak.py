@@ -31,7 +31,7 @@ Progress goes to stderr; the last line of stdout is one JSON object:
     growth        memory of the last quarter over the second, by process
     restarts      processes of the service that ended without being killed
     preemptions, resumes,
-    fetched_tokens         what has happened meanwhile; of prefixes that were in the folder or at the other replica
+    fetched_tokens         what has happened meanwhile; tokens of prefixes from the folder or the other replica
     left          what is held at the end without any request under way
 
 Exits with 1 when an honest answer is wrong, late, lost, doubled or has anything of another, on a server error, on a

@@ -277,7 +277,7 @@ def measure(
         block_size=config.cache.block_size,
         facts=loaded.facts,
         cost=StepCost.fit(times.steps),
-        kv_bytes=memory.block_bytes if memory is not None and num_blocks else 0,
+        kv_bytes=0 if memory is None else memory.block_bytes,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from app.model.cuda.attention import TritonAttention
 from app.model.ways.cuda_decoder import CudaModel
 from tests.kit.interpreter import quicken_interpreter
+from tests.tiny_models import build_tiny_model
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,6 +27,14 @@ def _short_probe() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("app.model.verification.NUM_TOKENS", 6)
         yield
+
+
+@pytest.fixture(scope="session")
+def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of one layer with one KV head, for what is around the layers."""
+    path = tmp_path_factory.mktemp("small")
+    build_tiny_model("llama", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1).save_pretrained(path)
+    return path
 
 
 @pytest.fixture

@@ -66,14 +66,6 @@ class RunAgain:
         return replay
 
 
-@pytest.fixture(scope="module")
-def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of one layer with one KV head: most tests are about what is around the layers."""
-    path = tmp_path_factory.mktemp("small")
-    build_tiny_model("llama", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1).save_pretrained(path)
-    return path
-
-
 def load(path: Path) -> LoadedModel:
     return kit.load(path, device=DEVICE.type, backend="torch")
 
