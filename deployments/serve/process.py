@@ -64,17 +64,22 @@ def return_freed_memory() -> None:
 
 
 def _keep_trimmed(libc: ctypes.CDLL) -> None:
-    """Freed memory goes back when it has grown by 16 MiB; memory in use, however much it is, causes no trim."""
+    """Freed memory goes back when it has grown by 16 MiB; memory in use, however much it is, causes no trim.
+
+    What a trim leaves counts as kept when the next trim leaves it too. Until then it may have been freed just after.
+    """
     rise_bytes = 16 * 2**20
-    level = 0
+    level = previous = 0
     while True:
         time.sleep(TRIM_EVERY_S)
         not_in_use = _bytes_not_in_use(libc)
         if not_in_use > level + rise_bytes:
             libc.malloc_trim(0)
-            level = _bytes_not_in_use(libc)
+            not_in_use = _bytes_not_in_use(libc)
+            level = min(previous, not_in_use)
         else:
             level = min(level, not_in_use)
+        previous = not_in_use
 
 
 class _MallocInfo(ctypes.Structure):
@@ -87,9 +92,13 @@ class _MallocInfo(ctypes.Structure):
 
 
 def _bytes_not_in_use(libc: ctypes.CDLL) -> int:
-    """Resident, less what malloc has given out, in all arenas and in blocks that are mapped alone."""
+    """Resident, less what malloc has given out, in all arenas and in blocks that are mapped alone.
+
+    Resident is read first: memory that is given out between the two must not count as free.
+    """
+    resident = _resident_bytes()
     info = libc.mallinfo2()
-    return _resident_bytes() - int(info.uordblks + info.hblkhd)
+    return resident - int(info.uordblks + info.hblkhd)
 
 
 def _resident_bytes() -> int:
