@@ -139,12 +139,19 @@ def build_matchers(config: EngineConfig, facts: ModelInfo) -> Matchers:
     )
 
 
-def build_sync_engine(config: EngineConfig, replicas: ReplicasConfig = ONE_DEVICE) -> Engine:
-    """The same engine without its thread, for callers that run each step themselves."""
-    return _build_simulated(config) if config.model.simulated is not None else _build_torch(config, replicas)
+def build_sync_engine(
+    config: EngineConfig, replicas: ReplicasConfig = ONE_DEVICE, *, keeps_all: bool = False
+) -> Engine:
+    """The same engine without its thread, for callers that run each step themselves.
+
+    keeps_all: layers that look back a window give back no blocks.
+    """
+    if config.model.simulated is not None:
+        return _build_simulated(config)
+    return _build_torch(config, replicas, keeps_all=keeps_all)
 
 
-def _build_torch(config: EngineConfig, replicas: ReplicasConfig) -> Engine:
+def _build_torch(config: EngineConfig, replicas: ReplicasConfig, *, keeps_all: bool) -> Engine:
     from app.model.description import sentence_settings
     from app.model.device import device_of
     from app.model.loader import load_runner
@@ -158,7 +165,11 @@ def _build_torch(config: EngineConfig, replicas: ReplicasConfig) -> Engine:
         _refuse_draft_model(config, f"{config.model.path} runs on {device.type}")
     if replicas.tensor_parallel == 1:
         # Engines that sleep divide the memory by their turns.
-        loaded = load_runner(config, gpu_share=replicas.gpu_share if replicas.sleep_after_s is None else 1.0)
+        loaded = load_runner(
+            config,
+            gpu_share=replicas.gpu_share if replicas.sleep_after_s is None else 1.0,
+            keeps_all=keeps_all or bool(config.cache.tiers) or _has_peers(replicas, device.type),
+        )
     else:
         _refuse_draft_model(config, f"replicas.tensor_parallel is {replicas.tensor_parallel}")
         ranks = _start_ranks(config, replicas)
@@ -188,6 +199,14 @@ def _build_torch(config: EngineConfig, replicas: ReplicasConfig) -> Engine:
     )
 
 
+def _has_peers(replicas: ReplicasConfig, device_type: str) -> bool:
+    """Whether replicas fetch KV memory from one another by the settings."""
+    fetches = replicas.fetch_prefixes
+    if fetches is None:
+        fetches = device_type == "cpu" or replicas.roles is not None
+    return fetches and replicas.max_replicas > 1
+
+
 def _store_of(
     config: EngineConfig, replicas: ReplicasConfig, loaded: LoadedRunner, runner: ModelRunner
 ) -> BlockStore | None:
@@ -195,11 +214,7 @@ def _store_of(
 
     Where it cannot, a line in the log says so.
     """
-    tiers = config.cache.tiers
-    fetches = replicas.fetch_prefixes
-    if fetches is None:
-        fetches = loaded.model.device.type == "cpu" or replicas.roles is not None
-    has_peers = fetches and replicas.max_replicas > 1
+    tiers, has_peers = config.cache.tiers, _has_peers(replicas, loaded.model.device.type)
     if not (tiers or has_peers):
         return None
     memory = runner.kv_memory()
@@ -416,8 +431,10 @@ def assemble(
     Where the runner can launch steps, the engine prepares each while the one before it is computed.
     """
     if facts.generates:
-        pool = BlockPool(num_blocks=num_blocks, block_size=cache.block_size)
-        facts = replace(facts, max_model_len=min(facts.max_model_len, num_blocks * cache.block_size))
+        pool = BlockPool.of(
+            facts, num_blocks=num_blocks, block_size=cache.block_size, max_step_tokens=scheduler.max_step_tokens
+        )
+        facts = replace(facts, max_model_len=min(facts.max_model_len, pool.max_sequence_tokens))
     else:
         pool = NoBlocks(max_model_len=facts.max_model_len)
     deciding = scheduler_class(

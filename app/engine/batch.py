@@ -50,9 +50,14 @@ class ScheduledSequence(msgspec.Struct, frozen=True, eq=False, gc=False):
     # Which hidden states are wanted: the last token's, or the sum of all.
     pooling: Pooling | None = None
     adapter: object = None  # as the model runner has loaded it
+    window_ids: tuple[list[int], ...] = ()  # by window group, as `block_ids`; ids behind the window may be of others
     second_text_at: int = 0  # as the request has it
     # Where there are drafts and a draw depends on the tokens before it: the item up to each of its tokens.
     draws: tuple[ScheduledSequence, ...] = ()
+
+    def ids_of(self, group: int) -> list[int]:
+        """Its blocks' ids in a group: the first looks back to the start, the others to a window."""
+        return self.window_ids[group - 1] if group else self.block_ids
 
     @property
     def wants_logprobs(self) -> bool:
@@ -323,6 +328,7 @@ class BatchBuilder:
                 0,
                 None,
                 None if sequence.adapter is None else sequence.adapter.weights,
+                sequence.window_ids,
             )
         else:
             scheduled = self._scheduled_sequence(sequence, 1)
@@ -385,6 +391,7 @@ class BatchBuilder:
             matcher=sequence.matcher if samples else None,
             lacks_history=samples and sequence.lacks_history,
             adapter=None if sequence.adapter is None else sequence.adapter.weights,
+            window_ids=sequence.window_ids,
         )
         if scheduled.wants_logprobs:
             self._has_logprobs = True

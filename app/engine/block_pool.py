@@ -3,6 +3,10 @@
 No tensors here. Paging follows PagedAttention (Kwon et al., 2023); sharing equal prefixes block by block follows
 vLLM's automatic prefix caching, except that a prefix is looked up by its exact tokens, so no hash collision can ever
 show one request the KV of another.
+
+Where some layers look back a window of tokens only, a block has the KV of one group of layers: the first group looks
+back to the start, each other one to the window, and gives back the blocks behind it. All groups take blocks from one
+pool, as in vLLM's hybrid KV cache manager.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+
+from app.engine.request import ModelInfo
 
 
 def root_digest(salt: str) -> int:
@@ -68,11 +74,15 @@ class Prefix:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A fixed number of token slots. `prefix` is set while its content can be found and shared."""
+    """A fixed number of token slots. `prefix` is set while its content can be found and shared.
+
+    So is `window_of` of a block of a window group: the prefix whose last tokens it holds, and the group.
+    """
 
     block_id: int
     num_owners: int = 0
     prefix: Prefix | None = None
+    window_of: tuple[Prefix, int] | None = None
 
 
 class BlockPool:
@@ -82,16 +92,45 @@ class BlockPool:
     the order of the free blocks is also the order of eviction.
     """
 
-    def __init__(self, *, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_window_groups: int = 0,
+        window_tokens: int = 0,
+        max_step_tokens: int = 0,
+    ) -> None:
+        """window_tokens: the last tokens of a sequence that the window groups keep.
+
+        max_step_tokens: of one sequence, that a step may add before they give anything back. For a model without them
+        any number.
+        """
         assert num_blocks >= 0, "a pool has blocks or none"
         assert block_size > 0, "a block needs at least one slot"
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self.num_groups = 1 + num_window_groups
+        self.max_step_tokens = max_step_tokens if num_window_groups else None
+        self._window_tokens = window_tokens
+        self._max_in_window = self.num_blocks_for(window_tokens + max_step_tokens) + 1  # blocks of one group
         self._blank = [Block(block_id) for block_id in reversed(range(num_blocks))]  # free, nothing to share
         self._evictable: OrderedDict[int, Block] = OrderedDict()  # free, by block id, content still shareable
         self._cached: dict[tuple[Prefix | str, tuple[int, ...]], Block] = {}
+        self._in_windows: dict[tuple[Prefix, int], Block] = {}
         self.note_findable: Callable[[Prefix], None] | None = None  # called with each prefix that becomes findable
         self._note_held: Callable[[int, bool], None] | None = None
+
+    @classmethod
+    def of(cls, facts: ModelInfo, *, num_blocks: int, block_size: int, max_step_tokens: int) -> BlockPool:
+        """For a model with KV memory."""
+        return cls(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_window_groups=facts.num_window_groups,
+            window_tokens=facts.window_tokens,
+            max_step_tokens=max_step_tokens,
+        )
 
     @property
     def num_free(self) -> int:
@@ -113,8 +152,21 @@ class BlockPool:
             note_held(block.prefix.digest, True)
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """How many blocks hold `num_tokens` tokens."""
+        """How many blocks of a group that keeps all hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Of a sequence that has all blocks."""
+        num_window_groups, num_each = self.num_groups - 1, self.num_blocks // self.num_groups
+        if num_window_groups and num_each > self._max_in_window:
+            num_each = self.num_blocks - num_window_groups * self._max_in_window
+        return num_each * self.block_size
+
+    def num_blocks_behind(self, num_cached: int, num_tokens: int) -> int:
+        """How many blocks of all groups the tokens behind cached blocks take at once, at most."""
+        number = self.num_blocks_for(num_tokens) - num_cached
+        return number + (self.num_groups - 1) * min(number, self._max_in_window)
 
     def can_allocate(self, num_blocks: int) -> bool:
         return num_blocks <= self.num_free
@@ -150,6 +202,46 @@ class BlockPool:
                 return
             yield prefix
             parent = prefix
+
+    # ------------------------------------------------------------------ windows
+
+    def first_in_window(self, num_tokens: int) -> int:
+        """The first block that window groups keep for the token behind so many."""
+        return max(0, num_tokens - self._window_tokens + 1) // self.block_size
+
+    def with_windows(self, cached: list[Block]) -> list[Block]:
+        """The longest beginning of these cached blocks of which the window groups can find all that they would keep."""
+        if self.num_groups == 1:
+            return cached
+        num_cached = len(cached)
+        missing: int | None = num_cached
+        while missing is not None:
+            looked_at = range(self.first_in_window(num_cached * self.block_size), num_cached)
+            missing = next((at for at in reversed(looked_at) if None in self._windows_of(cached[at])), None)
+            num_cached = num_cached if missing is None else missing  # what is longer looks back to that block, too
+        return cached[:num_cached]
+
+    def found_in_windows(self, cached: Sequence[Block]) -> list[list[Block]]:
+        """By window group, what it keeps of these cached blocks. `with_windows` must have given them."""
+        first = self.first_in_window(len(cached) * self.block_size)
+        found: list[list[Block]] = [[] for _ in range(self.num_groups - 1)]
+        for block in cached[first:]:
+            for of_group, own in zip(found, self._windows_of(block), strict=True):
+                assert own is not None, "found before"
+                of_group.append(own)
+        return found
+
+    def _windows_of(self, block: Block) -> list[Block | None]:
+        assert block.prefix is not None, "it is cached"
+        return [self._in_windows.get((block.prefix, group)) for group in range(1, self.num_groups)]
+
+    def cache_in_window(self, block: Block, prefix: Prefix, group: int) -> None:
+        """Make a full, computed block of a window group findable, if no other holds the same."""
+        key = prefix, group
+        if self._in_windows.setdefault(key, block) is block:
+            block.window_of = key
+
+    # ------------------------------------------------------------------ owners
 
     def num_free_among(self, blocks: Iterable[Block]) -> int:
         """How many of these blocks have no owner, so that sharing them uses up free blocks."""
@@ -189,16 +281,17 @@ class BlockPool:
             block.num_owners -= 1
             if block.num_owners:
                 continue
-            if block.prefix is None:
+            if block.prefix is None and block.window_of is None:
                 self._blank.append(block)
             else:
                 self._evictable[block.block_id] = block
 
     def clear_cache(self) -> None:
         """Forget every shared prefix. Blocks in use stay with their owners."""
-        for block in self._cached.values():
+        for block in (*self._cached.values(), *self._in_windows.values()):
             self._forget(block)
         self._cached.clear()
+        self._in_windows.clear()
         self._blank.extend(self._evictable.values())
         self._evictable.clear()
 
@@ -207,17 +300,19 @@ class BlockPool:
             block = self._blank.pop()
         else:
             _, block = self._evictable.popitem(last=False)
-            assert block.prefix is not None, "an evictable block is findable"
-            del self._cached[block.prefix.key]
+            if block.window_of is not None:
+                del self._in_windows[block.window_of]
+            else:
+                assert block.prefix is not None, "an evictable block is findable"
+                del self._cached[block.prefix.key]
             self._forget(block)
         block.num_owners = 1
         return block
 
     def _forget(self, block: Block) -> None:
-        assert block.prefix is not None, "a cached block has a prefix"
-        if self._note_held is not None:
+        if block.prefix is not None and self._note_held is not None:
             self._note_held(block.prefix.digest, False)
-        block.prefix = None
+        block.prefix = block.window_of = None
 
 
 class NoBlocks(BlockPool):

@@ -35,6 +35,7 @@ def largest_batch(limits: SchedulerConfig, facts: ModelInfo, *, block_size: int)
                 targets=(0,) * min(length - 1, MAX_SCORED_TOKENS) if index == 0 else (),
                 first_target=1,
                 pooling=Pooling.MEAN if index == 0 and facts.embedding_size is not None else None,
+                window_ids=([0] * -(-length // block_size),) * facts.num_window_groups,
             )
             for index, length in enumerate(lengths)
         ),

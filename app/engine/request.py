@@ -32,6 +32,9 @@ class ModelInfo:
     scores_pairs: bool = False  # it gives a score for a pair of texts, a cross-encoder
     labels: tuple[str, ...] = ()  # of a classifier, which gives a score for each of them
     pooling: str | None = None  # of its embeddings, a `Pooling`, as its files have it
+    # Groups of layers that look back a window, each with KV blocks of its own, and the last tokens that those keep.
+    num_window_groups: int = 0
+    window_tokens: int = 0
 
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> ModelInfo:

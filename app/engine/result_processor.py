@@ -80,13 +80,20 @@ class ResultProcessor:
                 sequence.num_computed_tokens = item.start
 
     def cache_full_blocks(self, sequence: Sequence, num_computed_tokens: int) -> None:
-        """Let others share the blocks that are full with so many computed tokens."""
+        """Let others share the blocks that are full with so many computed tokens; give back those behind a window."""
         size = self._pool.block_size
         for index in range(len(sequence.prefixes), num_computed_tokens // size):
             parent = sequence.prefixes[-1] if sequence.prefixes else sequence.request.prefix_salt
             content = sequence.token_ids(index * size, (index + 1) * size)
             block, tenant = sequence.blocks[index], sequence.request.tenant
-            sequence.prefixes.append(self._pool.cache_full_block(block, content, parent=parent, tenant=tenant))
+            prefix = self._pool.cache_full_block(block, content, parent=parent, tenant=tenant)
+            sequence.prefixes.append(prefix)
+            for group, blocks in enumerate(sequence.window_blocks, 1):
+                own = blocks[index]
+                if own is not None:
+                    self._pool.cache_in_window(own, prefix, group)
+        if sequence.window_blocks:
+            self._pool.free(sequence.give_back_before(self._pool.first_in_window(num_computed_tokens)))
 
     def _drawn(
         self, sequence: Sequence, token_ids: tuple[int, ...], num_generated: int, logprobs: tuple[TokenLogprobs, ...]

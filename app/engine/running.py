@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
+from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -58,8 +59,10 @@ class RunningSequences:
             cached = []
         if sequence.is_scoring:  # a block that is not computed gives no log-probabilities: skip only scored ones
             cached = cached[: sequence.num_scored_tokens // self._pool.block_size]
-        num_blocks = self._pool.num_blocks_for(sequence.num_tokens) - len(cached)
-        return cached, num_blocks + self._pool.num_free_among(cached)
+        cached = self._pool.with_windows(cached)
+        num_blocks = self._pool.num_blocks_behind(len(cached), sequence.num_tokens)
+        in_windows = chain.from_iterable(self._pool.found_in_windows(cached))
+        return cached, num_blocks + self._pool.num_free_among(cached) + self._pool.num_free_among(in_windows)
 
     def _cached_prefix(self, sequence: Sequence) -> list[Block]:
         """The first waiting sequence asks in every step until it joins: what it found is kept, not hashed again."""
@@ -76,8 +79,10 @@ class RunningSequences:
         """Start a sequence after the cached blocks of its prefix."""
         self._match = None  # it refers to the sequence
         sequence.status = SequenceStatus.RUNNING
-        self._pool.share(cached)
-        sequence.extend_blocks(cached)
+        in_windows = self._pool.found_in_windows(cached)
+        self._pool.share(chain(cached, *in_windows))
+        sequence.num_given_back = len(cached) - len(in_windows[0]) if in_windows else 0
+        sequence.extend_blocks(cached, *([None] * sequence.num_given_back + found for found in in_windows))
         sequence.prefixes = [block.prefix for block in cached if block.prefix is not None]
         sequence.num_computed_tokens = len(cached) * self._pool.block_size
 
@@ -112,20 +117,23 @@ class RunningSequences:
 
     def extend(self, sequence: Sequence, num_tokens: int) -> None:
         """Give a sequence the blocks for as many more tokens; there must be room."""
-        sequence.extend_blocks(self._pool.allocate(self.num_missing_blocks(sequence, num_tokens)))
+        blocks, num_groups = self._pool.allocate(self.num_missing_blocks(sequence, num_tokens)), self._pool.num_groups
+        sequence.extend_blocks(*(blocks[group::num_groups] for group in range(num_groups)))
 
     def num_draftable(self, sequence: Sequence, *, is_short: bool) -> int:
         """How many drafts it has blocks for and may come to be; the last token that it may have is always drawn.
 
         `is_short`: only in the blocks that it has.
         """
-        num_slots = (len(sequence.blocks) + (0 if is_short else self._pool.num_free)) * self._pool.block_size
+        num_free = 0 if is_short else self._pool.num_free // self._pool.num_groups
+        num_slots = (len(sequence.blocks) + num_free) * self._pool.block_size
         num_left = sequence.request.sampling.max_tokens - sequence.num_generated_tokens
         return min(num_slots - sequence.num_computed_tokens, num_left) - 1
 
     def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
-        """How many blocks it takes to hold as many more tokens."""
-        return self._pool.num_blocks_for(sequence.num_computed_tokens + num_tokens) - len(sequence.blocks)
+        """How many blocks of all groups it takes to hold as many more tokens."""
+        num_blocks = self._pool.num_blocks_for(sequence.num_computed_tokens + num_tokens)
+        return (num_blocks - len(sequence.blocks)) * self._pool.num_groups
 
     # ------------------------------------------------------------------ preemption
 
@@ -145,5 +153,5 @@ class RunningSequences:
             if may_preempt(waiting, running):
                 victims.append(running)
                 num_slots += 1
-                num_free += sum(block.num_owners == 1 for block in running.blocks)
+                num_free += sum(block.num_owners == 1 for block in running.all_blocks())
         return victims if num_slots > 0 and num_free >= num_blocks else []  # preempting would not help

@@ -139,6 +139,7 @@ class Scheduler:
             adapter=adapter,
         )
         self._num_arrived += 1
+        sequence.have_window_groups(self.pool.num_groups - 1)
         if sequence.deadline_at is not None:
             self._deadlines.watch(
                 sequence,
@@ -272,11 +273,14 @@ class Scheduler:
 
     def _new_builder(self, plan: StepPlan) -> BatchBuilder:
         limits = self.limits
+        chunk_tokens = limits.prefill_chunk_tokens
+        if self.pool.max_step_tokens is not None:
+            chunk_tokens = min(chunk_tokens, self.pool.max_step_tokens)
         return BatchBuilder(
             budget=limits.max_step_tokens,
             max_prefill_tokens=plan.max_prefill_tokens,
             max_background_tokens=BACKGROUND_PREFILL_TOKENS if self._has_foreground(plan) else None,
-            chunk_tokens=limits.prefill_chunk_tokens,
+            chunk_tokens=chunk_tokens,
             eos_token_ids=self._eos_token_ids,
             takes_whole_prompts=self._takes_whole_prompts,
         )
@@ -539,8 +543,8 @@ class Scheduler:
             estimated_wait_s=self._estimated_wait_s(),
             ended_per_s=self._throughput.ended_per_s,
             mean_length_error_tokens=self._mean_length_error,
-            num_free_blocks=self.pool.num_free,
-            num_blocks=self.pool.num_blocks,
+            num_free_blocks=self.pool.num_free // self.pool.num_groups,
+            num_blocks=self.pool.num_blocks // self.pool.num_groups,
             block_size=self.pool.block_size,
             max_running=self.limits.max_running,
             speed=self._throughput.tokens_per_s_at(SPEED_STEP_TOKENS),

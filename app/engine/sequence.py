@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -57,6 +58,10 @@ class Sequence:
     fetch_s: float = 0.0  # that it has waited for them
     blocks: list[Block] = field(default_factory=list)  # in token order
     block_ids: list[int] = field(default_factory=list)  # their ids; replaced, never shortened, so batches may keep it
+    # By window group, as `blocks` and `block_ids`. A block that is given back is None; its id stays in its place.
+    window_blocks: list[list[Block | None]] = field(default_factory=list)
+    window_ids: tuple[list[int], ...] = ()
+    num_given_back: int = 0  # of each window group, from the start
     prefixes: list[Prefix] = field(default_factory=list)  # of its full, computed blocks
     adjustments: LogitAdjustments | None = None  # while it runs and has penalties or biases; see `current_adjustments`
     pooled: list[float] | None = None  # of the computed tokens: the hidden states that its embedding is made of
@@ -155,17 +160,43 @@ class Sequence:
             self.adjustments.follow(self.generated_token_ids)
         return self.adjustments
 
-    def extend_blocks(self, blocks: list[Block]) -> None:
+    def have_window_groups(self, number: int) -> None:
+        """Before it has any block: a table for each."""
+        self.window_blocks = [[] for _ in range(number)]
+        self.window_ids = tuple([] for _ in range(number))
+        self.num_given_back = 0
+
+    def extend_blocks(self, blocks: list[Block], *in_windows: Several[Block | None]) -> None:
+        """in_windows: by window group, as many."""
         self.blocks.extend(blocks)
         self.block_ids.extend(block.block_id for block in blocks)
+        for own, ids, new in zip(self.window_blocks, self.window_ids, in_windows, strict=True):
+            own.extend(new)
+            ids.extend(0 if block is None else block.block_id for block in new)
+
+    def give_back_before(self, first: int) -> list[Block]:
+        """Give up the blocks of window groups before the `first`; the caller frees them."""
+        given: list[Block] = []
+        for own in self.window_blocks:
+            given += [block for block in own[self.num_given_back : first] if block is not None]
+            own[self.num_given_back : first] = [None] * max(0, first - self.num_given_back)
+        self.num_given_back = max(self.num_given_back, first)
+        return given
+
+    def all_blocks(self) -> list[Block]:
+        """Of all groups, in token order."""
+        if not self.window_blocks:
+            return self.blocks
+        return [block for of_all in zip(self.blocks, *self.window_blocks, strict=True) for block in of_all if block]
 
     def take_blocks(self) -> list[Block]:
         """Give up all blocks and with them all computed tokens; the caller frees them.
 
         The adjustments and drafts go, too, so that only running sequences hold memory for them.
         """
-        blocks = self.blocks
+        blocks = self.all_blocks()
         self.blocks, self.block_ids, self.prefixes = [], [], []
+        self.have_window_groups(len(self.window_ids))
         self.num_computed_tokens = self.num_draft_computed_tokens = 0
         self.pooled = None
         self.adjustments = self.drafts = None

@@ -7,7 +7,7 @@ faster ones (`cpu/attention.py`, `cuda/attention.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from app.engine.batch import StepBatch
 from app.model.inputs import AttentionRows, DecodeRows, ModelInputs, PrefillChunk, build_attention_rows
-from app.model.kv_cache import KVCache, LayerShape
+from app.model.kv_cache import ONE_GROUP, KVCache, LayerGroups, LayerShape
 
 ATTENTION_NAME = "carousel_paged"
 
@@ -115,54 +115,63 @@ class PagedAttention(Protocol):
 class TorchAttention:
     """Plain torch: gathers each sequence's blocks, then `scaled_dot_product_attention`."""
 
-    def __init__(self, cache: KVCache, device: torch.device) -> None:
+    def __init__(self, cache: KVCache, device: torch.device, groups: LayerGroups = ONE_GROUP) -> None:
         self.block_size = cache.block_size
         self.kv_tensors = cache.tensors
-        self._cache = cache
+        self.cache = cache
+        self.groups = groups
         self._device = device
 
     def begin_step(self, batch: StepBatch, inputs: ModelInputs) -> AttentionStep:
-        rows = build_attention_rows(batch, block_size=self.block_size, device=self._device)
-        return _TorchStep(self._cache, inputs.slots, rows)
+        rows = [
+            build_attention_rows(batch, group=group, block_size=self.block_size, device=self._device)
+            for group in range(self.groups.num_groups)
+        ]
+        return _TorchStep(self, inputs.slots, rows)
 
 
 class _TorchStep:
     """One step: write the new tokens' KV, then attend over blocks."""
 
-    def __init__(self, cache: KVCache, slots: torch.Tensor, rows: AttentionRows) -> None:
-        self._cache = cache
+    def __init__(self, attention: TorchAttention, slots: Sequence[torch.Tensor], rows: Sequence[AttentionRows]) -> None:
+        """slots, rows: by group of layers."""
+        self._cache = attention.cache
+        self._groups = attention.groups
         self._slots = slots
         self._rows = rows
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules
     ) -> torch.Tensor:
-        self._cache.write(layer, self._slots, key, value)
+        group, place = self._groups.place_of(layer)
+        rows = self._rows[group]
+        self._cache.write(place, self._slots[group], key, value)
         output = query.new_empty(*query.shape[:2], value.shape[-1])
-        if self._rows.decode is not None:
-            rows = self._rows.decode.token_indices
-            output[rows] = self._decode(layer, query[rows], self._rows.decode, rules)
-        for chunk in self._rows.prefill:
-            output[chunk.tokens] = self._prefill(layer, query[chunk.tokens], chunk, rules)
+        if rows.decode is not None:
+            at = rows.decode.token_indices
+            output[at] = self._decode(place, query[at], rows.decode, rules)
+        for chunk in rows.prefill:
+            output[chunk.tokens] = self._prefill(place, query[chunk.tokens], chunk, rules)
         return output
 
-    def _decode(self, layer: int, query: torch.Tensor, rows: DecodeRows, rules: AttentionRules) -> torch.Tensor:
+    def _decode(self, place: int, query: torch.Tensor, rows: DecodeRows, rules: AttentionRules) -> torch.Tensor:
         """Single tokens of many sequences. query: [num_rows, num_heads, key_dim]."""
-        keys, values = self._cache.read(layer, rows.block_tables)
+        keys, values = self._cache.read(place, rows.block_tables)
         at = torch.arange(keys.shape[1], device=keys.device)
-        is_own = at < rows.lengths[:, None]  # [num_rows, max_length]
-        _blank_others(keys, values, is_own)
-        visible = is_own
+        visible = at < rows.lengths[:, None]  # [num_rows, max_length]
         if rules.sliding_window is not None:
-            visible = is_own & (at >= rows.lengths[:, None] - rules.sliding_window)
+            visible &= at >= rows.lengths[:, None] - rules.sliding_window
+        _blank_others(keys, values, visible)
         output = _scores_to_output(query[:, None], keys, values, visible[:, None], rules)
         return output[:, 0]
 
-    def _prefill(self, layer: int, query: torch.Tensor, chunk: PrefillChunk, rules: AttentionRules) -> torch.Tensor:
+    def _prefill(self, place: int, query: torch.Tensor, chunk: PrefillChunk, rules: AttentionRules) -> torch.Tensor:
         """Several tokens of one sequence. query: [num_tokens, num_heads, key_dim]."""
-        keys, values = self._cache.read(layer, chunk.block_table)
-        keys, values = keys[: chunk.length], values[: chunk.length]
-        return _causal(query, keys, values, start=chunk.start, rules=rules)
+        keys, values = self._cache.read(place, chunk.block_table)
+        # What lies before the window of the first token may be others' by now.
+        first = 0 if rules.sliding_window is None else max(0, chunk.start - rules.sliding_window + 1)
+        keys, values = keys[first : chunk.length], values[first : chunk.length]
+        return _causal(query, keys, values, start=chunk.start - first, rules=rules)
 
 
 class ProbeStep:
@@ -199,9 +208,9 @@ def _causal(
     return _scores_to_output(query[None], keys[None], values[None], visible[None], rules)[0]
 
 
-def _blank_others(keys: torch.Tensor, values: torch.Tensor, is_own: torch.Tensor) -> None:
-    """Zero the padded slots, which may hold other sequences' values: a masked score does not remove a NaN."""
-    others = ~is_own[..., None, None]
+def _blank_others(keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor) -> None:
+    """Zero the other slots, which may hold other sequences' values: a masked score does not remove a NaN."""
+    others = ~visible[..., None, None]
     keys.masked_fill_(others, 0)
     values.masked_fill_(others, 0)
 

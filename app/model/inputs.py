@@ -26,7 +26,7 @@ class ModelInputs:
 
     token_ids: torch.Tensor  # [1, num_tokens]
     positions: torch.Tensor  # [1, num_tokens]
-    slots: torch.Tensor  # [num_tokens], where each token's KV goes
+    slots: tuple[torch.Tensor, ...]  # by group of layers: [num_tokens], where each token's KV goes
     logits_indices: torch.Tensor  # [num_rows], tokens for which logits are wanted, ascending
     hidden_indices: torch.Tensor | None = None  # [num_hidden], tokens for which hidden states are wanted, ascending
 
@@ -36,8 +36,8 @@ class PackedColumns(NamedTuple):
 
     token_ids: list[int]
     positions: list[int]
-    slots: list[int]
     logits_indices: list[int]
+    slots: list[list[int]]  # by group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +78,11 @@ class Segments:
 
 def build_inputs(batch: StepBatch, *, block_size: int, device: torch.device) -> ModelInputs:
     columns = packed_columns(batch, block_size=block_size)
-    token_ids, positions, slots, logits_indices = _tensors(columns, device)
+    token_ids, positions, logits_indices, *slots = _tensors([*columns[:3], *columns.slots], device)
     return ModelInputs(
         token_ids=token_ids[None],
         positions=positions[None],
-        slots=slots,
+        slots=tuple(slots),
         logits_indices=logits_indices,
         hidden_indices=to_device(pooled_places(batch.scheduled), device) if batch.has_pooling else None,
     )
@@ -91,17 +91,21 @@ def build_inputs(batch: StepBatch, *, block_size: int, device: torch.device) -> 
 def packed_columns(batch: StepBatch, *, block_size: int) -> PackedColumns:
     scheduled = batch.scheduled
     num_tokens = [len(item.token_ids) for item in scheduled]
+    tables = [[item.block_ids for item in scheduled], *zip(*[item.window_ids for item in scheduled], strict=True)]
     if max(num_tokens, default=1) == 1:  # the common case, made short: every sequence decodes
         positions = [item.start for item in scheduled]
         token_ids = [item.token_ids[0] for item in scheduled]
         slots = [
-            item.block_ids[at // block_size] * block_size + at % block_size
-            for item, at in zip(scheduled, positions, strict=True)
+            [ids[at // block_size] * block_size + at % block_size for ids, at in zip(of_group, positions, strict=True)]
+            for of_group in tables
         ]
     else:
         positions = [at for item in scheduled for at in range(item.start, item.end)]
         token_ids = [token_id for item in scheduled for token_id in item.token_ids]
-        slots = [slot for item in scheduled for slot in _slots(item, block_size)]
+        slots = [
+            [slot for item, ids in zip(scheduled, of_group, strict=True) for slot in _slots(item, ids, block_size)]
+            for of_group in tables
+        ]
     ends = accumulate(num_tokens)
     if batch.has_drafts:
         wanted = list(range(len(token_ids)))
@@ -109,7 +113,7 @@ def packed_columns(batch: StepBatch, *, block_size: int) -> PackedColumns:
         wanted = list(chain.from_iterable(_wanted(item, end) for item, end in zip(scheduled, ends, strict=True)))
     else:
         wanted = [end - 1 for item, end in zip(scheduled, ends, strict=True) if item.samples]
-    return PackedColumns(token_ids, positions, slots, wanted)
+    return PackedColumns(token_ids, positions, wanted, slots)
 
 
 def _tensors(columns: Sequence[list[int]], device: torch.device) -> Sequence[torch.Tensor]:
@@ -157,16 +161,16 @@ def bytes_to_device(numbers: bytearray, dtype: torch.dtype, device: torch.device
     return (tensor.pin_memory() if is_cuda else tensor).to(device, non_blocking=is_cuda)
 
 
-def build_attention_rows(batch: StepBatch, *, block_size: int, device: torch.device) -> AttentionRows:
+def build_attention_rows(batch: StepBatch, *, group: int, block_size: int, device: torch.device) -> AttentionRows:
     ends = list(accumulate(len(item.token_ids) for item in batch.scheduled))
     both = list(zip(batch.scheduled, ends, strict=True))
     decode = [(item, end - 1) for item, end in both if len(item.token_ids) == 1]
     return AttentionRows(
-        decode=_decode_rows(decode, block_size, device) if decode else None,
+        decode=_decode_rows(decode, group, block_size, device) if decode else None,
         prefill=tuple(
             PrefillChunk(
                 tokens=slice(end - len(item.token_ids), end),
-                block_table=torch.tensor(item.block_ids[: -(-item.end // block_size)], device=device),
+                block_table=torch.tensor(item.ids_of(group)[: -(-item.end // block_size)], device=device),
                 start=item.start,
                 length=item.end,
             )
@@ -176,7 +180,7 @@ def build_attention_rows(batch: StepBatch, *, block_size: int, device: torch.dev
     )
 
 
-def build_segments(batch: StepBatch, *, block_size: int, max_tokens: int) -> Segments:
+def build_segments(batch: StepBatch, *, group: int = 0, block_size: int, max_tokens: int) -> Segments:
     """Segments of at most `max_tokens` tokens; on the host, where the native attention runs."""
     segments: list[int] = []
     tables: list[int] = []
@@ -189,7 +193,7 @@ def build_segments(batch: StepBatch, *, block_size: int, max_tokens: int) -> Seg
             for offset in range(0, num_tokens, max_tokens):
                 size = min(max_tokens, num_tokens - offset)
                 segments += (first_token + offset, size, start + offset, len(tables))
-        tables += item.block_ids[: -(-(start + num_tokens) // block_size)]
+        tables += item.ids_of(group)[: -(-(start + num_tokens) // block_size)]
         first_token += num_tokens
     num_positions = max(item.end for item in batch.scheduled)
     return Segments(_as_tensor(segments).view(-1, 4), _as_tensor(tables), num_positions)
@@ -200,15 +204,16 @@ def _as_tensor(numbers: list[int]) -> torch.Tensor:
     return torch.frombuffer(array("i", numbers), dtype=torch.int32)
 
 
-def _slots(item: ScheduledSequence, block_size: int) -> list[int]:
-    blocks = item.block_ids
-    return [blocks[at // block_size] * block_size + at % block_size for at in range(item.start, item.end)]
+def _slots(item: ScheduledSequence, block_ids: list[int], block_size: int) -> list[int]:
+    return [block_ids[at // block_size] * block_size + at % block_size for at in range(item.start, item.end)]
 
 
-def _decode_rows(rows: list[tuple[ScheduledSequence, int]], block_size: int, device: torch.device) -> DecodeRows:
+def _decode_rows(
+    rows: list[tuple[ScheduledSequence, int]], group: int, block_size: int, device: torch.device
+) -> DecodeRows:
     widths = [-(-item.end // block_size) for item, _ in rows]
     width = max(widths)
-    tables = [item.block_ids[:own] + [0] * (width - own) for (item, _), own in zip(rows, widths, strict=True)]
+    tables = [item.ids_of(group)[:own] + [0] * (width - own) for (item, _), own in zip(rows, widths, strict=True)]
     return DecodeRows(
         token_indices=torch.tensor([index for _, index in rows], device=device),
         block_tables=torch.tensor(tables, device=device),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -25,6 +26,52 @@ class LayerShape:
         """In 8 bits with the scales of each head's key and value."""
         scales = 2 * torch.float32.itemsize if dtype in _SCALED.values() else 0
         return self.num_kv_heads * ((self.key_dim + self.value_dim) * dtype.itemsize + scales)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerGroups:
+    """In which blocks layers keep their keys and values.
+
+    Without windows all layers are in one group, and a block has a place for each. Else layers that look back to the
+    start are the first group; a block has as many places as that has layers, and other groups fill it with layers that
+    look back a window. So one pool has blocks for all groups (`block_pool.py`).
+    """
+
+    num_groups: int = 1
+    window: int = 0  # tokens, of the layers in other groups than the first
+    places: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # by layer: group and place in its blocks
+
+    @classmethod
+    def of(
+        cls, layers: Mapping[int, LayerShape], windows: Mapping[int, int | None], *, max_model_len: int
+    ) -> LayerGroups:
+        """One group where more would save no memory: few layers have a window, or no context is longer.
+
+        windows: by layer, in tokens.
+        """
+        all_back = [layer for layer in layers if not windows[layer]]
+        in_window = [layer for layer in layers if windows[layer]]
+        sizes = {windows[layer] or 0 for layer in in_window}
+        if not 0 < len(all_back) <= len(in_window) or len(sizes) > 1 or len(set(layers.values())) > 1:
+            return ONE_GROUP
+        (window,) = sizes
+        if window >= max_model_len:
+            return ONE_GROUP
+        number = len(all_back)
+        places = {layer: (0, place) for place, layer in enumerate(all_back)}
+        places |= {layer: (1 + at // number, at % number) for at, layer in enumerate(in_window)}
+        return cls(num_groups=1 - -len(in_window) // number, window=window, places=places)
+
+    def place_of(self, layer: int) -> tuple[int, int]:
+        """The layer's group, and its place in a block."""
+        return self.places.get(layer, (0, layer))
+
+    def in_block(self, layers: Mapping[int, LayerShape]) -> dict[int, LayerShape]:
+        """What one block stores, by place."""
+        return {self.place_of(layer)[1]: shape for layer, shape in layers.items()}
+
+
+ONE_GROUP = LayerGroups()
 
 
 class KVCache:

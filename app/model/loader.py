@@ -42,10 +42,12 @@ class LoadedRunner:
     draft: LoadedRunner | None = None  # the draft model, with as many
 
 
-def load_runner(config: EngineConfig, *, gpu_share: float = 1.0, group: RankGroup | None = None) -> LoadedRunner:
+def load_runner(
+    config: EngineConfig, *, gpu_share: float = 1.0, group: RankGroup | None = None, keeps_all: bool = False
+) -> LoadedRunner:
     """Load the model, or one rank's part of it, and its draft model, and size the KV memory of both.
 
-    All ranks of a group call it.
+    All ranks of a group call it. keeps_all: also what lies behind layers' windows, as prefixes are kept elsewhere too.
     """
     num_threads = config.model.num_threads or max(1, num_cores() // (1 if group is None else group.size))
     torch.set_num_threads(num_threads)
@@ -55,13 +57,15 @@ def load_runner(config: EngineConfig, *, gpu_share: float = 1.0, group: RankGrou
         warn_of_turns(gpu_share)
     model, of_draft = _load(config, group), config.of_draft_model
     draft = None if of_draft is None else _load(of_draft, None)
+    if draft is None and not keeps_all:  # a draft model's KV memory lies in the same blocks
+        model = model.giving_back()
     is_measured = model.device.type == "cuda" and config.cache.num_blocks is None
     num_blocks = num_blocks_that_fit(
         config.cache,
-        model.layers,
+        model.in_block,
         dtype=model.dtype,
         gpu_bytes=bytes_for_kv(config, model, gpu_share) if is_measured else None,
-        draft_bytes=0 if draft is None else block_bytes(config.cache, draft.layers, dtype=draft.dtype),
+        draft_bytes=0 if draft is None else block_bytes(config.cache, draft.in_block, dtype=draft.dtype),
     )
     if group is not None:
         num_blocks = group.minimum(num_blocks)

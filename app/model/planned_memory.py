@@ -13,6 +13,7 @@ import torch
 from app.config import GIB, EngineConfig
 from app.cores import memory_of_machine
 from app.disk import cache_folder
+from app.engine.block_pool import BlockPool
 from app.engine.largest_batch import largest_batch
 from app.errors import InvalidSetup, UnsupportedModel, described
 from app.model.adapters import MAX_RANK
@@ -34,14 +35,14 @@ class PlannedMemory:
 
     needs: MemoryNeeds
     block_bytes: int
-    block_size: int
+    sequence_blocks: int  # of a sequence of the whole context, with those that its windows keep
     context: int  # tokens of the longest sequence
     dtype: str  # of weights and KV memory that are not quantised
 
     @property
     def sequence_bytes(self) -> int:
         """KV memory of a sequence of the whole context."""
-        return -(-self.context // self.block_size) * self.block_bytes
+        return self.sequence_blocks * self.block_bytes
 
     def beside(self, draft: PlannedMemory) -> PlannedMemory:
         """With a draft model, which has KV memory in as many blocks."""
@@ -123,7 +124,7 @@ def planned_memory(config: EngineConfig, *, num_ranks: int = 1) -> PlannedMemory
     dtype = torch.float32 if config.model.dtype == "float32" else torch.bfloat16
     model = planned_gpu_model(config, dtype=dtype, num_ranks=num_ranks)
     try:
-        return _planned(config, model)
+        return _planned(config, model if config.cache.tiers else model.giving_back())
     except RuntimeError as error:  # of an operator that the meta device does not have
         raise UnsupportedModel(f"{config.model.path} cannot be planned in {dtype}: {described(error)}") from error
 
@@ -168,11 +169,12 @@ def _source(config: EngineConfig, dtype: torch.dtype) -> ModelSource:
 
 
 def _planned(config: EngineConfig, model: LoadedModel) -> PlannedMemory:
-    block_size = config.cache.block_size
+    block_size, facts = config.cache.block_size, model.facts
+    pool = BlockPool.of(facts, num_blocks=0, block_size=block_size, max_step_tokens=config.scheduler.max_step_tokens)
     return PlannedMemory(
-        needs=model.needs(config, largest_batch(config.scheduler, model.facts, block_size=block_size)),
-        block_bytes=block_bytes(config.cache, model.layers, dtype=model.dtype),
-        block_size=block_size,
-        context=model.facts.max_model_len,
+        needs=model.needs(config, largest_batch(config.scheduler, facts, block_size=block_size)),
+        block_bytes=block_bytes(config.cache, model.in_block, dtype=model.dtype),
+        sequence_blocks=pool.num_blocks_behind(0, facts.max_model_len),
+        context=facts.max_model_len,
         dtype=str(model.dtype).removeprefix("torch."),
     )

@@ -99,11 +99,12 @@ class Reference:
         token_ids, positions = self.token_ids[:, first:end], self.positions[:, first:end]
         return Reference(self.path, token_ids, positions, self.own.part(first, end))
 
-    def batch_of(self, first: int, end: int, *, block_size: int) -> StepBatch:
-        """A step with some of the tokens, in blocks 0, 1, …; logits of all of them are wanted."""
-        token_ids, block_ids = tuple(self.token_ids[0, first:end].tolist()), list(range(-(-end // block_size)))
+    def batch_of(self, first: int, end: int, *, block_size: int, num_groups: int = 1) -> StepBatch:
+        """A step with some of the tokens, in blocks 0, 1, … of as many groups; logits of all of them are wanted."""
+        token_ids, number = tuple(self.token_ids[0, first:end].tolist()), -(-end // block_size)
+        block_ids, *window_ids = (list(range(group, number * num_groups, num_groups)) for group in range(num_groups))
         greedy = SamplingParams(max_tokens=1, temperature=0.0)
-        item = ScheduledSequence("verify", token_ids, first, block_ids, True, greedy)
+        item = ScheduledSequence("verify", token_ids, first, block_ids, True, greedy, window_ids=tuple(window_ids))
         return StepBatch((item,), (), has_drafts=True)
 
     def behind_head(self, module: PreTrainedModel, *, num_layers: int) -> Reference:

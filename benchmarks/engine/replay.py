@@ -249,7 +249,8 @@ def _engine_of(config: EngineConfig, run: RecordedRun) -> Engine:
         _check_adapter(adapter)
     tell(f"loading {config.model.path}")
     # What was drafted is in the log.
-    engine = build_sync_engine(config.model_copy(update={"speculation": SpeculationConfig()}))
+    config = config.model_copy(update={"speculation": SpeculationConfig()})
+    engine = build_sync_engine(config, keeps_all=not facts_of(run.header).num_window_groups)
     if adapters and engine.adapters is None:
         raise BenchmarkError(f"the log has requests with adapters; {NO_ADAPTERS}")
     return engine

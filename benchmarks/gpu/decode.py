@@ -61,7 +61,7 @@ def _measure_types(bench: Bench, types: _Types, rows: Sequence[int], contexts: S
     config = config.with_setting("cache.dtype", types.kv)
     model = made_model(config)
     read = bytes_of_a_step(model)
-    of_block = block_bytes(config.cache, model.layers, dtype=model.dtype)
+    of_block = block_bytes(config.cache, model.in_block, dtype=model.dtype)
     num_blocks = 12 if bench.stands_in else _blocks_with_room(read, of_block)
     config = config.with_setting("cache.num_blocks", num_blocks)
     runner, replays = prepared_runner(config, model)

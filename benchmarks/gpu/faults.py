@@ -116,7 +116,7 @@ def _illegal_address(bench: Bench) -> None:
     attention = attention_of(bench, shape, num_blocks=1, max_rows=1)
     batch = step_of([(0, 1)], num_blocks=1)
     inputs = build_inputs(batch, block_size=BLOCK_SIZE, device=bench.device)
-    inputs.slots.fill_(2**36)
+    inputs.slots[0].fill_(2**36)
     attention.begin_step(batch, inputs).attend(0, *shape.tensors(1, bench.device), shape.rules(bench.device))
 
 

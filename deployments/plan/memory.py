@@ -174,7 +174,8 @@ def _does_not_fit(config: EngineConfig, where: str, missing: int, planned: Plann
 
 
 def _num_tokens(planned: PlannedMemory, left: int) -> int:
-    return max(0, left) // planned.block_bytes * planned.block_size
+    """In sequences of the whole context, and a part of one."""
+    return max(0, left) * planned.context // planned.sequence_bytes
 
 
 def _num_sequences(planned: PlannedMemory, left: int) -> int:
@@ -183,7 +184,7 @@ def _num_sequences(planned: PlannedMemory, left: int) -> int:
 
 def _room(planned: PlannedMemory, left: int) -> str:
     return (
-        f"  {planned.block_bytes // planned.block_size:,} bytes of KV a token: room for "
+        f"  {planned.sequence_bytes // planned.context:,} bytes of KV a token: room for "
         f"{_num_tokens(planned, left):,} tokens, {_num_sequences(planned, left):,} sequences of {planned.context:,}"
     )
 

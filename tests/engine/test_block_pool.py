@@ -155,3 +155,63 @@ def test_a_pool_without_blocks_holds_a_prompt_of_any_length() -> None:
     assert blocks.allocate(blocks.num_blocks_for(8)) == []
     assert blocks.match(range(8), salt="") == []
     assert (blocks.num_blocks, blocks.block_size) == (0, 9), "no sequence fills a block, so none is ever shared"
+
+
+def windowed(num_blocks: int, *, num_window_groups: int = 2, window_tokens: int = 4) -> BlockPool:
+    return BlockPool(
+        num_blocks=num_blocks, block_size=2, num_window_groups=num_window_groups, window_tokens=window_tokens,
+        max_step_tokens=6,
+    )  # fmt: skip
+
+
+def test_a_prefix_is_found_up_to_where_each_window_group_has_what_it_keeps() -> None:
+    blocks = windowed(30)
+    tokens = list(range(14))
+    owned = blocks.allocate(7)
+    cache_full_block(blocks, owned, tokens)
+    in_windows = {group: blocks.allocate(7) for group in (1, 2)}
+    for group, own in in_windows.items():
+        for at, (block, of_all) in enumerate(zip(own, owned, strict=True)):
+            if (group, at) not in ((1, 6), (2, 2)):
+                assert of_all.prefix is not None
+                blocks.cache_in_window(block, of_all.prefix, group)
+    cached = blocks.match([*tokens, 99], salt="")
+    assert cached == owned
+    # The token behind 12 sees tokens 9 to 11, in blocks 4 and 5; the token behind 8 would see blocks 2 and 3.
+    assert blocks.with_windows(cached) == owned[:6]
+    assert blocks.found_in_windows(owned[:6]) == [own[4:6] for own in in_windows.values()]
+    assert blocks.with_windows(owned[:5]) == owned[:5]
+    assert blocks.with_windows(owned[:4]) == owned[:2]
+    assert blocks.found_in_windows([]) == [[], []]
+    for own in (owned, *in_windows.values()):
+        blocks.free(own)
+    assert blocks.num_free == 30
+    blocks.allocate(13)  # 11 had nothing to find; of the others the end of the prefix is evicted first
+    assert blocks.match([*tokens, 99], salt="") == owned[:5]
+
+
+def test_blocks_of_a_window_group_are_handed_out_like_all_others_and_forgotten() -> None:
+    blocks = windowed(2, num_window_groups=1)
+    first, second = blocks.allocate(2)
+    prefix = blocks.cache_full_block(first, [1, 2], parent="")
+    blocks.cache_in_window(second, prefix, 1)
+    assert blocks.with_windows([first]) == [first]
+    blocks.free([second])
+    assert blocks.num_evictable == 1
+    assert blocks.with_windows([first]) == [first], "it has its content still"
+    assert blocks.allocate(1) == [second]
+    assert second.window_of is None
+    assert blocks.with_windows([first]) == []
+    blocks.cache_in_window(second, prefix, 1)
+    blocks.free([first, second])
+    blocks.clear_cache()
+    assert (first.prefix, second.window_of, blocks.num_evictable, blocks.num_free) == (None, None, 0, 2)
+
+
+def test_a_sequence_alone_has_blocks_for_all_its_tokens_and_for_its_windows() -> None:
+    assert BlockPool(num_blocks=9, block_size=2).max_sequence_tokens == 18
+    assert windowed(9).max_sequence_tokens == 6  # three blocks in each of three groups
+    # A window group has 6 blocks at most: 4 tokens, and 6 more of a step, do not begin with a block.
+    assert windowed(18).max_sequence_tokens == 12
+    assert windowed(30).max_sequence_tokens == 36
+    assert windowed(30).num_blocks_behind(2, 36) == 16 + 2 * 6

@@ -1,13 +1,17 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from app.config import SchedulerConfig
 from app.engine.engine import StepError
 from app.engine.request import FinishReason
 from app.errors import ContextTooLong, InvalidRequest
 from tests.kit.engine import (
     VOCAB_SIZE,
     CountingRunner,
+    Outcome,
     PoisonedRunner,
     build_fake_engine,
     expected_tokens,
@@ -100,3 +104,53 @@ def test_a_request_with_nothing_left_to_generate_is_refused_with_the_numbers() -
     request = replace(make_request(max_tokens=3), generated_token_ids=(4, 5, 6))
     with pytest.raises(InvalidRequest, match="3 tokens are generated and max_tokens is 3"):
         build_fake_engine().add(request)
+
+
+@given(
+    num_blocks=st.integers(3, 60), block_size=st.integers(1, 5), num_window_groups=st.integers(1, 3),
+    window_tokens=st.integers(1, 9), max_step_tokens=st.integers(1, 12),
+)  # fmt: skip
+def test_the_longest_sequence_finds_room_beside_its_windows(
+    num_blocks: int, block_size: int, num_window_groups: int, window_tokens: int, max_step_tokens: int
+) -> None:
+    runner = CountingRunner(block_size)
+    runner.window_tokens = window_tokens
+    settings = {"max_running": 1, "max_step_tokens": max_step_tokens, "prefill_chunk_tokens": max_step_tokens}
+    engine = build_fake_engine(
+        num_blocks=max(num_blocks, 2 * num_window_groups + 2), block_size=block_size, runner=runner,
+        num_window_groups=num_window_groups, window_tokens=window_tokens, **settings,
+    )  # fmt: skip
+    longest = engine.facts.max_model_len
+    prompt = tuple(5 + at % 7 for at in range(longest - 1))
+    # A step that may be larger later takes no more of one sequence than there is room for.
+    engine.reconfigure(SchedulerConfig.model_validate(settings | {"max_step_tokens": 99, "prefill_chunk_tokens": 99}))
+    request = make_request(prompt, max_tokens=1, ignore_eos=True)
+    outcome = Outcome()
+    engine.add(request)
+    for _ in range(2 * longest):
+        if not engine.has_work:
+            break
+        outcome.book(engine.step())
+    assert outcome.token_ids[request.request_id] == expected_tokens(prompt, 1)
+    assert engine.stats().total_preemptions == 0
+
+
+def test_sequences_that_look_back_a_window_hold_few_blocks_of_it_and_hits_are_whole() -> None:
+    runner = CountingRunner()
+    runner.window_tokens = 9
+    engine = build_fake_engine(num_blocks=100, runner=runner, num_window_groups=2, window_tokens=9)
+    prompt = tuple(5 + at % 7 for at in range(160))
+    first = make_request(prompt, max_tokens=20, ignore_eos=True)
+    engine.add(first)
+    held = []
+    outcome = Outcome()
+    while engine.has_work:
+        outcome.book(engine.step())
+        held.append(100 - engine._scheduler.pool.num_free)
+    assert outcome.token_ids[first.request_id] == expected_tokens(prompt, 20)
+    # 45 blocks hold 180 tokens; of each window group a step of 16 tokens and the 9 before it.
+    assert max(held) <= 45 + 2 * 8 < 3 * 45
+    again = make_request((*prompt, *expected_tokens(prompt, 20)[:8], 3), max_tokens=3, ignore_eos=True)
+    outcome = run_to_end(engine, again)
+    assert outcome.token_ids[again.request_id] == expected_tokens(again.prompt_token_ids, 3)
+    assert engine.stats().total_cached_tokens == 168

@@ -75,6 +75,7 @@ class EngineMachine(RuleBasedStateMachine):
         policy=st.sampled_from(POLICIES),
         make_drafter=st.sampled_from([lambda: None, lambda: KnowingDrafter(3), LookupDrafter]),
         has_store=st.sampled_from([True, True, False]),
+        windows=st.sampled_from([(0, 0), (0, 0), (1, 3), (2, 6)]),
     )
     def build(
         self,
@@ -88,6 +89,7 @@ class EngineMachine(RuleBasedStateMachine):
         policy: Any,
         make_drafter: Callable[[], Drafter | None],
         has_store: bool,
+        windows: tuple[int, int],
     ) -> None:
         self.max_scored_tokens = max_scored_tokens
         self.patch = pytest.MonkeyPatch()
@@ -99,16 +101,18 @@ class EngineMachine(RuleBasedStateMachine):
             "strategy": strategy,
             "policy": policy,
         }
-        self.num_slots = num_blocks * block_size
         self.allowed = (max_running, max_running + spare_tokens)
         self.clock = FakeClock()
         self.runner = self.runner_class(self.clock, block_size=block_size)
-        self.store = SlotStore(self.runner) if has_store else None
+        num_window_groups, self.runner.window_tokens = windows
+        self.store = SlotStore(self.runner) if has_store and not num_window_groups else None
         self.engine = build_fake_engine(
             num_blocks=num_blocks, block_size=block_size, runner=self.runner, clock=self.clock,
             recorder=self.new_recorder(),
-            drafter=make_drafter(), store=self.store, **self.settings,
+            drafter=make_drafter(), store=self.store,
+            num_window_groups=num_window_groups, window_tokens=self.runner.window_tokens, **self.settings,
         )  # fmt: skip
+        self.num_slots = self.engine.facts.max_model_len
         self.outcome = Outcome()
         self.sent: dict[str, Request] = {}
         self.ended_otherwise: set[str] = set()
@@ -260,8 +264,13 @@ class EngineMachine(RuleBasedStateMachine):
         for sequence in scheduler._running:
             assert [block.block_id for block in sequence.blocks] == sequence.block_ids
             assert len(set(sequence.block_ids)) == len(sequence.block_ids)
+            first = max(0, sequence.num_computed_tokens - self.runner.window_tokens + 1) // pool.block_size
+            for blocks, ids in zip(sequence.window_blocks, sequence.window_ids, strict=True):
+                assert all(blocks[first:])
+                assert {block.block_id for block in blocks if block} <= set(ids)
+                assert len(blocks) == len(ids) == len(sequence.blocks)
         fetching = [(*each.fetch.before, *each.fetch.blocks) for each in scheduler.fetches._expected]
-        holders = [*(sequence.blocks for sequence in scheduler._running), *fetching]
+        holders = [*(sequence.all_blocks() for sequence in scheduler._running), *fetching]
         owned = {block.block_id: block.num_owners for blocks in holders for block in blocks}
         assert pool.num_free + len(owned) == pool.num_blocks
         counted = [block.block_id for blocks in holders for block in blocks]

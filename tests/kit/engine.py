@@ -13,7 +13,7 @@ from collections.abc import Sequence as Several
 from concurrent.futures import Future
 from contextlib import contextmanager
 from copy import copy
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 from app.build import assemble
@@ -55,23 +55,28 @@ class CountingRunner(ModelRunner):
     """
 
     may_write_twice = False  # the same token into a slot in one step
+    window_tokens = 0  # of window groups
 
     def __init__(self, block_size: int = 4) -> None:
         self.batches: list[StepBatch] = []
         self.deductions: list[dict[int, float]] = []  # by token, of every draw with adjustments
         self._block_size = block_size
         self._slots: dict[int, int] = {}  # slot → the token whose KV it holds
+        self._groups: dict[int, int] = {}  # slot → the group of layers whose KV it holds
 
     def run(self, batch: StepBatch) -> StepResult:
         self.batches.append(batch)
         written: set[int] = set()
         for item in batch.scheduled:
             for position, token in enumerate(item.token_ids, start=item.start):
-                slot = self._slot(item.block_ids, position)
-                is_same = self.may_write_twice and self._slots.get(slot) == token
-                assert is_same or slot not in written, f"slot {slot} written twice in one step"
-                written.add(slot)
-                self._slots[slot] = token
+                for group, block_ids in enumerate((item.block_ids, *item.window_ids)):
+                    slot = self._slot(block_ids, position)
+                    is_same = self.may_write_twice and self._slots.get(slot) == token
+                    assert is_same or slot not in written, f"slot {slot} written twice in one step"
+                    written.add(slot)
+                    self._slots[slot], self._groups[slot] = token, group
+        for item in batch.scheduled:
+            self._check_windows(item)
         num_prompt_tokens = {each.request.request_id: each.num_prompt_tokens for each in batch.sequences}
         for item in batch.sampled:
             if item.adjustments is not None:
@@ -81,6 +86,16 @@ class CountingRunner(ModelRunner):
         pooled = {item.request_id: self._pooled(item) for item in batch.scheduled if item.pooling is not None}
         assert batch.has_pooling == bool(pooled)
         return result._replace(pooled=pooled)
+
+    def _check_windows(self, item: ScheduledSequence) -> None:
+        """All that its tokens look back to is there, in blocks of each group's own."""
+        first = max(0, item.start + 1 - self.window_tokens)
+        seen = self._seen(item.block_ids, item.end)[first:]
+        tables = [[self._slot(ids, position) for position in range(first, item.end)] for ids in item.window_ids]
+        for group, slots in enumerate(tables, 1):
+            assert [(self._slots[slot], self._groups[slot]) for slot in slots] == [(token, group) for token in seen]
+        in_all = [*chain.from_iterable(tables), *(self._slot(item.block_ids, at) for at in range(item.end))]
+        assert len(set(in_all)) == len(in_all)
 
     def _check_adjustments(self, item: ScheduledSequence, num_prompt_tokens: int) -> None:
         """They are those of the tokens in the KV cache, all of them."""
@@ -298,6 +313,8 @@ def build_fake_engine(
     drafter: Drafter | None = None,
     adapters: AdapterStore | None = None,
     store: BlockStore | None = None,
+    num_window_groups: int = 0,
+    window_tokens: int = 0,
     **scheduler: Any,
 ) -> Engine:
     settings: dict[str, Any] = {"max_running": 8, "max_step_tokens": 32, "prefill_chunk_tokens": 16} | scheduler
@@ -306,13 +323,16 @@ def build_fake_engine(
         CacheConfig(block_size=block_size),
         num_blocks=num_blocks,
         runner=runner or CountingRunner(block_size),
-        facts=ModelInfo(max_model_len=max_model_len, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,), embedding_size=2),
+        facts=ModelInfo(
+            max_model_len=max_model_len, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,), embedding_size=2,
+            num_window_groups=num_window_groups, window_tokens=window_tokens,
+        ),
         clock=clock,
         recorder=recorder,
         drafter=drafter,
         adapters=adapters,
         store=store,
-    )
+    )  # fmt: skip
 
 
 @contextmanager

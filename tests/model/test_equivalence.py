@@ -98,6 +98,11 @@ WAYS += [(architecture, "attention") for architecture in ARCHITECTURES if archit
 WAYS += [(architecture, "torch") for architecture in (*KNOWN_TO_THE_DECODER, "gemma2")]
 
 
+def too_few_slots(architecture: str) -> int:
+    """In which sequences are preempted, and find what others had. Half of Gemma's layers take blocks of their own."""
+    return 480 if architecture == "gemma2" else 240
+
+
 @pytest.mark.parametrize(("architecture", "way"), WAYS)
 class TestArchitecture:
     def test_alone_and_among_32_others(self, architecture, way, tiny_model_path, reference) -> None:  # type: ignore[no-untyped-def]
@@ -115,7 +120,7 @@ class TestArchitecture:
         engine = build(
             tiny_model_path(architecture),
             way=way,
-            num_slots=240,
+            num_slots=too_few_slots(architecture),
             max_step_tokens=40,
             prefill_chunk_tokens=7,
         )

@@ -17,9 +17,9 @@ def test_tokens_of_all_sequences_are_packed_into_one_row() -> None:
     inputs = build_inputs(batch, block_size=4, device=torch.device("cpu"))
     assert inputs.token_ids.tolist() == [[11, 12, 13, 21, 31, 32]]
     assert inputs.positions.tolist() == [[2, 3, 4, 8, 0, 1]]
-    assert inputs.slots.tolist() == [18, 19, 28, 20, 8, 9]
+    assert inputs.slots[0].tolist() == [18, 19, 28, 20, 8, 9]
     assert inputs.logits_indices.tolist() == [3, 5]
-    rows = build_attention_rows(batch, block_size=4, device=torch.device("cpu"))
+    rows = build_attention_rows(batch, group=0, block_size=4, device=torch.device("cpu"))
     assert rows.decode is not None
     assert rows.decode.token_indices.tolist() == [3]
     assert rows.decode.block_tables.tolist() == [[1, 3, 5]]  # the fourth block is not reached yet
@@ -31,7 +31,7 @@ def test_tokens_of_all_sequences_are_packed_into_one_row() -> None:
 
 def test_shorter_block_tables_are_padded() -> None:
     batch = StepBatch((scheduled((1,), 0, [6]), scheduled((2,), 5, [8, 9])), ())
-    rows = build_attention_rows(batch, block_size=4, device=torch.device("cpu"))
+    rows = build_attention_rows(batch, group=0, block_size=4, device=torch.device("cpu"))
     assert rows.decode is not None
     assert rows.decode.block_tables.tolist() == [[6, 0], [8, 9]]
     assert rows.prefill == ()
@@ -51,6 +51,6 @@ def test_a_step_in_which_all_decode_is_packed_as_any_other() -> None:
     whole = build_inputs(beside, block_size=4, device=torch.device("cpu"))
     assert alone.token_ids.tolist() == [whole.token_ids[0, :3].tolist()] == [[21, 22, 23]]
     assert alone.positions.tolist() == [whole.positions[0, :3].tolist()] == [[8, 3, 4]]
-    assert alone.slots.tolist() == whole.slots[:3].tolist() == [20, 11, 32]
+    assert alone.slots[0].tolist() == whole.slots[0][:3].tolist() == [20, 11, 32]
     assert alone.logits_indices.tolist() == [0, 2]
     assert whole.logits_indices.tolist() == [0, 2, 4]

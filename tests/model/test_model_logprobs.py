@@ -88,7 +88,7 @@ def test_values_are_the_models_own(
     path, requests = tiny_model_path(architecture), some_requests(VOCAB_SIZE)
     model = own_model(path)
     roomy = build(path, way=way, num_slots=3200)
-    cramped = build(path, way=way, num_slots=240, max_step_tokens=40, prefill_chunk_tokens=7)
+    cramped = build(path, way=way, num_slots=208, max_step_tokens=40, prefill_chunk_tokens=7)
     for engine in (roomy, cramped):
         monkeypatch.setattr("app.engine.batch.MAX_SCORED_TOKENS", 512 if engine is roomy else 11)
         outcome = run_to_end(engine, *requests)

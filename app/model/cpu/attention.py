@@ -6,6 +6,7 @@ Where there is no compiler, or a model's shape does not fit, `TorchAttention` se
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 
@@ -14,6 +15,7 @@ from app.model.attention import AttentionRules, AttentionStep, with_contiguous_r
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import DTYPES, AttentionShape, Strides, ThreadPool, log_use_of_amx
 from app.model.inputs import ModelInputs, Segments, build_segments
+from app.model.kv_cache import ONE_GROUP, LayerGroups
 
 MAX_SEGMENT_TOKENS = 32  # of one sequence in one piece of work
 
@@ -21,7 +23,8 @@ MAX_SEGMENT_TOKENS = 32  # of one sequence in one piece of work
 class NativeAttention:
     """KV memory in the kernel's own layout, and the kernel."""
 
-    def __init__(self, pages: NativeKVCache, threads: ThreadPool) -> None:
+    def __init__(self, pages: NativeKVCache, threads: ThreadPool, groups: LayerGroups = ONE_GROUP) -> None:
+        self.groups = groups
         self.block_size = pages.block_size
         self.kv_tensors = pages.tensors
         self.pages = pages
@@ -31,12 +34,16 @@ class NativeAttention:
             log_use_of_amx("bfloat16", *(2 * keys.shape[2] for keys in pages.keys.values()))
 
     def begin_step(self, batch: StepBatch, inputs: ModelInputs) -> AttentionStep:
-        segments = build_segments(batch, block_size=self.block_size, max_tokens=MAX_SEGMENT_TOKENS)
+        segments = [
+            build_segments(batch, group=group, block_size=self.block_size, max_tokens=MAX_SEGMENT_TOKENS)
+            for group in range(self.groups.num_groups)
+        ]
         return _NativeStep(self, inputs.slots, segments)
 
 
 class _NativeStep:
-    def __init__(self, attention: NativeAttention, slots: torch.Tensor, segments: Segments) -> None:
+    def __init__(self, attention: NativeAttention, slots: Sequence[torch.Tensor], segments: Sequence[Segments]) -> None:
+        """slots, segments: by group of layers."""
         self._attention = attention
         self._slots = slots
         self._segments = segments
@@ -44,11 +51,13 @@ class _NativeStep:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules
     ) -> torch.Tensor:
-        attention, pages, segments = self._attention, self._attention.pages, self._segments
+        attention, pages = self._attention, self._attention.pages
+        group, place = attention.groups.place_of(layer)
+        slots, segments = self._slots[group], self._segments[group]
         query, key, value = map(with_contiguous_rows, (query, key, value))
         num_tokens, num_heads, key_dim = query.shape
         output = query.new_empty(num_tokens, num_heads, value.shape[-1])
-        scales = pages.scales.get(layer)
+        scales = pages.scales.get(place)
         sinks = None if rules.sinks is None else rules.sinks.float().contiguous()
         shape = AttentionShape(
             num_heads, key.shape[1], key_dim, value.shape[-1], pages.block_size,
@@ -57,8 +66,8 @@ class _NativeStep:
         strides = Strides(*query.stride()[:2], *key.stride()[:2], *value.stride()[:2])
         attention.function(
             attention.threads.handle, ctypes.byref(shape), ctypes.byref(strides),
-            query.data_ptr(), key.data_ptr(), value.data_ptr(), self._slots.data_ptr(), num_tokens,
-            pages.keys[layer].data_ptr(), pages.values[layer].data_ptr(), None if scales is None else scales.data_ptr(),
+            query.data_ptr(), key.data_ptr(), value.data_ptr(), slots.data_ptr(), num_tokens,
+            pages.keys[place].data_ptr(), pages.values[place].data_ptr(), None if scales is None else scales.data_ptr(),
             segments.segments.data_ptr(), segments.segments.shape[0], segments.tables.data_ptr(), output.data_ptr(),
         )  # fmt: skip
         return output

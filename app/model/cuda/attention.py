@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -20,7 +21,7 @@ from app.model.cuda.block_tables import BlockTables
 from app.model.cuda.launching import kernels_of
 from app.model.cuda.tuning import tuning_for
 from app.model.inputs import ModelInputs, to_device
-from app.model.kv_cache import KVCache, LayerShape
+from app.model.kv_cache import ONE_GROUP, KVCache, LayerGroups, LayerShape
 
 # First token in the packed row, number of tokens, position of the first, row of the block table (`kernels.py`).
 Segment = tuple[int, int, int, int]
@@ -28,7 +29,7 @@ Segment = tuple[int, int, int, int]
 _LOG2_E = math.log2(math.e)
 _MIN_DOT = 16  # the smallest side of a matrix product in Triton
 _ROWS_OF_FLOAT32 = 16  # multiplied outside the tensor cores, where more rows do not fit into the registers
-_LARGEST_TILE = 64  # keys
+LARGEST_TILE = 64  # keys; a window is read from the tile on in which it begins
 # With `batch_invariant` most tiles have a single token. One with more rows computes longer than its keys take to come.
 _ROWS_OF_SINGLE = 64
 _PROGRAMS_PER_SM = 16  # decode programs launched for each multiprocessor, if there are that many splits
@@ -52,12 +53,14 @@ class TritonAttention:
         max_blocks: int,
         dtype: torch.dtype,
         device: torch.device,
+        groups: LayerGroups = ONE_GROUP,
         batch_invariant: bool = False,
         split_tokens: int = 256,
         max_splits: int = 32,
     ) -> None:
         """KV memory of `num_blocks` blocks for at most `max_rows` sequences a step, of up to `max_blocks` blocks each.
 
+        layers: what a block stores; the model's layers, or the places of `groups`.
         A split has `split_tokens` keys, more where that would make over `max_splits` of them; both are powers of two.
         dtype: of keys and values: the model's, or FP8.
         """
@@ -65,13 +68,14 @@ class TritonAttention:
         assert split_tokens == padded(split_tokens, 1), f"{split_tokens} is no power of two"
         assert max_splits == padded(max_splits, 1), f"{max_splits} is no power of two"
         self.block_size = block_size
+        self.groups = groups
         self.batch_invariant = batch_invariant
         self.device = device
         self.scratch_slot = num_blocks * block_size  # in one more block, which no sequence owns
         self.cache = KVCache(layers, num_blocks=num_blocks + 1, block_size=block_size, dtype=dtype, device=device)
         self.kv_tensors = self.cache.tensors
         self.tables = BlockTables(
-            max_rows=max_rows, max_blocks=max_blocks, scratch_block=num_blocks, device=device
+            max_rows=max_rows * groups.num_groups, max_blocks=max_blocks, scratch_block=num_blocks, device=device
         )  # fmt: skip
         self.split_tokens = split_tokens
         # No more than the longest sequence has: splits are the same, and there are fewer partial results.
@@ -87,24 +91,30 @@ class TritonAttention:
         return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
     def begin_step(self, batch: StepBatch, inputs: ModelInputs) -> TritonStep:
-        single, longer = self.segments(batch.scheduled)
-        return TritonStep(
-            self,
-            inputs.slots,
-            single=_columns(single, self.device) if single else None,
-            pieces=Pieces(longer, self.device) if longer else None,
-        )
-
-    def segments(self, items: Sequence[ScheduledSequence]) -> tuple[list[Segment], list[Segment]]:
-        """The sequences with one token, and those with several; brings their block tables up to date."""
-        sizes = [len(item.token_ids) for item in items]
-        starts = accumulate(sizes, initial=0)
-        rows = self.tables.update(items)
-        segments = [
-            (first, size, item.start, row)
-            for first, size, item, row in zip(starts, sizes, items, rows, strict=False)  # starts has the end too
+        rows = [
+            StepRows(
+                slots,
+                single=_columns(single, self.device) if single else None,
+                pieces=Pieces(longer, self.device) if longer else None,
+            )
+            for slots, (single, longer) in zip(inputs.slots, self.segments(batch.scheduled), strict=True)
         ]
-        return [each for each in segments if each[1] == 1], [each for each in segments if each[1] > 1]
+        return TritonStep(self, rows)
+
+    def segments(self, items: Sequence[ScheduledSequence]) -> list[tuple[list[Segment], list[Segment]]]:
+        """By group of layers, the sequences with one token, and those with several; brings block tables up to date."""
+        sizes = [len(item.token_ids) for item in items]
+        starts = list(accumulate(sizes, initial=0))
+        lists = [item.ids_of(group) for group in range(self.groups.num_groups) for item in items]
+        rows = iter(self.tables.update(lists))
+        found = []
+        for _ in range(self.groups.num_groups):
+            segments = [
+                (first, size, item.start, next(rows))
+                for first, size, item in zip(starts, sizes, items, strict=False)  # starts has the end too
+            ]
+            found.append(([each for each in segments if each[1] == 1], [each for each in segments if each[1] > 1]))
+        return found
 
 
 class Pieces:
@@ -156,30 +166,33 @@ class PaddedPieces(Pieces):
         return pieces + [(0, 0, 0, self._scratch_row)] * (room - len(pieces))
 
 
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """What a step reads and writes in the blocks of one group of layers.
+
+    Of int64 inputs on the device the work depends on their sizes only: their content may change between replays of a
+    CUDA graph.
+    """
+
+    slots: torch.Tensor  # [num_tokens]
+    single: torch.Tensor | None  # [4, num_segments], as in `kernels.py`
+    pieces: Pieces | None
+
+
 class TritonStep:
     """One forward pass: write the new tokens' KV, then attend over blocks."""
 
-    def __init__(
-        self,
-        attention: TritonAttention,
-        slots: torch.Tensor,
-        *,
-        single: torch.Tensor | None,
-        pieces: Pieces | None,
-    ) -> None:
-        """single: as in `kernels.py`. Of int64 inputs on the device the work depends on their sizes only: their content
-        may change between replays of a CUDA graph.
-        """
+    def __init__(self, attention: TritonAttention, rows: Sequence[StepRows]) -> None:
+        """rows: by group of layers."""
         self._attention = attention
-        self.slots = slots  # [num_tokens]
-        self._single = single  # [4, num_segments]
-        self._pieces = pieces
+        self._rows = rows
+        self.slots = rows[0].slots  # of a model without windows
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules
     ) -> torch.Tensor:
         launch = _Launch(self._attention, layer, with_contiguous_rows(query), rules)
-        launch.write(with_contiguous_rows(key), with_contiguous_rows(value), self.slots)
+        launch.write(with_contiguous_rows(key), with_contiguous_rows(value), self._rows[launch.group_of_layer].slots)
         return self._attended(launch)
 
     def attend_written(self, layer: int, query: torch.Tensor, rules: AttentionRules) -> torch.Tensor:
@@ -187,13 +200,14 @@ class TritonStep:
         return self._attended(_Launch(self._attention, layer, query, rules))
 
     def _attended(self, launch: _Launch) -> torch.Tensor:
-        if self._single is not None:
+        rows = self._rows[launch.group_of_layer]
+        if rows.single is not None:
             if self._attention.batch_invariant:
-                launch.prefill(self._single)
+                launch.prefill(rows.single)
             else:
-                launch.decode(self._single)
-        if self._pieces is not None:
-            launch.prefill(self._pieces.of(launch.tokens_per_piece))
+                launch.decode(rows.single)
+        if rows.pieces is not None:
+            launch.prefill(rows.pieces.of(launch.tokens_per_piece))
         return launch.output
 
 
@@ -209,8 +223,9 @@ class _Launch:
     ) -> None:
         self._attention = attention
         self._query = query
-        self._keys, self._values = attention.cache.layer(layer)
-        self._scales = attention.cache.scales.get(layer, query)  # any pointer where there are none
+        self.group_of_layer, place = attention.groups.place_of(layer)
+        self._keys, self._values = attention.cache.layer(place)
+        self._scales = attention.cache.scales.get(place, query)  # any pointer where there are none
         self._sinks = query if rules.sinks is None else rules.sinks  # any pointer where there are none
         self._window = rules.sliding_window or 0
         key_dim, value_dim = self._keys.shape[-1], self._values.shape[-1]
@@ -312,7 +327,7 @@ def padded(size: int, smallest: int) -> int:
 
 def _tile(token_bytes: int, *, tile_bytes: int, at_most: int) -> int:
     """Keys in one tile: as many as its share of shared memory takes, within bounds."""
-    tile = min(_LARGEST_TILE, at_most)
+    tile = min(LARGEST_TILE, at_most)
     while tile > _MIN_DOT and tile * token_bytes > tile_bytes:
         tile //= 2
     return tile

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from app.engine.batch import ScheduledSequence
 from app.model.inputs import to_device
 
 
@@ -25,20 +24,20 @@ class BlockTables:
 
     A decoding sequence gains a block every `block_size` steps, so a step usually sends a few numbers, not a table. A
     sequence is identified by its list of block ids: the scheduler replaces that list when it takes the blocks back, and
-    never shortens it.
+    never shortens it. With several groups of layers it has a list and a row for each.
     """
 
     def __init__(self, *, max_rows: int, max_blocks: int, scratch_block: int, device: torch.device) -> None:
-        """Room for `max_rows` sequences in one step, of up to `max_blocks` blocks each."""
+        """Room for `max_rows` lists in one step, of up to `max_blocks` blocks each."""
         self.scratch_row = max_rows  # of no sequence: its tokens go to the scratch block
         self.tensor = torch.zeros(max_rows + 1, max_blocks, dtype=torch.int32, device=device)
         self.tensor[self.scratch_row] = scratch_block
         self._free = list(reversed(range(max_rows)))
         self._rows: dict[int, _Row] = {}  # by the identity of the list of block ids
 
-    def update(self, items: Sequence[ScheduledSequence]) -> list[int]:
-        """Copy new block ids to the device; returns each item's row."""
-        rows = [self._row(item.block_ids, items) for item in items]
+    def update(self, lists: Sequence[list[int]]) -> list[int]:
+        """Copy new block ids to the device; returns each list's row."""
+        rows = [self._row(block_ids, lists) for block_ids in lists]
         width = self.tensor.shape[1]
         grown = [row for row in rows if row.num_written < len(row.block_ids)]
         where: list[int] = []
@@ -55,17 +54,17 @@ class BlockTables:
             row.num_written = len(row.block_ids)
         return [row.index for row in rows]
 
-    def _row(self, block_ids: list[int], items: Sequence[ScheduledSequence]) -> _Row:
+    def _row(self, block_ids: list[int], lists: Sequence[list[int]]) -> _Row:
         row = self._rows.get(id(block_ids))
         if row is None:
             if not self._free:
-                self._forget_all_but(items)
+                self._forget_all_but(lists)
             row = self._rows[id(block_ids)] = _Row(self._free.pop(), block_ids)
         return row
 
-    def _forget_all_but(self, items: Sequence[ScheduledSequence]) -> None:
+    def _forget_all_but(self, lists: Sequence[list[int]]) -> None:
         """Free the rows of sequences that are not in this step; most of them have ended."""
-        present = {id(item.block_ids) for item in items}
+        present = {id(block_ids) for block_ids in lists}
         absent = [key for key in self._rows if key not in present]
-        assert absent, f"more than {self.scratch_row} sequences in one step"
+        assert absent, f"more than {self.scratch_row} lists of blocks in one step"
         self._free += [self._rows.pop(key).index for key in absent]

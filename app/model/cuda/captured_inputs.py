@@ -10,13 +10,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, zip_longest
 
 import torch
 
 from app.engine.batch import EMPTY_BATCH, MAX_LONGER, StepBatch
 from app.model.cuda.adapters import AdaptedRows, AdapterSlots
-from app.model.cuda.attention import PaddedPieces, Segment, TritonAttention, TritonStep
+from app.model.cuda.attention import PaddedPieces, Segment, StepRows, TritonAttention, TritonStep
 from app.model.inputs import PackedColumns, packed_columns, to_device
 
 # More sequences in a step: it takes so long that its launches do not matter.
@@ -102,30 +102,35 @@ class CapturedInputs:
         self.size = size
         self._attention = attention
         self._adapters = adapters if size.has_adapters else None
-        columns = self._columns(EMPTY_BATCH, PackedColumns([], [], [], []), [])
+        num_groups = attention.groups.num_groups
+        columns = self._columns(EMPTY_BATCH, PackedColumns([], [], [], [[]] * num_groups), [[]] * num_groups)
         ends = list(accumulate(map(_room, columns)))
         self._facts = to_device(_joined(columns), attention.device)
         views = [self._facts[end - _room(column) :][: len(column)] for column, end in zip(columns, ends, strict=True)]
-        self.token_ids, self.positions, self._slots, self.logits_indices = views[:4]
-        self._single = views[4].view(4, -1)
+        self.token_ids, self.positions, self.logits_indices, *others = views
+        slots, single, adapted = others[:num_groups], others[num_groups : 2 * num_groups], others[2 * num_groups :]
         self.adapted = None  # the rows with adapters, where the size has any
         if self._adapters is not None:
-            self.adapted = AdaptedRows(self._adapters, views[5], views[6].view(3, -1))
-        self._pieces = self._spare_pieces() if size.is_mixed else None
+            self.adapted = AdaptedRows(self._adapters, adapted[0], adapted[1].view(3, -1))
+        self._pieces = [self._spare_pieces() for _ in slots] if size.is_mixed else []
+        self._rows = [
+            StepRows(own, each.view(4, -1), pieces)
+            for own, each, pieces in zip_longest(slots, single, self._pieces)
+        ]  # fmt: skip
 
     def fill(self, batch: StepBatch) -> None:
         """Copy a step's inputs to the device, without waiting: one copy, and one for each shape of prefill tiles."""
         packed = packed_columns(batch, block_size=self._attention.block_size)
-        single, longer = self._attention.segments(batch.scheduled)
-        numbers = _joined(self._columns(batch, packed, single))
+        segments = self._attention.segments(batch.scheduled)
+        numbers = _joined(self._columns(batch, packed, [single for single, _ in segments]))
         self._facts.copy_(torch.tensor(numbers, dtype=torch.long, pin_memory=self._facts.is_cuda), non_blocking=True)
-        if self._pieces is not None:
-            self._pieces.fill(longer, first_spare=len(packed.token_ids))
+        for pieces, (_, longer) in zip(self._pieces, segments, strict=False):  # a decode step has no pieces
+            pieces.fill(longer, first_spare=len(packed.token_ids))
 
     def begin(self) -> TritonStep:
-        return TritonStep(self._attention, self._slots, single=self._single, pieces=self._pieces)
+        return TritonStep(self._attention, self._rows)
 
-    def _columns(self, batch: StepBatch, packed: PackedColumns, single: Sequence[Segment]) -> list[list[int]]:
+    def _columns(self, batch: StepBatch, packed: PackedColumns, single: Sequence[Sequence[Segment]]) -> list[list[int]]:
         attention, adapters = self._attention, self._adapters
         columns = padded_columns(
             packed, single, size=self.size,
@@ -143,23 +148,24 @@ class CapturedInputs:
 
 
 def padded_columns(
-    packed: PackedColumns, single: Sequence[Segment], *, size: StepSize, scratch_slot: int, scratch_row: int
+    packed: PackedColumns, single: Sequence[Sequence[Segment]], *, size: StepSize, scratch_slot: int, scratch_row: int
 ) -> list[list[int]]:
-    """A step's inputs padded with those of no sequence: token ids, positions, slots, places of logits, single tokens.
+    """A step's inputs padded with those of no sequence: token ids, positions, places of logits; then, of each group of
+    layers, slots; then, of each, single tokens.
 
-    The last has the four rows of segments (`kernels.py`) one after the other, [4 * num_rows].
+    These have the four rows of segments (`kernels.py`) one after the other, [4 * num_rows]. single: by group.
     """
-    num_spare = size.num_tokens - len(packed.token_ids)
+    num_spare, num_single = size.num_tokens - len(packed.token_ids), len(single[0])
     if size.is_mixed:  # a spare column has no token: all tokens may be those of prompts
-        spare_columns = [(0, 0, -1, scratch_row)] * (size.num_rows - len(single))
+        spare_columns = [(0, 0, -1, scratch_row)] * (size.num_rows - num_single)
     else:
-        spare_columns = [(at, 1, 0, scratch_row) for at in range(len(single), size.num_rows)]
+        spare_columns = [(at, 1, 0, scratch_row) for at in range(num_single, size.num_rows)]
     return [
         packed.token_ids + [0] * num_spare,
         packed.positions + [0] * num_spare,
-        packed.slots + [scratch_slot] * num_spare,
         packed.logits_indices + [0] * (size.num_rows - len(packed.logits_indices)),
-        list(chain.from_iterable(zip(*single, *spare_columns, strict=True))),
+        *(slots + [scratch_slot] * num_spare for slots in packed.slots),
+        *(list(chain.from_iterable(zip(*own, *spare_columns, strict=True))) for own in single),
     ]
 
 

@@ -40,9 +40,10 @@ _NUM_WORKSPACES = 3
 def verified_graph_runner(config: EngineConfig, model: LoadedModel, num_blocks: int) -> GraphModelRunner:
     """A runner with all its KV memory. Raises UnsupportedModel where steps with that compute something else."""
     max_blocks = min(num_blocks, -(-model.facts.max_model_len // config.cache.block_size))
+    max_to_verify = min(max_blocks, num_blocks // model.groups.num_groups)
     attention = _attention(config, model, num_blocks=num_blocks, max_blocks=max_blocks)
     with BatchInvariantMode() if attention.batch_invariant else nullcontext():  # type: ignore[no-untyped-call]
-        verify_steps(config.model, model, attention, max_blocks=max_blocks)
+        verify_steps(config.model, model, attention, max_blocks=max_to_verify)
     _draw_once(config, model)
     return GraphModelRunner(
         replace(model, reference=None),  # its memory is needed
@@ -85,7 +86,9 @@ def verify_steps(config: ModelConfig, model: LoadedModel, attention: PagedAttent
 def output_of_piece(model: LoadedModel, attention: PagedAttention, start: int, end: int) -> Output:
     """A piece of the reference's tokens; of a decoder of ours with logits for the first layer's output."""
     assert model.reference is not None, "it is verified"
-    batch = model.reference.batch_of(start, end, block_size=attention.block_size)
+    batch = model.reference.batch_of(
+        start, end, block_size=attention.block_size, num_groups=model.groups.num_groups
+    )  # fmt: skip
     inputs = build_inputs(batch, block_size=attention.block_size, device=model.device)
     step = attention.begin_step(batch, inputs)
     module = getattr(model, "module", None)
@@ -115,7 +118,7 @@ def bytes_for_kv(config: EngineConfig, model: LoadedModel, gpu_share: float) -> 
     with refusing_to_run_short("the weights and a step of the largest size", fix):
         needs = model.needs(config, largest_batch(limits, model.facts, block_size=block_size))
     gpu = gpu_memory(model.device, fraction=config.cache.gpu_memory_fraction, share=gpu_share)
-    gpu.check(needs, block_bytes=block_bytes(config.cache, model.layers, dtype=model.dtype))
+    gpu.check(needs, block_bytes=block_bytes(config.cache, model.in_block, dtype=model.dtype))
     left = gpu.left_for_kv(needs)
     logger.info("GPU memory: %.2f GiB granted of %.2f; %s; KV %.2f GiB",
                 gpu.granted / GIB, gpu.total / GIB, needs, left / GIB)  # fmt: skip
@@ -186,7 +189,8 @@ def with_one_block(config: EngineConfig, model: LoadedModel) -> GraphModelRunner
 
 def _attention(config: EngineConfig, model: LoadedModel, *, num_blocks: int, max_blocks: int) -> TritonAttention:
     return TritonAttention(
-        model.layers,
+        model.in_block,
+        groups=model.groups,
         num_blocks=num_blocks,
         block_size=config.cache.block_size,
         max_rows=config.scheduler.max_running,

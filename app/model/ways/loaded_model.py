@@ -14,7 +14,7 @@ from app.engine.batch import StepBatch
 from app.engine.request import ModelInfo
 from app.model.cpu.verification_cache import digest_of_files
 from app.model.cuda.adapters import AdapterSlots
-from app.model.kv_cache import LayerShape
+from app.model.kv_cache import ONE_GROUP, LayerGroups, LayerShape
 from app.model.location import resolve_model_path
 from app.model.memory import MemoryNeeds
 from app.model.parallel.split_plan import Exchange
@@ -39,11 +39,24 @@ class LoadedModel(ABC):
     reference: Reference | None = None  # where its steps on a GPU are verified: that needs the whole KV memory
     group: Exchange | None = None  # where it is one rank's part
     adapters: AdapterSlots | None = None  # on a GPU, where adapters may be loaded
+    groups: LayerGroups = ONE_GROUP  # in which blocks its layers keep their keys and values
 
     @classmethod
     def in_place_of(cls, own: LoadedModel, **more: Any) -> Self:
         """The same model as another way has it. more: fields that the other does not have, or has otherwise."""
         return cls(facts=own.facts, layers=own.layers, dtype=own.dtype, device=own.device, **more)
+
+    @property
+    def in_block(self) -> dict[int, LayerShape]:
+        """What one block of its KV memory stores, by place."""
+        return self.groups.in_block(self.layers)
+
+    def giving_back(self) -> Self:
+        """The same with layers that look back a window in groups of their own, which give back the blocks behind it.
+
+        Itself where that saves no memory or where its way has one group.
+        """
+        return self
 
     def kv_namespace(self, config: EngineConfig) -> bytes:
         """What the bytes of its KV memory follow from: its files, all code that computes them, types and layout."""

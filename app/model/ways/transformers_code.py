@@ -19,12 +19,12 @@ from app.model.cpu.checkpoint import MappedModel
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import ThreadPool
 from app.model.cpu.sampling import NativeSampler
-from app.model.cuda.attention import TritonAttention
+from app.model.cuda.attention import LARGEST_TILE, TritonAttention
 from app.model.cuda.graph_runner import GraphModelRunner
 from app.model.description import as_token_ids, max_model_len
 from app.model.device import check_kv_dtype
 from app.model.forward import DeviceForward, TransformersForward
-from app.model.kv_cache import KVCache
+from app.model.kv_cache import KVCache, LayerGroups
 from app.model.llama import ARCHITECTURES
 from app.model.memory import MemoryNeeds, is_out_of_memory
 from app.model.packed_linear import pack_linear_layers
@@ -153,6 +153,16 @@ class TransformersModel(LoadedModel):
             mapped=mapped,
         )
 
+    def giving_back(self) -> TransformersModel:
+        if self.group is not None:
+            return self
+        windows = {layer: rules.sliding_window for layer, rules in self.rules.items()}
+        groups = LayerGroups.of(self.layers, windows, max_model_len=self.facts.max_model_len)
+        # The kernels for CUDA read from the tile on in which a window begins.
+        kept = groups.window + (LARGEST_TILE - 1 if TritonAttention.fits(self.device) else 0)
+        facts = replace(self.facts, num_window_groups=groups.num_groups - 1, window_tokens=kept)
+        return replace(self, groups=groups, facts=facts) if groups.num_groups > 1 else self
+
     def ready(self, source: ModelSource) -> TransformersModel:
         """As it is served: no other way computes this model. Its weights are read again if another way took them."""
         model = self
@@ -194,13 +204,14 @@ class TransformersModel(LoadedModel):
         cache = config.cache
         if self._why_no_native_attention(config) is None:
             threads = ThreadPool(num_threads)
-            pages = NativeKVCache.provided(cache, self.layers, threads, num_blocks=num_blocks, dtype=self.dtype)
-            forward = TransformersForward(self.module, NativeAttention(pages, threads))
+            pages = NativeKVCache.provided(cache, self.in_block, threads, num_blocks=num_blocks, dtype=self.dtype)
+            forward = TransformersForward(self.module, NativeAttention(pages, threads, self.groups))
             return TorchModelRunner(forward, self.device, NativeSampler(threads))
         plain = KVCache(
-            self.layers, num_blocks=num_blocks, block_size=cache.block_size, dtype=self.dtype, device=self.device
+            self.in_block, num_blocks=num_blocks, block_size=cache.block_size, dtype=self.dtype, device=self.device
         )
-        return TorchModelRunner(TransformersForward(self.module, TorchAttention(plain, self.device)), self.device)
+        attention = TorchAttention(plain, self.device, self.groups)
+        return TorchModelRunner(TransformersForward(self.module, attention), self.device)
 
     def _why_no_native_attention(self, config: EngineConfig) -> str | None:
         if config.model.backend == "torch":

@@ -62,10 +62,11 @@ def header_of(
     *,
     num_blocks: int = 64,
     cache: CacheConfig | None = None,
+    facts: ModelInfo | None = None,
 ) -> Header:
     """Of a fake engine with this runner."""
     cache, scheduler = cache or CacheConfig(block_size=4), scheduler or SchedulerConfig(**SETTINGS)
-    facts = ModelInfo(max_model_len=1000, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
+    facts = facts or ModelInfo(max_model_len=1000, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
     return Header(
         run="test", began="2026-11-20T12:00:00", launches_ahead=runner.launches,
         num_blocks=num_blocks, facts=asdict(facts),
@@ -148,7 +149,9 @@ class RecordedMachine(EngineMachine):
         super().run_to_the_end()
         pool = self.engine._scheduler.pool
         cache = CacheConfig(block_size=pool.block_size)
-        header = header_of(self.runner, self.first_settings, num_blocks=pool.num_blocks, cache=cache)
+        header = header_of(
+            self.runner, self.first_settings, num_blocks=pool.num_blocks, cache=cache, facts=self.engine.facts
+        )  # fmt: skip
         assert assert_replayed(header, self.recorded).made == Replay(header, self.recorded.lines).made
 
 

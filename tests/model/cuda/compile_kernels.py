@@ -168,10 +168,10 @@ def launch_attention(
             (num_heads, layer.key_dim), (layer.num_kv_heads, layer.key_dim), (layer.num_kv_heads, layer.value_dim),
         )
     ]  # fmt: skip
-    step = triton_attention.TritonStep(
-        attention, inputs.slots, single=torch.zeros(4, 1, dtype=torch.long),
-        pieces=triton_attention.Pieces([(0, 40, 0, 0)], CPU),
+    rows = triton_attention.StepRows(
+        inputs.slots[0], torch.zeros(4, 1, dtype=torch.long), triton_attention.Pieces([(0, 40, 0, 0)], CPU)
     )  # fmt: skip
+    step = triton_attention.TritonStep(attention, [rows])
     step.attend(0, *qkv, rules)
 
 

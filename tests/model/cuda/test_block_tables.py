@@ -5,13 +5,8 @@ import random
 import pytest
 import torch
 
-from app.engine.batch import ScheduledSequence
 from app.model.cuda.block_tables import BlockTables
-from tests.kit.models import CPU, scheduled
-
-
-def share(block_ids: list[int]) -> ScheduledSequence:
-    return scheduled(1, 0, block_ids)
+from tests.kit.models import CPU
 
 
 def build(max_rows: int = 3, max_blocks: int = 6) -> BlockTables:
@@ -28,7 +23,7 @@ def test_each_sequence_finds_its_blocks_in_its_row_whatever_came_before() -> Non
             if len(lists[n]) == 6 or rng.random() < 0.1:
                 lists[n] = []  # preempted or ended: the scheduler makes a new list
             lists[n] += [rng.randrange(99) for _ in range(rng.randint(0 if lists[n] else 1, 6 - len(lists[n])))]
-        rows = tables.update([share(lists[n]) for n in chosen])
+        rows = tables.update([lists[n] for n in chosen])
         assert len(set(rows)) == len(rows)
         for n, row in zip(chosen, rows, strict=True):
             assert tables.tensor[row, : len(lists[n])].tolist() == lists[n]
@@ -37,23 +32,23 @@ def test_each_sequence_finds_its_blocks_in_its_row_whatever_came_before() -> Non
 
 def test_only_what_is_new_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     tables, block_ids = build(), [4, 5]
-    tables.update([share(block_ids)])
+    tables.update([block_ids])
     written: list[object] = []
     monkeypatch.setattr(
         "app.model.cuda.block_tables.to_device",
         lambda values, device: written.append(values) or torch.tensor(values),  # type: ignore[func-returns-value]
     )
-    row = tables.update([share(block_ids)])[0]
+    row = tables.update([block_ids])[0]
     block_ids.append(8)
-    assert tables.update([share(block_ids)]) == [row]
+    assert tables.update([block_ids]) == [row]
     assert written == [[[6 * row + 2], [8]]]
 
 
 def test_too_many_sequences_and_too_many_blocks_fail_an_assertion() -> None:
-    with pytest.raises(AssertionError, match="more than 3 sequences"):
-        build().update([share([n]) for n in range(4)])
+    with pytest.raises(AssertionError, match="more than 3 lists"):
+        build().update([[n] for n in range(4)])
     with pytest.raises(AssertionError, match="7 blocks, the table has room for 6"):
-        build().update([share([0] * 7)])
+        build().update([[0] * 7])
 
 
 def test_blocks_that_were_not_copied_are_copied_by_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +59,6 @@ def test_blocks_that_were_not_copied_are_copied_by_the_next_step(monkeypatch: py
     with monkeypatch.context() as patch:
         patch.setattr("app.model.cuda.block_tables.to_device", fails)
         with pytest.raises(torch.OutOfMemoryError):
-            tables.update([share(block_ids)])
-    row = tables.update([share(block_ids)])[0]
+            tables.update([block_ids])
+    row = tables.update([block_ids])[0]
     assert tables.tensor[row, :2].tolist() == [4, 5]

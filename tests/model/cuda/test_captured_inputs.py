@@ -103,8 +103,8 @@ def test_scored_prompts_and_embeddings_run_eagerly() -> None:
 def test_spare_columns_of_a_decode_step_belong_to_no_sequence() -> None:
     packed = packed_columns(StepBatch((item(1, start=5), item(1)), ()), block_size=4)
     single = [(0, 1, 5, 2), (1, 1, 0, 0)]
-    token_ids, positions, slots, _, columns = padded_columns(
-        packed, single, size=decode_size(4), scratch_slot=32, scratch_row=6
+    token_ids, positions, _, slots, columns = padded_columns(
+        packed, [single], size=decode_size(4), scratch_slot=32, scratch_row=6
     )
     assert token_ids == [1, 1, 0, 0]
     assert positions == [5, 0, 0, 0]
@@ -121,12 +121,12 @@ def test_every_part_of_a_mixed_step_is_filled_and_spare_parts_touch_nothing(
     packed = packed_columns(StepBatch(tuple(items), ()), block_size=4)
     num_tokens, num_sampled = len(packed.token_ids), sum(samples for *_, samples in places)
     single = [(index, 1, start, row) for row, (index, start) in enumerate([(0, 3), (4, 9)])]
-    token_ids, positions, slots, logits, columns = padded_columns(
-        packed, single, size=size, scratch_slot=999, scratch_row=77
+    token_ids, positions, logits, slots, columns = padded_columns(
+        packed, [single], size=size, scratch_slot=999, scratch_row=77
     )
     assert [len(each) for each in (token_ids, positions, slots, logits, columns)] == [64, 64, 64, 8, 32]
     assert token_ids[num_tokens:] == [0] * (64 - num_tokens)
-    assert slots[:num_tokens] == packed.slots
+    assert slots[:num_tokens] == packed.slots[0]
     assert set(slots[num_tokens:]) == {999}
     assert logits[:num_sampled] == packed.logits_indices
     assert all(0 <= place < 64 for place in logits)

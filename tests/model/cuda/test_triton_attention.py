@@ -19,7 +19,7 @@ from tests.kit.models import DEVICE, attend, config_of, scheduled
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
 
-from app.model.cuda.attention import TritonAttention, TritonStep
+from app.model.cuda.attention import StepRows, TritonAttention, TritonStep
 from app.model.cuda.graph_runner import GraphModelRunner
 
 NUM_BLOCKS = 12
@@ -193,12 +193,12 @@ def test_a_step_of_facts_that_lie_on_the_device_is_the_same_step_and_its_spare_r
         attend(attention, [scheduled(33, 0, TABLES[0])], prompt, rules)
     item, qkv = scheduled(1, 33, TABLES[0]), shape.tensors(1)
     expected = attend(eager, [item], qkv, rules)
-    row = static.tables.update([item])[0]
+    row = static.tables.update([item.block_ids])[0]
     slots = torch.tensor([TABLES[0][2] * 16 + 1, static.scratch_slot, static.scratch_slot], device=DEVICE)
     spare = static.tables.scratch_row
     segments = torch.tensor([[0, 1, 2], [1, 1, 1], [33, 0, 0], [row, spare, spare]], device=DEVICE)
     padded = [torch.cat([t, torch.randn(2, *t.shape[1:]).to(t)]) for t in qkv]
-    result = TritonStep(static, slots, single=segments, pieces=None).attend(0, *padded, rules)
+    result = TritonStep(static, [StepRows(slots, single=segments, pieces=None)]).attend(0, *padded, rules)
     assert torch.equal(result[:1], expected)
     for mine, theirs in zip(static.cache.layer(0), eager.cache.layer(0), strict=True):
         assert torch.equal(mine[:NUM_BLOCKS], theirs[:NUM_BLOCKS])
