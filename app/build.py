@@ -431,9 +431,7 @@ def assemble(
     Where the runner can launch steps, the engine prepares each while the one before it is computed.
     """
     if facts.generates:
-        pool = BlockPool.of(
-            facts, num_blocks=num_blocks, block_size=cache.block_size, max_step_tokens=scheduler.max_step_tokens
-        )
+        pool = BlockPool.of(facts, scheduler, num_blocks=num_blocks, block_size=cache.block_size)
         facts = replace(facts, max_model_len=min(facts.max_model_len, pool.max_sequence_tokens))
     else:
         pool = NoBlocks(max_model_len=facts.max_model_len)

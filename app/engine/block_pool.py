@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from app.config import SchedulerConfig
 from app.engine.request import ModelInfo
 
 
@@ -99,11 +100,11 @@ class BlockPool:
         block_size: int,
         num_window_groups: int = 0,
         window_tokens: int = 0,
-        max_step_tokens: int = 0,
+        max_chunk_tokens: int = 0,
     ) -> None:
         """window_tokens: the last tokens of a sequence that the window groups keep.
 
-        max_step_tokens: of one sequence, that a step may add before they give anything back. For a model without them
+        max_chunk_tokens: of one sequence, that a step may add before they give anything back. For a model without them
         any number.
         """
         assert num_blocks >= 0, "a pool has blocks or none"
@@ -111,9 +112,11 @@ class BlockPool:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.num_groups = 1 + num_window_groups
-        self.max_step_tokens = max_step_tokens if num_window_groups else None
+        self.max_chunk_tokens = max_chunk_tokens if num_window_groups else None
         self._window_tokens = window_tokens
-        self._max_in_window = self.num_blocks_for(window_tokens + max_step_tokens) + 1  # blocks of one group
+        # Blocks of one group that a sequence has at once: it may get those of two steps before the first has ended, and
+        # gives none back before a block is full.
+        self._max_in_window = self.num_blocks_for(window_tokens + 2 * max_chunk_tokens) + 2
         self._blank = [Block(block_id) for block_id in reversed(range(num_blocks))]  # free, nothing to share
         self._evictable: OrderedDict[int, Block] = OrderedDict()  # free, by block id, content still shareable
         self._cached: dict[tuple[Prefix | str, tuple[int, ...]], Block] = {}
@@ -122,14 +125,14 @@ class BlockPool:
         self._note_held: Callable[[int, bool], None] | None = None
 
     @classmethod
-    def of(cls, facts: ModelInfo, *, num_blocks: int, block_size: int, max_step_tokens: int) -> BlockPool:
+    def of(cls, facts: ModelInfo, limits: SchedulerConfig, *, num_blocks: int, block_size: int) -> BlockPool:
         """For a model with KV memory."""
         return cls(
             num_blocks=num_blocks,
             block_size=block_size,
             num_window_groups=facts.num_window_groups,
             window_tokens=facts.window_tokens,
-            max_step_tokens=max_step_tokens,
+            max_chunk_tokens=min(limits.prefill_chunk_tokens, limits.max_step_tokens),
         )
 
     @property
@@ -163,10 +166,13 @@ class BlockPool:
             num_each = self.num_blocks - num_window_groups * self._max_in_window
         return num_each * self.block_size
 
-    def num_blocks_behind(self, num_cached: int, num_tokens: int) -> int:
+    def num_blocks_behind(self, cached: Sequence[Block], num_tokens: int) -> int:
         """How many blocks of all groups the tokens behind cached blocks take at once, at most."""
-        number = self.num_blocks_for(num_tokens) - num_cached
-        return number + (self.num_groups - 1) * min(number, self._max_in_window)
+        number = self.num_blocks_for(num_tokens) - len(cached)
+        if self.num_groups == 1:
+            return number
+        num_in_window = len(cached) - self.first_in_window(len(cached) * self.block_size)
+        return number + (self.num_groups - 1) * min(number, self._max_in_window - num_in_window)
 
     def can_allocate(self, num_blocks: int) -> bool:
         return num_blocks <= self.num_free

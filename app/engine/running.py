@@ -60,7 +60,7 @@ class RunningSequences:
         if sequence.is_scoring:  # a block that is not computed gives no log-probabilities: skip only scored ones
             cached = cached[: sequence.num_scored_tokens // self._pool.block_size]
         cached = self._pool.with_windows(cached)
-        num_blocks = self._pool.num_blocks_behind(len(cached), sequence.num_tokens)
+        num_blocks = self._pool.num_blocks_behind(cached, sequence.num_tokens)
         in_windows = chain.from_iterable(self._pool.found_in_windows(cached))
         return cached, num_blocks + self._pool.num_free_among(cached) + self._pool.num_free_among(in_windows)
 
@@ -118,7 +118,10 @@ class RunningSequences:
     def extend(self, sequence: Sequence, num_tokens: int) -> None:
         """Give a sequence the blocks for as many more tokens; there must be room."""
         blocks, num_groups = self._pool.allocate(self.num_missing_blocks(sequence, num_tokens)), self._pool.num_groups
-        sequence.extend_blocks(*(blocks[group::num_groups] for group in range(num_groups)))
+        if num_groups == 1:
+            sequence.extend_blocks(blocks)
+        else:
+            sequence.extend_blocks(*(blocks[group::num_groups] for group in range(num_groups)))
 
     def num_draftable(self, sequence: Sequence, *, is_short: bool) -> int:
         """How many drafts it has blocks for and may come to be; the last token that it may have is always drawn.

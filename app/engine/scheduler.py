@@ -139,7 +139,8 @@ class Scheduler:
             adapter=adapter,
         )
         self._num_arrived += 1
-        sequence.have_window_groups(self.pool.num_groups - 1)
+        if self.pool.num_groups > 1:
+            sequence.have_window_groups(self.pool.num_groups - 1)
         if sequence.deadline_at is not None:
             self._deadlines.watch(
                 sequence,
@@ -274,8 +275,8 @@ class Scheduler:
     def _new_builder(self, plan: StepPlan) -> BatchBuilder:
         limits = self.limits
         chunk_tokens = limits.prefill_chunk_tokens
-        if self.pool.max_step_tokens is not None:
-            chunk_tokens = min(chunk_tokens, self.pool.max_step_tokens)
+        if self.pool.max_chunk_tokens is not None:
+            chunk_tokens = min(chunk_tokens, self.pool.max_chunk_tokens)
         return BatchBuilder(
             budget=limits.max_step_tokens,
             max_prefill_tokens=plan.max_prefill_tokens,
@@ -543,8 +544,9 @@ class Scheduler:
             estimated_wait_s=self._estimated_wait_s(),
             ended_per_s=self._throughput.ended_per_s,
             mean_length_error_tokens=self._mean_length_error,
-            num_free_blocks=self.pool.num_free // self.pool.num_groups,
-            num_blocks=self.pool.num_blocks // self.pool.num_groups,
+            num_free_blocks=self.pool.num_free,
+            num_blocks=self.pool.num_blocks,
+            num_layer_groups=self.pool.num_groups,
             block_size=self.pool.block_size,
             max_running=self.limits.max_running,
             speed=self._throughput.tokens_per_s_at(SPEED_STEP_TOKENS),

@@ -59,7 +59,7 @@ class Sequence:
     blocks: list[Block] = field(default_factory=list)  # in token order
     block_ids: list[int] = field(default_factory=list)  # their ids; replaced, never shortened, so batches may keep it
     # By window group, as `blocks` and `block_ids`. A block that is given back is None; its id stays in its place.
-    window_blocks: list[list[Block | None]] = field(default_factory=list)
+    window_blocks: tuple[list[Block | None], ...] = ()
     window_ids: tuple[list[int], ...] = ()
     num_given_back: int = 0  # of each window group, from the start
     prefixes: list[Prefix] = field(default_factory=list)  # of its full, computed blocks
@@ -162,7 +162,7 @@ class Sequence:
 
     def have_window_groups(self, number: int) -> None:
         """Before it has any block: a table for each."""
-        self.window_blocks = [[] for _ in range(number)]
+        self.window_blocks = tuple([] for _ in range(number))
         self.window_ids = tuple([] for _ in range(number))
         self.num_given_back = 0
 
@@ -170,9 +170,10 @@ class Sequence:
         """in_windows: by window group, as many."""
         self.blocks.extend(blocks)
         self.block_ids.extend(block.block_id for block in blocks)
-        for own, ids, new in zip(self.window_blocks, self.window_ids, in_windows, strict=True):
-            own.extend(new)
-            ids.extend(0 if block is None else block.block_id for block in new)
+        if in_windows:
+            for own, ids, new in zip(self.window_blocks, self.window_ids, in_windows, strict=True):
+                own.extend(new)
+                ids.extend(0 if block is None else block.block_id for block in new)
 
     def give_back_before(self, first: int) -> list[Block]:
         """Give up the blocks of window groups before the `first`; the caller frees them."""
@@ -196,7 +197,8 @@ class Sequence:
         """
         blocks = self.all_blocks()
         self.blocks, self.block_ids, self.prefixes = [], [], []
-        self.have_window_groups(len(self.window_ids))
+        if self.window_ids:
+            self.have_window_groups(len(self.window_ids))
         self.num_computed_tokens = self.num_draft_computed_tokens = 0
         self.pooled = None
         self.adjustments = self.drafts = None

@@ -55,6 +55,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     total_missed: int  # refused or ended because of their deadline
     total_drafted_tokens: int = 0  # computed as drafts of the next tokens
     total_accepted_tokens: int = 0  # of these, tokens that the sequences went on with
+    num_layer_groups: int = 1  # each with blocks of its own for a token, see `block_pool.py`
 
 
 class SleepState(StrEnum):

@@ -83,7 +83,7 @@ def report_of(
         max_requests=max_requests,
         max_running=stats.max_running,
         num_waiting_tokens=stats.num_waiting_tokens,
-        num_kv_tokens=stats.num_blocks * stats.block_size,
+        num_kv_tokens=stats.num_blocks // stats.num_layer_groups * stats.block_size,
         tokens_per_s=stats.speed,
         ended_per_s=stats.ended_per_s,
         step_age_s=step_age_s,
@@ -92,8 +92,8 @@ def report_of(
         sends_views=True,
         state=sleep.state,
         wake_s=sleep.expected_wake_s,
-        num_free_kv_tokens=stats.num_free_blocks * stats.block_size,
-        is_short_of_memory=stats.num_blocks > 0 and stats.num_free_blocks < stats.num_running,
+        num_free_kv_tokens=stats.num_free_blocks // stats.num_layer_groups * stats.block_size,
+        is_short_of_memory=stats.num_blocks > 0 and stats.num_free_blocks < stats.num_running * stats.num_layer_groups,
     )
 
 

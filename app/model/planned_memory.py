@@ -170,11 +170,11 @@ def _source(config: EngineConfig, dtype: torch.dtype) -> ModelSource:
 
 def _planned(config: EngineConfig, model: LoadedModel) -> PlannedMemory:
     block_size, facts = config.cache.block_size, model.facts
-    pool = BlockPool.of(facts, num_blocks=0, block_size=block_size, max_step_tokens=config.scheduler.max_step_tokens)
+    pool = BlockPool.of(facts, config.scheduler, num_blocks=0, block_size=block_size)
     return PlannedMemory(
         needs=model.needs(config, largest_batch(config.scheduler, facts, block_size=block_size)),
         block_bytes=block_bytes(config.cache, model.in_block, dtype=model.dtype),
-        sequence_blocks=pool.num_blocks_behind(0, facts.max_model_len),
+        sequence_blocks=pool.num_blocks_behind((), facts.max_model_len),
         context=facts.max_model_len,
         dtype=str(model.dtype).removeprefix("torch."),
     )

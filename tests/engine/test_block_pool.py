@@ -160,7 +160,7 @@ def test_a_pool_without_blocks_holds_a_prompt_of_any_length() -> None:
 def windowed(num_blocks: int, *, num_window_groups: int = 2, window_tokens: int = 4) -> BlockPool:
     return BlockPool(
         num_blocks=num_blocks, block_size=2, num_window_groups=num_window_groups, window_tokens=window_tokens,
-        max_step_tokens=6,
+        max_chunk_tokens=6,
     )  # fmt: skip
 
 
@@ -211,7 +211,11 @@ def test_blocks_of_a_window_group_are_handed_out_like_all_others_and_forgotten()
 def test_a_sequence_alone_has_blocks_for_all_its_tokens_and_for_its_windows() -> None:
     assert BlockPool(num_blocks=9, block_size=2).max_sequence_tokens == 18
     assert windowed(9).max_sequence_tokens == 6  # three blocks in each of three groups
-    # A window group has 6 blocks at most: 4 tokens, and 6 more of a step, do not begin with a block.
-    assert windowed(18).max_sequence_tokens == 12
-    assert windowed(30).max_sequence_tokens == 36
-    assert windowed(30).num_blocks_behind(2, 36) == 16 + 2 * 6
+    # A window group has 10 blocks at most: for 4 tokens and two steps of 6, two more as these lie among blocks.
+    assert windowed(30).max_sequence_tokens == 20
+    blocks = windowed(42)
+    assert blocks.max_sequence_tokens == 44
+    assert blocks.num_blocks_behind([], 44) == 22 + 2 * 10
+    cached = blocks.allocate(4)
+    assert blocks.num_blocks_behind(cached, 44) == 18 + 2 * 8, "each group has two of those that are cached"
+    assert blocks.num_blocks_behind(cached, 14) == 3 + 2 * 3

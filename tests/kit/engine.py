@@ -48,6 +48,10 @@ EOS = 1
 _numbers = count()
 
 
+class BrokenPromise(BaseException):
+    """A batch computes something else than it promises. No request is at fault, so an engine lets it through."""
+
+
 class CountingRunner(ModelRunner):
     """Draws the last token plus one, so a sequence's tokens show whether it was computed from the right ones.
 
@@ -66,6 +70,21 @@ class CountingRunner(ModelRunner):
 
     def run(self, batch: StepBatch) -> StepResult:
         self.batches.append(batch)
+        try:
+            self._write(batch)
+        except AssertionError as error:
+            raise BrokenPromise(str(error)) from error
+        num_prompt_tokens = {each.request.request_id: each.num_prompt_tokens for each in batch.sequences}
+        for item in batch.sampled:
+            if item.adjustments is not None:
+                self._check_adjustments(item, num_prompt_tokens[item.request_id])
+        token_ids = [self._draw(item) for item in batch.sampled]
+        result = self._with_logprobs(batch, token_ids) if batch.has_logprobs else StepResult(token_ids)
+        pooled = {item.request_id: self._pooled(item) for item in batch.scheduled if item.pooling is not None}
+        assert batch.has_pooling == bool(pooled)
+        return result._replace(pooled=pooled)
+
+    def _write(self, batch: StepBatch) -> None:
         written: set[int] = set()
         for item in batch.scheduled:
             for position, token in enumerate(item.token_ids, start=item.start):
@@ -77,15 +96,6 @@ class CountingRunner(ModelRunner):
                     self._slots[slot], self._groups[slot] = token, group
         for item in batch.scheduled:
             self._check_windows(item)
-        num_prompt_tokens = {each.request.request_id: each.num_prompt_tokens for each in batch.sequences}
-        for item in batch.sampled:
-            if item.adjustments is not None:
-                self._check_adjustments(item, num_prompt_tokens[item.request_id])
-        token_ids = [self._draw(item) for item in batch.sampled]
-        result = self._with_logprobs(batch, token_ids) if batch.has_logprobs else StepResult(token_ids)
-        pooled = {item.request_id: self._pooled(item) for item in batch.scheduled if item.pooling is not None}
-        assert batch.has_pooling == bool(pooled)
-        return result._replace(pooled=pooled)
 
     def _check_windows(self, item: ScheduledSequence) -> None:
         """All that its tokens look back to is there, in blocks of each group's own."""

@@ -24,7 +24,7 @@ from app.model.cuda.launching import NoKernels
 from app.model.cuda.sampler import TritonSampler
 from app.model.cuda.weights import fuse_weights
 from app.model.loader import load_runner
-from app.model.planned_memory import planned_cpu_memory, planned_gpu_model, planned_native_model
+from app.model.planned_memory import planned_cpu_memory, planned_gpu_model, planned_memory, planned_native_model
 from app.model.sampler import Sampler
 from app.model.ways.cuda_decoder import CudaModel
 from app.model.ways.gpu import with_one_block
@@ -190,3 +190,17 @@ def test_sampling_takes_on_a_cpu_what_is_counted_on_meta(num_rows: int) -> None:
         real = peak_of_cpu(lambda: Sampler().sample(logits, items))
     own_logits = logits.nbytes
     assert counted.peak - own_logits == pytest.approx(real, rel=0.05)
+
+
+def test_a_sequence_keeps_few_blocks_of_layers_that_look_back_a_window(
+    tiny_model_path: Callable[[str], Path], tmp_path: Path
+) -> None:
+    limits = {"max_running": 4, "max_step_tokens": 64, "prefill_chunk_tokens": 16}
+    config = config_of(tiny_model_path("gemma2"), cache={"block_size": 4}, scheduler=limits, dtype="float32")
+    planned = planned_memory(config)
+    # 64 blocks for 256 tokens; of the window of 9 tokens a tile of 64 before it, two chunks and two blocks more.
+    assert planned.sequence_blocks == 64 + 26 + 2
+    assert (
+        planned.block_bytes * 2
+        == planned_memory(config.with_setting("cache.tiers", [{"path": str(tmp_path)}])).block_bytes
+    )

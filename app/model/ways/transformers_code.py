@@ -159,7 +159,8 @@ class TransformersModel(LoadedModel):
         windows = {layer: rules.sliding_window for layer, rules in self.rules.items()}
         groups = LayerGroups.of(self.layers, windows, max_model_len=self.facts.max_model_len)
         # The kernels for CUDA read from the tile on in which a window begins.
-        kept = groups.window + (LARGEST_TILE - 1 if TritonAttention.fits(self.device) else 0)
+        has_tiles = self.device.type != "cpu" or TritonAttention.fits(self.device)
+        kept = groups.window + (LARGEST_TILE - 1 if has_tiles else 0)
         facts = replace(self.facts, num_window_groups=groups.num_groups - 1, window_tokens=kept)
         return replace(self, groups=groups, facts=facts) if groups.num_groups > 1 else self
 
