@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -35,6 +35,14 @@ class ModelInfo:
     # Groups of layers that look back a window, each with KV blocks of its own, and the last tokens that those keep.
     num_window_groups: int = 0
     window_tokens: int = 0
+
+    def __setstate__(self, values: list[Any]) -> None:
+        """As dataclasses do; what a replica of the version before has pickled lacks the last fields."""
+        all_fields = fields(self)
+        for each, value in zip(
+            all_fields, (*values, *(each.default for each in all_fields[len(values) :])), strict=True
+        ):
+            object.__setattr__(self, each.name, value)
 
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> ModelInfo:
