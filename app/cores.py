@@ -16,10 +16,13 @@ _NO_LIMIT = 2**63
 
 
 def num_cores() -> int:
-    """Those of its affinity, or fewer where its control groups grant less CPU time: whole cores of it, at least one."""
+    """Those of its affinity, or fewer where its control groups grant less CPU time. A part of a core counts as one:
+
+    two threads that share 1.1 cores are faster than one thread (docs/results/engine.md).
+    """
     allowed = len(allowed_cpus())
     granted = granted_cores(_own_groups(), _ROOT)
-    return allowed if math.isinf(granted) else max(1, min(allowed, int(granted)))
+    return allowed if math.isinf(granted) else max(1, min(allowed, math.ceil(granted)))
 
 
 def allowed_cpus() -> set[int]:

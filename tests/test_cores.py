@@ -41,7 +41,7 @@ def test_version_1_has_two_files_and_minus_one_for_no_limit(tmp_path: Path) -> N
     assert granted_cores(groups.format("other"), tmp_path) == math.inf
 
 
-@pytest.mark.parametrize(("granted", "found"), [(0.5, 1), (1.9, 1), (64.0, 3), (math.inf, 3)])
+@pytest.mark.parametrize(("granted", "found"), [(0.5, 1), (1.0, 1), (1.1, 2), (64.0, 3), (math.inf, 3)])
 def test_cores_are_those_of_the_affinity_or_of_the_quota(
     granted: float, found: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
