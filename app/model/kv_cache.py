@@ -146,25 +146,34 @@ def num_blocks_that_fit(
     layers: dict[int, LayerShape],
     *,
     dtype: torch.dtype,
+    num_groups: int = 1,
     gpu_bytes: int | None = None,
     draft_bytes: int = 0,
 ) -> int:
-    """The pool's size: as configured, or what the memory settings leave room for. dtype: of the model.
+    """The pool's size: as configured, or what the memory settings leave room for.
+
+    layers, dtype: what a block stores, and the model's type. num_groups: of layers, each with blocks for a token.
 
     gpu_bytes: what a GPU has left for KV memory (`memory.py`); None on a CPU.
     draft_bytes: what one block takes of a draft model's KV memory.
 
     Raises:
-        InvalidSetup: not even one block fits.
+        InvalidSetup: not even one block of each group fits.
     """
     if config.num_blocks is not None:
+        if config.num_blocks < num_groups:
+            raise InvalidSetup(
+                f"cache.num_blocks={config.num_blocks}: this model's layers take blocks in {num_groups} groups, so the "
+                f"first token needs {num_groups}. Raise it"
+            )
         return config.num_blocks
     memory_bytes = int(config.memory_gib * GIB) if gpu_bytes is None else gpu_bytes
     of_block = block_bytes(config, layers, dtype=dtype) + draft_bytes
     num_blocks = memory_bytes // of_block
-    if num_blocks < 1:
+    if num_blocks < num_groups:
         raise InvalidSetup(
             f"cache.memory_gib={config.memory_gib} leaves {memory_bytes / GIB:.3f} GiB for KV memory; one block of "
-            f"{config.block_size} tokens needs {of_block / GIB:.6f} GiB. Raise it, or serve a smaller model"
+            f"{config.block_size} tokens needs {num_groups * of_block / GIB:.6f} GiB. Raise it, or serve a smaller "
+            f"model"
         )
     return num_blocks

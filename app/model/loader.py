@@ -64,6 +64,7 @@ def load_runner(
         config.cache,
         model.in_block,
         dtype=model.dtype,
+        num_groups=model.groups.num_groups,
         gpu_bytes=bytes_for_kv(config, model, gpu_share) if is_measured else None,
         draft_bytes=0 if draft is None else block_bytes(config.cache, draft.in_block, dtype=draft.dtype),
     )

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from app.build import build_sync_engine
+from app.config import CacheConfig
 from app.engine.engine import Engine
 from app.engine.request import Request
+from app.errors import InvalidSetup
 from app.model.cpu.library import is_fast
-from app.model.kv_cache import ONE_GROUP, LayerGroups, LayerShape
+from app.model.kv_cache import ONE_GROUP, LayerGroups, LayerShape, num_blocks_that_fit
 from tests.kit.engine import make_request, run_to_end
 from tests.kit.models import config_of, generate_plainly
 from tests.tiny_models import VOCAB_SIZE, build_tiny_model
@@ -118,3 +120,12 @@ def test_a_model_keeps_all_where_prefixes_are_kept_elsewhere_too(path: Path, tmp
     engine = build_sync_engine(config)
     assert (engine.facts.num_window_groups, engine.facts.max_model_len) == (0, 256)
     engine.close()
+
+
+def test_fewer_blocks_than_groups_are_refused_with_the_numbers(path: Path) -> None:
+    with pytest.raises(InvalidSetup, match=r"cache.num_blocks=2: .* blocks in 3 groups"):
+        engine_of(path, block_size=4, num_blocks=2, backend="torch")
+    cache = CacheConfig(block_size=16, memory_gib=0.00001)
+    assert num_blocks_that_fit(cache, {0: SHAPE}, dtype=torch.float32) == 2
+    with pytest.raises(InvalidSetup, match=r"one block of 16 tokens needs 0.000011 GiB"):
+        num_blocks_that_fit(cache, {0: SHAPE}, dtype=torch.float32, num_groups=3)
