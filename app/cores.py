@@ -16,9 +16,9 @@ _NO_LIMIT = 2**63
 
 
 def num_cores() -> int:
-    """Those of its affinity, or fewer where its control groups grant less CPU time. A part of a core counts as one:
+    """Those of its affinity, or fewer where its control groups grant less CPU time; a part of a core counts as one.
 
-    two threads that share 1.1 cores are faster than one thread (docs/results/engine.md).
+    Two threads that share 1.1 cores are faster than one (docs/results/engine.md).
     """
     allowed = len(allowed_cpus())
     granted = granted_cores(_own_groups(), _ROOT)

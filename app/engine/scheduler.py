@@ -139,8 +139,7 @@ class Scheduler:
             adapter=adapter,
         )
         self._num_arrived += 1
-        if self.pool.num_groups > 1:
-            sequence.have_window_groups(self.pool.num_groups - 1)
+        sequence.have_window_groups(self.pool.num_groups - 1)
         if sequence.deadline_at is not None:
             self._deadlines.watch(
                 sequence,

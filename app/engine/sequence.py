@@ -197,8 +197,7 @@ class Sequence:
         """
         blocks = self.all_blocks()
         self.blocks, self.block_ids, self.prefixes = [], [], []
-        if self.window_ids:
-            self.have_window_groups(len(self.window_ids))
+        self.have_window_groups(len(self.window_ids))
         self.num_computed_tokens = self.num_draft_computed_tokens = 0
         self.pooled = None
         self.adjustments = self.drafts = None

@@ -72,7 +72,7 @@ class Segments:
     """A step's sequences as the native attention takes them, long ones in several pieces so that threads share them."""
 
     segments: torch.Tensor  # [num_segments, 4] int32: first token in the packed row, tokens, position, table offset
-    tables: torch.Tensor  # [num_block_ids] int32, the block ids of all sequences one after the other
+    tables: tuple[torch.Tensor, ...]  # by group of layers: [num_block_ids] int32, of all sequences one after the other
     num_positions: int  # of the longest sequence, its scheduled tokens included
 
 
@@ -180,23 +180,24 @@ def build_attention_rows(batch: StepBatch, *, group: int, block_size: int, devic
     )
 
 
-def build_segments(batch: StepBatch, *, group: int = 0, block_size: int, max_tokens: int) -> Segments:
+def build_segments(batch: StepBatch, *, num_groups: int = 1, block_size: int, max_tokens: int) -> Segments:
     """Segments of at most `max_tokens` tokens; on the host, where the native attention runs."""
     segments: list[int] = []
-    tables: list[int] = []
+    tables: list[list[int]] = [[] for _ in range(num_groups)]
     first_token = 0
     for item in batch.scheduled:
         num_tokens, start = len(item.token_ids), item.start
         if num_tokens <= max_tokens:
-            segments += (first_token, num_tokens, start, len(tables))
+            segments += (first_token, num_tokens, start, len(tables[0]))
         else:
             for offset in range(0, num_tokens, max_tokens):
                 size = min(max_tokens, num_tokens - offset)
-                segments += (first_token + offset, size, start + offset, len(tables))
-        tables += item.ids_of(group)[: -(-(start + num_tokens) // block_size)]
+                segments += (first_token + offset, size, start + offset, len(tables[0]))
+        for group, table in enumerate(tables):
+            table += item.ids_of(group)[: -(-(start + num_tokens) // block_size)]
         first_token += num_tokens
     num_positions = max(item.end for item in batch.scheduled)
-    return Segments(_as_tensor(segments).view(-1, 4), _as_tensor(tables), num_positions)
+    return Segments(_as_tensor(segments).view(-1, 4), tuple(map(_as_tensor, tables)), num_positions)
 
 
 def _as_tensor(numbers: list[int]) -> torch.Tensor:

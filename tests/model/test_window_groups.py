@@ -78,18 +78,10 @@ def expected(path: Path, requests: list[Request]) -> dict[str, list[int]]:
     return generate_plainly(path, requests)
 
 
-def engine_of(
-    path: Path,
-    *,
-    block_size: int,
-    num_blocks: int,
-    max_running: int = 4,
-    max_step_tokens: int = 64,
-    backend: str,
-) -> Engine:
+def engine_of(path: Path, *, block_size: int, num_blocks: int, backend: str) -> Engine:
     config = config_of(
         path, cache={"block_size": block_size, "num_blocks": num_blocks}, dtype="float32", backend=backend,
-        scheduler={"max_running": max_running, "max_step_tokens": max_step_tokens, "prefill_chunk_tokens": 32},
+        scheduler={"max_running": 4, "max_step_tokens": 64, "prefill_chunk_tokens": 32},
     )  # fmt: skip
     return build_sync_engine(config)
 

@@ -34,16 +34,15 @@ class NativeAttention:
             log_use_of_amx("bfloat16", *(2 * keys.shape[2] for keys in pages.keys.values()))
 
     def begin_step(self, batch: StepBatch, inputs: ModelInputs) -> AttentionStep:
-        segments = [
-            build_segments(batch, group=group, block_size=self.block_size, max_tokens=MAX_SEGMENT_TOKENS)
-            for group in range(self.groups.num_groups)
-        ]
+        segments = build_segments(
+            batch, num_groups=self.groups.num_groups, block_size=self.block_size, max_tokens=MAX_SEGMENT_TOKENS
+        )
         return _NativeStep(self, inputs.slots, segments)
 
 
 class _NativeStep:
-    def __init__(self, attention: NativeAttention, slots: Sequence[torch.Tensor], segments: Sequence[Segments]) -> None:
-        """slots, segments: by group of layers."""
+    def __init__(self, attention: NativeAttention, slots: Sequence[torch.Tensor], segments: Segments) -> None:
+        """slots: by group of layers."""
         self._attention = attention
         self._slots = slots
         self._segments = segments
@@ -51,9 +50,8 @@ class _NativeStep:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules
     ) -> torch.Tensor:
-        attention, pages = self._attention, self._attention.pages
+        attention, pages, segments = self._attention, self._attention.pages, self._segments
         group, place = attention.groups.place_of(layer)
-        slots, segments = self._slots[group], self._segments[group]
         query, key, value = map(with_contiguous_rows, (query, key, value))
         num_tokens, num_heads, key_dim = query.shape
         output = query.new_empty(num_tokens, num_heads, value.shape[-1])
@@ -66,8 +64,9 @@ class _NativeStep:
         strides = Strides(*query.stride()[:2], *key.stride()[:2], *value.stride()[:2])
         attention.function(
             attention.threads.handle, ctypes.byref(shape), ctypes.byref(strides),
-            query.data_ptr(), key.data_ptr(), value.data_ptr(), slots.data_ptr(), num_tokens,
+            query.data_ptr(), key.data_ptr(), value.data_ptr(), self._slots[group].data_ptr(), num_tokens,
             pages.keys[place].data_ptr(), pages.values[place].data_ptr(), None if scales is None else scales.data_ptr(),
-            segments.segments.data_ptr(), segments.segments.shape[0], segments.tables.data_ptr(), output.data_ptr(),
+            segments.segments.data_ptr(), segments.segments.shape[0], segments.tables[group].data_ptr(),
+            output.data_ptr(),
         )  # fmt: skip
         return output

@@ -81,7 +81,8 @@ class NativeDecoder:
         step = DecoderStep(
             inputs.token_ids.shape[1], segments.segments.shape[0], len(wanted.rows), num_logits,
             inputs.token_ids.data_ptr(), inputs.positions.data_ptr(), inputs.slots[0].data_ptr(),
-            segments.segments.data_ptr(), segments.tables.data_ptr(), wanted.rows.data_ptr(), wanted.logits.data_ptr(),
+            segments.segments.data_ptr(), segments.tables[0].data_ptr(),
+            wanted.rows.data_ptr(), wanted.logits.data_ptr(),
             self._cosine.data_ptr(), self._sine.data_ptr(), logits.data_ptr(), likeliest.data_ptr(),
             None if hidden is None else hidden.data_ptr(), *_pointers_of(adapters),
         )  # fmt: skip

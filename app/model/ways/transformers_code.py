@@ -158,11 +158,13 @@ class TransformersModel(LoadedModel):
             return self
         windows = {layer: rules.sliding_window for layer, rules in self.rules.items()}
         groups = LayerGroups.of(self.layers, windows, max_model_len=self.facts.max_model_len)
+        if groups.num_groups == 1:
+            return self
         # The kernels for CUDA read from the tile on in which a window begins.
         has_tiles = self.device.type != "cpu" or TritonAttention.fits(self.device)
         kept = groups.window + (LARGEST_TILE - 1 if has_tiles else 0)
         facts = replace(self.facts, num_window_groups=groups.num_groups - 1, window_tokens=kept)
-        return replace(self, groups=groups, facts=facts) if groups.num_groups > 1 else self
+        return replace(self, groups=groups, facts=facts)
 
     def ready(self, source: ModelSource) -> TransformersModel:
         """As it is served: no other way computes this model. Its weights are read again if another way took them."""
