@@ -5,12 +5,15 @@ Neither room imports the other.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
+from app.errors import InvalidRequest
 from app.json_pieces import Json
 from app.usage import Owner
 from app.webhooks.receiver import WebhookReceiver
@@ -105,53 +108,57 @@ class NewBatch:
     webhook: WebhookReceiver | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewResponse:
-    """A response, a chat or a completion that is kept."""
+class NewResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """A response, a chat or a completion that is stored. It is the first record of its file."""
 
     owner: str
     path: str = RESPONSES_PATH  # of its endpoint
-    body: Json
-    headers: Mapping[str, str] = field(default_factory=dict)  # those that say where and when it runs
+    body: bytes  # JSON
+    headers: dict[str, str] = {}  # those that say where and when it runs
     request_id: str
     is_strict: bool = False
-    response_id: str  # it is kept under this id
+    response_id: str  # its id from now on
+    previous: str | None = None  # the id of the response that it continues
+    is_streamed: bool = False
+    may_wait: bool = False  # for room: its client has been answered before
     created_at: int = 0  # seconds since 1970; 0: now
 
-    @property
-    def may_wait(self) -> bool:
-        """Whether it may wait for room: its client has its answer before."""
-        return self.path == RESPONSES_PATH and bool(self.body.get("background"))
+
+class AnswerEnd(msgspec.Struct, frozen=True):
+    """How a stored answer has ended."""
+
+    status: str  # "completed", "incomplete", "failed", "cancelled", or "refused"
+    error: tuple[str, str, dict[str, Any]] | None = None  # of one that failed or was refused: `CarouselError.to_plain`
+    more_usage: dict[str, Any] = {}  # fields of `usage` that the deltas do not tell
 
 
-@dataclass(frozen=True, slots=True)
-class EventsAfter:
-    """Which events of a response are wanted: those behind `number`, the first being 0."""
+class AnswerPart(NamedTuple):
+    """The next bytes of a stored answer: records, which may be cut anywhere. The last part has the end."""
 
-    owner: str
-    response_id: str
-    number: int
-
-
-class Events(NamedTuple):
-    """Events of a response."""
-
-    written: list[bytes]
-    are_last: bool
+    data: bytes
+    end: AnswerEnd | None = None
 
 
 class KeptAnswer(Protocol):
-    """A response that is kept, prepared and on the way."""
+    """An answer that is stored while it is generated."""
 
-    def as_json(self) -> Json:
-        """The response by now, with its `status`."""
+    @property
+    def facts(self) -> bytes:
+        """Everything that is needed to read its records: the second record of its file."""
 
-    def events(self, known: Sequence[bytes]) -> AsyncGenerator[list[bytes], None]:
-        """Its events behind those that are `known` from an earlier attempt, those of each delta together."""
+    def records(self, known: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+        """Generate it: the contents of its records behind those that are `known` from an earlier attempt."""
+
+    def end(self) -> AnswerEnd:
+        """How it has ended, once all records are there."""
 
 
-# Prepares a response. Raises what the same request would be refused with.
-AnswerKept = Callable[[NewResponse], AbstractAsyncContextManager[KeptAnswer]]
+# Reads the answers of one owner by their ids, each from its first byte to its end. The second argument: another answer
+# continues it, so it may be deleted or expired.
+ReadAnswer = Callable[[str, bool], AsyncGenerator[AnswerPart, None]]
+# Prepares an answer; the reader gives the responses that it continues. Raises what the same request would be refused
+# with.
+AnswerKept = Callable[[NewResponse, ReadAnswer], AbstractAsyncContextManager[KeptAnswer]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +170,27 @@ class PageOf:
     after: str | None = None
     is_ascending: bool = False
     purpose: str | None = None  # of files
+
+
+def previous_not_found(response_id: str) -> InvalidRequest:
+    """As OpenAI has it."""
+    return InvalidRequest(
+        f"there is no response {response_id[:100]!r} to continue; it may have been deleted, or not been stored",
+        param="previous_response_id",
+        code="previous_response_not_found",
+    )
+
+
+def list_object(objects: Sequence[Json], page: PageOf) -> Json:
+    """A page of OpenAI's lists; `objects` has one more than was asked for when there are more."""
+    shown = list(objects[: page.limit])
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": len(objects) > page.limit,
+    }
 
 
 class BatchService(Owner, Protocol):
@@ -208,31 +236,24 @@ class BatchService(Owner, Protocol):
     async def cancel_batch(self, owner: str, batch_id: str) -> Json:
         """Stop a batch. Raises InvalidRequest when all its lines have ended."""
 
-    async def create_response(self, new: NewResponse) -> Json:
-        """Begin a response; its object. Raises what its body would be refused with, and Overloaded."""
+    async def create_response(self, new: NewResponse) -> None:
+        """Begin a response. Raises what its body would be refused with, and Overloaded."""
 
-    async def response(self, owner: str, response_id: str, wait_s: float = 0.0) -> Json:
-        """One response's object, once it has ended or after `wait_s`.
+    def follow_response(
+        self, owner: str, response_id: str, offset: int = 0, *, waits: bool = True, is_continued: bool = False
+    ) -> AsyncGenerator[AnswerPart, None]:
+        """The records of one response from a byte on, and its end.
 
-        Raises what has kept it from beginning, where its client waits for it.
+        `waits`: as they come. Otherwise only the parts that are there, and no end where there is none yet.
+        `is_continued`: another response continues it, so it may be deleted or expired.
+
+        The end of one that was refused before its first token has the status "refused". Then the response is forgotten.
         """
 
-    async def response_events(self, asked: Sequence[EventsAfter], wait_s: float) -> list[Events | Exception]:
-        """Events of several responses, at least of one unless that takes longer than `wait_s`.
-
-        For each what `response` would raise, or InvalidRequest for a number that there is not.
-        """
-
-    async def conversation(self, owner: str, response_id: str) -> list[Json]:
-        """The items that a response was generated from, and its own. Raises InvalidRequest before it has ended."""
-
-    async def response_items(self, page: PageOf, response_id: str) -> Json:
-        """A list of the items that a response was generated from."""
-
-    async def cancel_response(self, owner: str, response_id: str) -> Json:
+    async def cancel_response(self, owner: str, response_id: str) -> None:
         """End a response. Raises InvalidRequest when it has ended otherwise."""
 
-    async def delete_response(self, owner: str, response_id: str) -> Json:
+    async def delete_response(self, owner: str, response_id: str) -> None:
         """Forget a response, which ends where it runs."""
 
     async def stats(self, owner: str) -> Json:

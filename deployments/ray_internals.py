@@ -17,7 +17,7 @@ from ray.serve._private import haproxy_templates, http_util
 from ray.serve._private import replica as serve_replica
 from ray.serve._private.api import _create_controller_and_proxy_refs
 from ray.serve._private.client import ServeControllerClient
-from ray.serve._private.constants import HTTP_PROXY_TIMEOUT
+from ray.serve._private.constants import HTTP_PROXY_TIMEOUT, RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH
 from ray.serve.config import ControllerOptions, gRPCOptions
 from ray.serve.context import _get_global_client, _set_global_client
 from ray.serve.handle import DeploymentHandle
@@ -55,6 +55,11 @@ def keep_calls_on_loopback() -> None:
 
     open_on_loopback.is_on_loopback = True  # type: ignore[attr-defined]
     serve_replica.add_port_to_grpc_server = open_on_loopback
+
+
+def max_call_bytes() -> int:
+    """The most bytes that one call between deployments carries: 4 MiB unless the environment of Ray says otherwise."""
+    return int(RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH)
 
 
 def keep_pages_with_the_service() -> None:

@@ -62,15 +62,16 @@ ALLOWED = {
     # What the API needs of it sends nothing.
     "app.webhooks.receiver": {"app.config", "app.errors", "app.webhooks.addresses", "app.webhooks.signature"},
     "app.usage": {"app.disk", "app.errors"},
-    "app.batches": {"app.json_pieces", "app.usage", "app.webhooks.receiver"},
+    "app.records": set(),
+    "app.batches": {"app.errors", "app.json_pieces", "app.usage", "app.webhooks.receiver", "msgspec"},
     "app.jobs": {
         "app.batches", "app.config", "app.culprits", "app.disk", "app.errors", "app.fair", "app.json_pieces",
-        "app.usage", "app.webhooks", "numpy", "pyarrow", "pydantic_core",
+        "app.records", "app.usage", "app.webhooks", "msgspec", "numpy", "pyarrow", "pydantic_core",
     },
     "app.api": {
-        "app.batches", "app.webhooks.receiver", "app.config", "app.errors", "app.fair", "app.json_pieces", "app.text",
-        "app.metrics", "app.usage", "app.versions", "app.engine.request", "app.engine.snapshot",
-        "msgspec", "numpy", "starlette", "pydantic", "pydantic_core", "python_multipart",
+        "app.batches", "app.webhooks.receiver", "app.config", "app.errors", "app.fair", "app.json_pieces",
+        "app.records", "app.text", "app.metrics", "app.usage", "app.versions", "app.engine.request",
+        "app.engine.snapshot", "msgspec", "numpy", "starlette", "pydantic", "pydantic_core", "python_multipart",
     },
     "app.api.pipelines": {
         "app.api", "app.config", "app.disk", "app.errors", "app.engine.request", "app.json_pieces", "app.metrics",

@@ -13,16 +13,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
+from pydantic_core import from_json
+
 from app.api.auth.keys import Authenticator, without_keys
 from app.api.auth.limits import Account, Reservation
-from app.api.endpoints.kept_responses import KeptResponse
-from app.api.endpoints.responses import ResponseBuilder
 from app.api.endpoints.table import ENDPOINTS, Endpoint
 from app.api.generation import shared_fields
 from app.api.http.errors import error_body, error_status, log_error
 from app.api.json_structure import size_of
 from app.api.model_names import ModelNames
-from app.api.output.completion_writers import ChunkWriter
 from app.api.output.response_state import ResponseState
 from app.api.pipelines import Pipeline, PipelineRun
 from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel, SharedFields
@@ -30,8 +29,9 @@ from app.api.request_context import RequestContext
 from app.api.request_trace import RequestTrace, Tracer
 from app.api.schemas.parameters import UnknownFields, ignored_fields, parse
 from app.api.schemas.requests import ChatRequest, GenerationRequest, ModelRequest, QueuedRequest
+from app.api.stored_answers import RecordedAnswer, with_history
 from app.api.threads import MAX_SMALL_SIZE, BodyThreads
-from app.batches import LOWEST_CLASS, Answered, ItemOrigin, NewResponse
+from app.batches import LOWEST_CLASS, Answered, ItemOrigin, NewResponse, ReadAnswer
 from app.config import ApiConfig
 from app.engine.request import MAX_PRIORITY
 from app.errors import CarouselError, may_be_served_later
@@ -187,8 +187,11 @@ class RequestHandler:
         return prepared
 
     @asynccontextmanager
-    async def keep(self, new: NewResponse) -> AsyncIterator[KeptResponse]:
-        """A response that is kept. Raises what `handle` raises, and Overloaded at once where its key has no room."""
+    async def keep(self, new: NewResponse, read: ReadAnswer) -> AsyncIterator[RecordedAnswer]:
+        """An answer that is stored; `read` gives the responses that it continues.
+
+        Raises what `handle` raises, and Overloaded at once where its key has no room.
+        """
         with self.authenticator.account_named(new.owner).reserve_kept() as reservation:
             context = self.context(
                 reservation,
@@ -198,12 +201,12 @@ class RequestHandler:
                 may_keep=True,
                 kept_as=(new.response_id, new.created_at),
             )
-            state = await self.handle(ENDPOINTS[new.path], new.body, context)
-            state.is_kept = True
+            body: Json = await self.threads.read(new.owner, len(new.body), lambda: from_json(new.body))
+            if new.previous is not None:
+                body = await with_history(body, read)
+            state = await self.handle(ENDPOINTS[new.path], body, context)
             assert state.writer is not None, "a client sees it"
-            writer = state.writer.event_writer(state)
-            assert isinstance(writer, ResponseBuilder | ChunkWriter), "of an endpoint that keeps"
-            yield KeptResponse(state, writer)
+            yield RecordedAnswer(state, state.writer.facts(state), path=new.path)
 
     async def handle_item(
         self, owner: str, path: str, body: Mapping[str, Any], origin: ItemOrigin | None = None

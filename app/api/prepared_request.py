@@ -9,6 +9,8 @@ from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any
 
+import msgspec
+
 from app.api.output.tool_calls import ToolUse
 from app.api.schemas.fields import MAX_ALLOWED_TOKEN_IDS
 from app.batches import MAX_REQUEST_BYTES
@@ -124,6 +126,28 @@ class SharedFields:
     prediction: tuple[int, ...] = ()  # token ids of what much of each output may be
 
 
+class AnswerFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Everything that the writers of an answer need beside its deltas. It is stored with an answer that is stored.
+
+    A stored answer may be older than the version that reads it: new fields have defaults.
+    """
+
+    response_id: str
+    created: int  # seconds since 1970
+    model: str
+    num_requests: int
+    num_prompt_tokens: int
+    num_logprobs: int = 0  # the most that the answer can have
+    num_samples: int = 1
+    num_choices: int = 1
+    detail_options: TokenDetailOptions | None = None
+    prompt_token_ids: tuple[tuple[int, ...], ...] = ()  # of each request, where the answer has them
+    include_usage: bool = False
+    continuous_usage: bool = False
+    has_prediction: bool = False
+    of_body: bytes = b"{}"  # JSON: the fields of a response (`/v1/responses`) that repeat its request
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRequest:
     """A client's request, checked and tokenized: `num_samples` requests of engines for each prompt, prompt by prompt.
@@ -157,6 +181,25 @@ class PreparedRequest:
         """Whether to write its answer may take more than a few milliseconds."""
         # A request may have an embedding of thousands of numbers.
         return self.num_logprobs > 2000 or len(self.requests) > 4
+
+    def facts(self) -> AnswerFacts:
+        """The facts about its answer."""
+        shows_prompts = self.detail_options is not None and self.detail_options.token_ids
+        return AnswerFacts(
+            response_id=self.response_id,
+            created=self.created,
+            model=self.model.name,
+            num_requests=len(self.requests),
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_logprobs=self.num_logprobs,
+            num_samples=self.num_samples,
+            num_choices=self.num_choices,
+            detail_options=self.detail_options,
+            prompt_token_ids=tuple(tuple(each.prompt_token_ids) for each in self.requests) if shows_prompts else (),
+            include_usage=self.include_usage,
+            continuous_usage=self.continuous_usage,
+            has_prediction=bool(self.requests[0].prediction_token_ids),
+        )
 
     def prompt_text(self, index: int) -> str:
         """What one of the requests echoes; "" where nothing is."""

@@ -16,15 +16,14 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from pydantic_core import to_json
+import msgspec
 
-from app.batches import RESPONSE_RUNS, JobState, PageOf
+from app.batches import RESPONSE_RUNS, AnswerEnd, JobState, PageOf, previous_not_found
 from app.disk import primary_code
 from app.errors import InvalidSetup, NotFound
 from app.jobs import usage_ledger
 from app.jobs.job import ItemError, Job, StoredFile, StoredResponse
 from app.jobs.space import MIN_CHARGED_BYTES
-from app.json_pieces import Json
 from app.usage.journal import JOURNALS
 from app.webhooks.outbox import SCHEMA, WebhookOutbox
 from app.webhooks.receiver import WebhookReceiver
@@ -36,8 +35,9 @@ _ENDED = tuple(status.value for status in JobState if status.has_ended)
 _RUNS = f"status IN {RESPONSE_RUNS}"  # a response
 _NOT_ENDED = f"status NOT IN ({', '.join(map(repr, _ENDED))})"
 
-_VERSION = 5  # of the tables below; a change of theirs needs another
-_EXTENDED = 4  # of tables to which others have come since
+_VERSION = 6  # of the tables below; a change of theirs needs another
+# Tables of these versions are extended. Stored responses of version 5 have another form, and are removed.
+_EXTENDED = (4, 5)
 
 
 # The number is the order of creation. Where a column has no type SQLite keeps what it gets.
@@ -48,9 +48,11 @@ CREATE INDEX IF NOT EXISTS batches_by_status ON batches (status);
 CREATE INDEX IF NOT EXISTS batches_by_owner ON batches (owner);
 CREATE INDEX IF NOT EXISTS files_by_owner ON files (owner);
 CREATE INDEX IF NOT EXISTS files_by_expiry ON files (expires_at);
-CREATE TABLE IF NOT EXISTS responses ({", ".join(_RESPONSE_COLUMNS)}, UNIQUE (id));
-CREATE INDEX IF NOT EXISTS responses_by_status ON responses (status);
-CREATE INDEX IF NOT EXISTS responses_by_expiry ON responses (expires_at);
+DROP TABLE IF EXISTS responses;
+CREATE TABLE IF NOT EXISTS answers ({", ".join(_RESPONSE_COLUMNS)}, UNIQUE (id));
+CREATE INDEX IF NOT EXISTS answers_by_status ON answers (status);
+CREATE INDEX IF NOT EXISTS answers_by_expiry ON answers (expires_at);
+CREATE INDEX IF NOT EXISTS answers_by_previous ON answers (previous);
 CREATE TABLE IF NOT EXISTS service (one INTEGER PRIMARY KEY CHECK (one = 1), generation NOT NULL);
 INSERT OR IGNORE INTO service VALUES (1, 0);
 {SCHEMA}
@@ -245,64 +247,101 @@ class Catalog:
 
     # Responses
 
-    def add_response(self, response: StoredResponse) -> None:
-        """Make a response known."""
-        row = asdict(response) | {"num_bytes": len(response.request) + len(response.response)}
+    def add_response(self, response: StoredResponse, now: float) -> None:
+        """Make a response known. Raises InvalidRequest for one that continues a response that its owner has not."""
+        if response.previous is not None:
+            try:
+                self.stored_response(response.owner, response.previous, now)
+            except NotFound as error:
+                raise previous_not_found(response.previous) from error
         with self._transaction():
-            self._insert("responses", row)
-        self._charge(response.owner, max(row["num_bytes"], MIN_CHARGED_BYTES))
+            self._insert("answers", asdict(response))
+        self._charge(response.owner, max(response.num_bytes, MIN_CHARGED_BYTES))
 
     def stored_response(self, owner: str, response_id: str, now: float) -> StoredResponse:
         """Raises NotFound when the owner has none, or no longer."""
-        query = "SELECT * FROM responses WHERE id = ? AND owner = ? AND ifnull(expires_at, ?) >= ?"
+        query = "SELECT * FROM answers WHERE id = ? AND owner = ? AND NOT is_deleted AND ifnull(expires_at, ?) >= ?"
         row = self._row(query, (response_id, owner, now, now))
         if row is None:
             raise NotFound(f"there is no response {response_id[:100]!r}", code="response_not_found")
         return StoredResponse(**row)
 
+    def continued_response(self, owner: str, response_id: str) -> StoredResponse:
+        """One that a response of the same owner continues, though it may be deleted or expired.
+
+        Raises InvalidRequest.
+        """
+        row = self._row("SELECT * FROM answers WHERE id = ? AND owner = ?", (response_id, owner))
+        if row is None:
+            raise previous_not_found(response_id)
+        return StoredResponse(**row)
+
     def response_ids(self) -> list[str]:
         """Of all responses. Raises Superseded."""
-        ids = [row["id"] for row in self._connection.execute("SELECT id FROM responses")]
+        ids = [row["id"] for row in self._connection.execute("SELECT id FROM answers")]
         self.check_generation()
         return ids
 
     def unended_responses(self) -> list[StoredResponse]:
         """Those that have not ended. Raises Superseded."""
-        rows = self._connection.execute(f"SELECT * FROM responses WHERE {_RUNS} ORDER BY created_at").fetchall()
+        rows = self._connection.execute(f"SELECT * FROM answers WHERE {_RUNS} ORDER BY created_at").fetchall()
         self.check_generation()
         return [StoredResponse(**row) for row in rows]
 
     def count_response_attempt(self, response_id: str, *, by: int = 1) -> None:
         """It goes on in this process, or will in another one that begins as it should: -1."""
         with self._transaction():
-            query = "UPDATE responses SET num_attempts = num_attempts + ? WHERE id = ?"
+            query = "UPDATE answers SET num_attempts = num_attempts + ? WHERE id = ?"
             self._connection.execute(query, (by, response_id))
 
-    def end_response(self, response_id: str, response: Json, num_bytes: int) -> None:
-        """End a response, unless it has ended; `num_bytes`: of its events."""
-        written = to_json(response).decode()
+    def end_response(self, response_id: str, end: AnswerEnd, num_bytes: int) -> None:
+        """End a response, unless it has ended; `num_bytes`: of its file."""
         with self._transaction():
-            row = self._row(f"SELECT owner, num_bytes, request FROM responses WHERE id = ? AND {_RUNS}", (response_id,))
+            row = self._row(f"SELECT owner, num_bytes FROM answers WHERE id = ? AND {_RUNS}", (response_id,))
             if row is None:
                 return
-            num_bytes += len(row["request"]) + len(written)
-            query = "UPDATE responses SET status = ?, response = ?, num_bytes = ? WHERE id = ?"
-            self._connection.execute(query, (response["status"], written, num_bytes, response_id))
+            query = "UPDATE answers SET status = ?, end = ?, num_bytes = ? WHERE id = ?"
+            self._connection.execute(query, (end.status, msgspec.json.encode(end).decode(), num_bytes, response_id))
         self._charge(row["owner"], max(num_bytes, MIN_CHARGED_BYTES) - max(row["num_bytes"], MIN_CHARGED_BYTES))
 
-    def remove_responses(self, response_ids: Sequence[str]) -> None:
-        """Forget responses."""
+    def remove_responses(self, response_ids: Sequence[str]) -> list[str]:
+        """Forget responses; the ids of those whose files may go.
+
+        A response that another one continues stays for that one's sake, though nobody can read it by its id any more.
+        """
+        removed: list[sqlite3.Row] = []
         for response_id in response_ids:
             with self._transaction():
-                removed = self._row("SELECT owner, num_bytes FROM responses WHERE id = ?", (response_id,))
-                self._connection.execute("DELETE FROM responses WHERE id = ?", (response_id,))
-            if removed is not None:
-                self._charge(removed["owner"], -max(removed["num_bytes"], MIN_CHARGED_BYTES))
+                gone = self._remove_unused(response_id)
+            for row in gone:
+                self._charge(row["owner"], -max(row["num_bytes"], MIN_CHARGED_BYTES))
+            removed += gone
+        return [row["id"] for row in removed]
+
+    def _remove_unused(self, response_id: str) -> list[sqlite3.Row]:
+        """Delete a response, and those before it that were only there for its sake."""
+        removed: list[sqlite3.Row] = []
+        self._connection.execute("UPDATE answers SET is_deleted = 1 WHERE id = ?", (response_id,))
+        unused: str | None = response_id
+        while unused is not None and (row := self._unused(unused)) is not None:
+            self._connection.execute("DELETE FROM answers WHERE id = ?", (unused,))
+            removed.append(row)
+            unused = row["previous"]
+        return removed
+
+    def _unused(self, response_id: str) -> sqlite3.Row | None:
+        """A response that is deleted and that no other one continues."""
+        return self._row(
+            """SELECT id, owner, num_bytes, previous FROM answers WHERE id = ? AND is_deleted
+               AND NOT EXISTS (SELECT 1 FROM answers AS next WHERE next.previous = answers.id)""",
+            (response_id,),
+        )
 
     def expired_response_ids(self, now: float) -> list[str]:
-        """Some of those that have expired and do not run."""
+        """Some of those that have expired, do not run, and are not removed yet."""
         most_at_once = 1000
-        query = f"SELECT id FROM responses WHERE expires_at < ? AND NOT {_RUNS} LIMIT {most_at_once}"
+        query = f"""SELECT id FROM answers WHERE expires_at < ? AND NOT is_deleted AND NOT {_RUNS}
+                    LIMIT {most_at_once}"""
         return [row["id"] for row in self._connection.execute(query, (now,))]
 
     # What files and responses take
@@ -314,7 +353,7 @@ class Catalog:
 
     def _bytes_by_owner(self) -> dict[str, int]:
         query = """SELECT owner, sum(max(bytes, ?)) AS taken FROM
-                   (SELECT owner, bytes FROM files UNION ALL SELECT owner, num_bytes FROM responses) GROUP BY owner"""
+                   (SELECT owner, bytes FROM files UNION ALL SELECT owner, num_bytes FROM answers) GROUP BY owner"""
         return {row["owner"]: row["taken"] for row in self._connection.execute(query, (MIN_CHARGED_BYTES,))}
 
     # SQL
@@ -335,7 +374,7 @@ class Catalog:
             raise self._lost(f"it is damaged: {error}") from error
         if problem != "ok":
             raise self._lost(f"it is damaged: {problem}")
-        if version not in (0, _EXTENDED, _VERSION):  # none yet, or this one
+        if version not in (0, *_EXTENDED, _VERSION):  # none yet, or this one
             raise InvalidSetup(
                 f"{self._path} has tables of version {version}; this Carousel reads {_VERSION}: set batches.path to "
                 f"another folder, or run the version that made it until its batches have ended"

@@ -105,17 +105,18 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredResponse:
-    """A response that is kept, as it is in the catalog."""
+    """A stored response, as the catalog knows it. Its request and its deltas are in a file with its id as name."""
 
     id: str
     owner: str
     created_at: int
     expires_at: int | None  # None: never
     status: str
-    request: str  # a `NewResponse` as JSON
-    response: str  # its object as JSON: as it was accepted, or as it has ended
+    previous: str | None = None  # the id of the response that it continues
+    end: str = ""  # an `AnswerEnd` as JSON; "": it has not ended
     num_attempts: int = 0  # that ended with the process
-    num_bytes: int = 0  # of both, and of its events
+    num_bytes: int = 0  # of its file
+    is_deleted: int = 0  # its owner has deleted it; a response that continues it still needs its text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,8 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,15 +17,15 @@ from typing import Any, ParamSpec, TypeVar
 
 from app.batches import (
     AnswerKept,
+    AnswerPart,
     BatchLimits,
     BatchService,
-    Events,
-    EventsAfter,
     JobState,
     NewBatch,
     NewFile,
     NewResponse,
     PageOf,
+    list_object,
 )
 from app.config import BatchesConfig
 from app.disk import STORAGE_FAILURES, OneThread, may_pass, take_lock
@@ -208,7 +209,7 @@ class LocalBatchService(BatchService):
         )
         responses = KeptResponses(
             self._path / "responses", catalog, thread, self._answer, admit=self._admit_response,
-            clock=self._clock, keep_s=config.keep_s,
+            clock=self._clock, keep_s=config.keep_s, wait_s=self._limits.window_s,
         )  # fmt: skip
         try:
             unfinished = await runner.sweep()
@@ -334,7 +335,7 @@ class LocalBatchService(BatchService):
     async def files(self, page: PageOf) -> Json:
         opened = self._opened_now()
         files = await self._run(opened.catalog.files, page, self._clock())
-        return _list([file_object(file) for file in files], page)
+        return list_object([file_object(file) for file in files], page)
 
     async def read(self, owner: str, file_id: str, offset: int, max_bytes: int) -> bytes:
         if offset >= (await self._file(owner, file_id)).bytes:
@@ -388,7 +389,7 @@ class LocalBatchService(BatchService):
         return shown
 
     async def batches(self, page: PageOf) -> Json:
-        return _list(await self._shown(await self._run(self._opened_now().catalog.jobs, page)), page)
+        return list_object(await self._shown(await self._run(self._opened_now().catalog.jobs, page)), page)
 
     async def cancel_batch(self, owner: str, batch_id: str) -> Json:
         opened = self._opened_now()
@@ -405,26 +406,26 @@ class LocalBatchService(BatchService):
 
     # Responses
 
-    async def create_response(self, new: NewResponse) -> Json:
-        return await self._translated(self._opened_now().responses.create(new))
+    async def create_response(self, new: NewResponse) -> None:
+        await self._translated(self._opened_now().responses.create(new))
 
-    async def response(self, owner: str, response_id: str, wait_s: float = 0.0) -> Json:
-        return await self._translated(self._opened_now().responses.response(owner, response_id, wait_s))
+    async def follow_response(
+        self, owner: str, response_id: str, offset: int = 0, *, waits: bool = True, is_continued: bool = False
+    ) -> AsyncGenerator[AnswerPart, None]:
+        responses = self._opened_now().responses
+        parts = responses.follow(owner, response_id, offset, waits=waits, is_continued=is_continued)
+        async with aclosing(parts):
+            while True:
+                part = await self._translated(anext(parts, None))
+                if part is None:
+                    break
+                yield part
 
-    async def response_events(self, asked: Sequence[EventsAfter], wait_s: float) -> list[Events | Exception]:
-        return await self._translated(self._opened_now().responses.events(asked, wait_s))
+    async def cancel_response(self, owner: str, response_id: str) -> None:
+        await self._translated(self._to_its_end(self._opened_now().responses.cancel(owner, response_id)))
 
-    async def conversation(self, owner: str, response_id: str) -> list[Json]:
-        return await self._translated(self._opened_now().responses.conversation(owner, response_id))
-
-    async def response_items(self, page: PageOf, response_id: str) -> Json:
-        return _list(await self._translated(self._opened_now().responses.items(page, response_id)), page)
-
-    async def cancel_response(self, owner: str, response_id: str) -> Json:
-        return await self._translated(self._to_its_end(self._opened_now().responses.cancel(owner, response_id)))
-
-    async def delete_response(self, owner: str, response_id: str) -> Json:
-        return await self._translated(self._to_its_end(self._opened_now().responses.delete(owner, response_id)))
+    async def delete_response(self, owner: str, response_id: str) -> None:
+        await self._translated(self._to_its_end(self._opened_now().responses.delete(owner, response_id)))
 
     async def _admit_response(self, owner: str, num_bytes: int, running: Callable[[], Counter[str]]) -> None:
         self._check_share(owner, max(num_bytes, MIN_CHARGED_BYTES))
@@ -574,15 +575,3 @@ def _read(files: FileStore, file_id: str, offset: int, max_bytes: int) -> bytes:
         return files.read(file_id, offset, max_bytes)
     except FileNotFoundError:
         raise NotFound(f"there is no file {file_id!r} any more", code="file_not_found") from None
-
-
-def _list(objects: Sequence[Json], page: PageOf) -> Json:
-    """A page of OpenAI's lists; `objects` has one more than was asked for when there are more."""
-    shown = list(objects[: page.limit])
-    return {
-        "object": "list",
-        "data": shown,
-        "first_id": shown[0]["id"] if shown else None,
-        "last_id": shown[-1]["id"] if shown else None,
-        "has_more": len(objects) > page.limit,
-    }

@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from app.batches import MAX_REQUEST_BYTES
 from app.child_process import PROJECT
 from app.config import ApplicationConfig
 from app.errors import InvalidSetup
@@ -146,6 +147,8 @@ def environment(
     defaults = {
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        # By default a call between deployments carries 4 MiB. A body of that size that is stored needs some more.
+        "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2 * MAX_REQUEST_BYTES),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(next(free)),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(next(free)),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(next(free)),

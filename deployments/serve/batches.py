@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from app.config import ApplicationConfig
 from app.errors import CarouselError, Failure, Unavailable, traceback_of
 from app.jobs.executors import FleetExecution
 from app.jobs.local_service import LocalBatchService
+from deployments.serve.following import Feed, FeedChange, FeedItem
 from deployments.serve.metrics import IngressReport
 from deployments.serve.sender import Sender
 
@@ -31,22 +33,44 @@ class Batches(Sender):
         """See `Sender`."""
         # Items wait: of what no process asks for it needs no part.
         super().__init__(config, paths, handles, pools=SharedPools(first_share=0.0))
+        self._feeds: dict[str, Feed] = {}
         # Serve calls this on the loop that everything here runs on.
         self._opening = asyncio.create_task(self._open())
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of `BatchService`."""
-        opening_timeout_s = 10.0
-        await asyncio.wait({self._opening}, timeout=opening_timeout_s)
-        if not self._opening.done():
-            raise Unavailable("files and batches are being opened or are another process's; try again")
+        service = await self._opened()
         try:
-            return await getattr(self._opening.result(), method)(*arguments)
+            return await getattr(service, method)(*arguments)
         except CarouselError:
             raise
         except Exception as error:  # Serve would log it with its message
             logger.error("%s of files and batches failed: %s", method, traceback_of(error))
             raise Failure("the process of files and batches failed on this request; its log has the reason") from None
+
+    async def _opened(self) -> LocalBatchService:
+        opening_timeout_s = 10.0
+        await asyncio.wait({self._opening}, timeout=opening_timeout_s)
+        if not self._opening.done():
+            raise Unavailable("files and batches are being opened or are another process's; try again")
+        return self._opening.result()
+
+    async def feed(self, stream_id: str) -> AsyncGenerator[list[FeedItem], None]:
+        """The stored answers that one ingress reads; see `change_feed`."""
+        feed = self._feeds[stream_id] = Feed(await self._opened())
+        try:
+            async with aclosing(feed.messages()) as messages:
+                async for message in messages:
+                    yield message
+        finally:
+            del self._feeds[stream_id]
+
+    async def change_feed(self, stream_id: str, change: FeedChange) -> None:
+        """Note what an ingress tells about its readers."""
+        feed = self._feeds.get(stream_id)
+        if feed is None:
+            raise Unavailable("the stream of answers has ended; open another one")
+        feed.change(change)
 
     async def metrics_report(self) -> IngressReport:
         """What this process has measured of the lines that it sent, and what has come of them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -14,15 +14,19 @@ from starlette.types import ASGIApp
 from app.api import build_app
 from app.api.auth.limits import SharedPools
 from app.api.endpoints.cancellation import RunningCalls
-from app.batches import BatchService
+from app.batches import AnswerPart, BatchService, NewResponse
 from app.config import ApplicationConfig
-from deployments.ray_internals import accept_odd_headers, http_host, leave_request_ids_alone
+from app.errors import BodyTooLarge
+from deployments.ray_internals import accept_odd_headers, http_host, leave_request_ids_alone, max_call_bytes
+from deployments.serve.following import FeedItem, Following, Wanted
 from deployments.serve.metrics import answers_of, this_deployment
 from deployments.serve.process import collect_later, freeze_loaded
 from deployments.serve.ray_metrics import RayMetrics, families_of_requests
 from deployments.serve.sender import Sender
 from deployments.serve.settings import check_exposure, max_ingress_requests
-from deployments.serve.transport import to_carousel_error
+from deployments.serve.transport import detached_call, to_carousel_error
+
+_ROOM_FOR_THE_REST = 64 * 1024  # of a call that carries a body
 
 
 class Ingress(Sender):
@@ -97,16 +101,44 @@ class Ingress(Sender):
 
 
 class _RemoteService:
-    """`BatchService` over the handle of the batches deployment: each method is one call to it."""
+    """`BatchService` over the handle of the batches deployment: each method is one call to it.
+
+    The calls are detached: a client that hangs up must not cancel work that others wait for, or that is half done.
+    """
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
+        self._following = Following(self._open_feed, partial(self._detached, "change_feed"))
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
-        return partial(self._call, method)
+        return partial(self._detached, "call", method)
 
-    async def _call(self, method: str, *arguments: object) -> Any:
+    async def create_response(self, new: NewResponse) -> None:
+        """See `BatchService`. Raises BodyTooLarge for a body that one of Serve's calls cannot carry."""
+        limit = max_call_bytes() - _ROOM_FOR_THE_REST
+        if len(new.body) > limit:
+            raise BodyTooLarge(
+                f"the body has {len(new.body):,} bytes; at most {limit:,} can be stored here, unless the cluster is "
+                f"started with a higher RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH"
+            )
+        await self._detached("call", "create_response", new)
+
+    def follow_response(
+        self, owner: str, response_id: str, offset: int = 0, *, waits: bool = True, is_continued: bool = False
+    ) -> AsyncGenerator[AnswerPart, None]:
+        """See `BatchService`."""
+        return self._following.follow(Wanted(owner, response_id, offset, waits, is_continued))
+
+    async def _open_feed(self, stream_id: str) -> AsyncGenerator[list[FeedItem], None]:
+        messages = detached_call(self._handle.options(stream=True).feed.remote, stream_id)
         try:
-            return await self._handle.call.remote(method, *arguments)
+            async for message in messages:
+                yield message
+        except Exception as error:
+            raise to_carousel_error(error) from error
+
+    async def _detached(self, method: str, *arguments: object) -> Any:
+        try:
+            return await detached_call(getattr(self._handle, method).remote, *arguments)
         except Exception as error:
             raise to_carousel_error(error) from error

@@ -208,7 +208,7 @@ async def test_one_that_fails_says_so(tokenizer: Tokenizer, tmp_path: Path, stre
             assert (answer.status, answer.error["type"]) == (500, "server_error")
             return
         *_, failed, done = answer.event_fields
-        assert ("server_error" in failed["data"], done) == (True, {"data": "[DONE]"})
+        assert ("server_error" in failed["data"], done["data"]) == (True, "[DONE]")
         response_id = failed["id"].partition(":")[0]
         assert (await ask(app, "GET", f"{CHAT}/{response_id}", query="stream=true")).body == answer.body
         assert (await ask(app, "GET", f"{CHAT}/{response_id}")).json["status"] == "failed"
@@ -241,8 +241,10 @@ async def test_events_that_there_are_not(tokenizer: Tokenizer, tmp_path: Path) -
         assert (other.status, other.error["param"]) == (400, "last-event-id")
         for method, at in (("GET", f"/v1/responses/{kept}/input_items"), ("POST", f"/v1/responses/{kept}/cancel")):
             assert (await ask(app, method, at, {} if method == "POST" else None, headers=bearer(alice))).status == 404
-        body = {"input": "x", "previous_response_id": kept}
-        assert (await ask(app, "POST", "/v1/responses", body, headers=bearer(alice))).status == 404
+        for store in (False, True):
+            body = {"input": "x", "previous_response_id": kept, "store": store}
+            refused = await ask(app, "POST", "/v1/responses", body, headers=bearer(alice))
+            assert (refused.status, refused.error["code"]) == (400, "previous_response_not_found")
 
 
 def test_where_nothing_is_kept_it_has_no_effect(service: Service) -> None:
@@ -266,19 +268,22 @@ async def test_what_ends_it_is_not_shown_before_its_end_is_kept(
 
     monkeypatch.setattr(Catalog, "end_response", failing)
     async with served(kept_by(tokenizer, gate), tmp_path) as app:
-        answering = asyncio.create_task(ask(app, "POST", path, fields | KEPT))
-        gate.open()
-        await until(failed.is_set)
-        [log] = (tmp_path / "responses").iterdir()
-        written = log.read_bytes()
-    answering.cancel()
+        async with Connection(app, "POST", path, fields | KEPT, {}, begins_work=True) as connection:
+            gate.open()
+            await until(failed.is_set)
+            [log] = (tmp_path / "responses").iterdir()
+            written = log.read_bytes()
+            await until(lambda: b"5" in b"".join(each.get("body", b"") for each in connection.messages))
+            connection.cancel()
+        shown = b"".join(each.get("body", b"") for each in connection.messages)
+        assert not any(end in shown for end in (b'"finish_reason":"stop"', b"output_text.done", b"response.completed"))
     monkeypatch.setattr(Catalog, "end_response", end_response)
     async with served(kept_by(tokenizer, gate), tmp_path) as app:
         whole = await ask(app, "GET", f"{path}/{log.name}", query="stream=true")
         assert (await ask(app, "GET", f"{path}/{log.name}")).json["status"] == "completed"
-    *shown, held_back, _ = written.split(b"\n\n\n")
-    assert held_back.startswith(b"\n")
-    assert log.read_bytes().split(b"\n\n\n")[: len(shown)] == shown, "what clients may have read is not written again"
+    assert whole.body.startswith(shown)
+    assert log.read_bytes() == written, "nothing is written again"
+    assert len(gate.requests) == 1, "nothing is computed again"
     assert [int(event["id"].rpartition(":")[2]) for event in whole.event_fields] == list(range(len(whole.event_fields)))
     if path == CHAT:
         assert sum(chunk["usage"] is not None for chunk in whole.chunks) == 1

@@ -3,7 +3,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from app.api.output.response_state import ChoiceOutput, GrowingText
+from app.api.output.answer import ChoiceOutput, GrowingText
 from app.api.output.tool_calls import ToolCallDelta
 
 PIECE = " " * 100  # as a token of white space

@@ -237,7 +237,7 @@ def test_tokens_can_be_named_by_their_ids(told: Service, tokenizer: Tokenizer) -
 
 def test_parts_of_characters_have_names_of_their_own() -> None:
     tokenizer = build_byte_level()
-    names = TokenNames(tokenizer)
+    names = TokenNames(tokenizer.token_bytes)
     assert (names(0xE2), names(0x41), names.bytes(0xE2)) == ("bytes:\\xe2", "A", [0xE2])
     found = TokenLogprobs(-3.0, 3, (0xE2, 0xE3), (-1.0, -2.0))
     [top] = write_logprobs(COMPLETION_LOGPROBS, [TokenLogprob(0x41, found, 0)], names, num_top=2)["top_logprobs"]
@@ -249,7 +249,7 @@ def test_tokens_of_one_name_are_told_apart_and_infinities_are_written() -> None:
         def token_bytes(self, token_id: int) -> bytes:
             return b"same"
 
-    names = TokenNames(Same())  # type: ignore[arg-type]
+    names = TokenNames(Same().token_bytes)
     found = TokenLogprobs(float("-inf"), 9, (1, 2), (-1.0, float("-inf")))
     [top] = write_logprobs(COMPLETION_LOGPROBS, [TokenLogprob(7, found, 0)], names, num_top=2)["top_logprobs"]
     assert top == {"same": -1.0, "token_id:2": -9999.0, "token_id:7": -9999.0}

@@ -12,6 +12,8 @@ import ray.autoscaler
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
+from app.batches import MAX_REQUEST_BYTES
+
 PROJECT = Path(__file__).parents[2]
 
 
@@ -32,6 +34,7 @@ def test_every_node_starts_ray_in_serves_fast_modes(config: dict[str, Any], comm
     start = next(command for command in config[commands] if "ray start" in command)
     assert "RAY_SERVE_THROUGHPUT_OPTIMIZED=1 RAY_SERVE_ENABLE_HA_PROXY=1" in start
     assert "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S=3600" in start, "else streams end 120 s after ingresses change"
+    assert f"RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH={2 * MAX_REQUEST_BYTES}" in start, "else some bodies are refused"
     assert start.index("RAY_SERVE_") < start.index("ray start")
 
 

@@ -61,7 +61,7 @@ def test_tables_of_another_version_are_refused(tmp_path: Path, version: int) -> 
     Catalog(tmp_path).close()
     with closing(sqlite3.connect(tmp_path / "batches.sqlite3")) as connection:
         connection.execute(f"PRAGMA user_version = {version}")
-    with pytest.raises(InvalidSetup, match=f"tables of version {version}; this Carousel reads 5"):
+    with pytest.raises(InvalidSetup, match=f"tables of version {version}; this Carousel reads 6"):
         Catalog(tmp_path)
 
 

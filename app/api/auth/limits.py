@@ -375,8 +375,19 @@ class Reservation:
 
         Raises LimitReached.
         """
-        if self.account.budgets:
-            self.account.check_budgets(num_tokens, cost)
+        account = self.account
+        if account.budgets:
+            account.check_budgets(num_tokens, cost)
+        self.hold_logprobs(num_logprobs)
+        if account.tokens:
+            _check(account.tokens, num_tokens, "tokens")
+            account.tokens.take(num_tokens)
+        self.num_reserved += num_tokens
+        self.cost_reserved += cost
+        account.reserved = account.reserved.plus(BudgetTotals(num_tokens, num_tokens, cost))
+
+    def hold_logprobs(self, num_logprobs: int) -> None:
+        """Count log-probabilities that an answer may have in memory, until its end. Raises LimitReached."""
         account, pool = self.account, self.account.pools.logprobs
         if num_logprobs:
             if not pool.allows(account, num_logprobs):
@@ -388,12 +399,6 @@ class Reservation:
                 )
             pool.take(account, num_logprobs)
             self.num_logprobs += num_logprobs
-        if account.tokens:
-            _check(account.tokens, num_tokens, "tokens")
-            account.tokens.take(num_tokens)
-        self.num_reserved += num_tokens
-        self.cost_reserved += cost
-        account.reserved = account.reserved.plus(BudgetTotals(num_tokens, num_tokens, cost))
 
     def hold_body(self, num_bytes: int) -> None:
         """Count bytes of the body that have come, until `release_body` or the end. Raises LimitReached."""

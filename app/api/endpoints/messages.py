@@ -11,8 +11,9 @@ from pydantic_core import from_json
 
 from app.api.endpoints.chat import prepare_chat
 from app.api.http.errors import MESSAGES_PATH, error_body
+from app.api.output.answer import GrowingText
 from app.api.output.choices import ChoiceDelta
-from app.api.output.response_state import GrowingText, ResponseState, Writer
+from app.api.output.response_state import ResponseState, Writer
 from app.api.output.tool_calls import ToolCallDelta
 from app.api.prepared_request import PreparedRequest, ServedModel
 from app.api.request_context import RequestContext

@@ -10,13 +10,17 @@ from functools import cache, partial
 from itertools import chain, takewhile
 from typing import Any
 
+from msgspec import structs
+from pydantic_core import to_json
+
 from app.api.endpoints.chat import prepare_chat
 from app.api.http.errors import error_body
+from app.api.output.answer import Answer, GrowingText
 from app.api.output.choices import ChoiceDelta
-from app.api.output.response_state import GrowingText, ResponseState, Writer
+from app.api.output.response_state import ResponseState, Writer
 from app.api.output.token_details import PackedLogprobs, TokenLogprob, TokenNames, chat_entry
 from app.api.output.tool_calls import ToolCallDelta
-from app.api.prepared_request import PreparedRequest, ServedModel
+from app.api.prepared_request import AnswerFacts, PreparedRequest, ServedModel
 from app.api.request_context import RequestContext
 from app.api.schemas.requests import ChatRequest
 from app.api.schemas.responses import ResponsesRequest
@@ -73,13 +77,42 @@ class ResponsesWriter(Writer):
 
     async def full_response(self, state: ResponseState) -> Json:
         """Wait for the end and write the response."""
-        response = ResponseBuilder(self.body, state)
+        response = self.event_writer(state)
         await state.read(lambda piece: deque(response.add(piece), maxlen=0))  # no events are sent
         state.log_end()
         return response.as_json()
 
     def event_writer(self, state: ResponseState) -> ResponseBuilder:
-        return ResponseBuilder(self.body, state)
+        return ResponseBuilder(state, _of_body(self.body))
+
+    def facts(self, state: ResponseState) -> AnswerFacts:
+        return structs.replace(state.facts, of_body=to_json(_of_body(self.body)))
+
+
+def _of_body(body: ResponsesRequest) -> Json:
+    """The fields of a response that repeat its request."""
+    return {
+        "background": body.background,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": body.reasoning.model_dump(),
+        "service_tier": body.service_tier,
+        "store": body.store,
+        "temperature": body.temperature,
+        "text": {"format": body.text.format.as_json()},
+        "tool_choice": body.tool_choice
+        if isinstance(body.tool_choice, str)
+        else body.tool_choice.model_dump(exclude_none=True),
+        "tools": [tool.as_json() for tool in body.tools],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": body.top_p,
+        "truncation": body.truncation,
+        "user": body.user or None,
+    }
 
 
 class ResponseBuilder:
@@ -90,20 +123,22 @@ class ResponseBuilder:
     response.completed, or response.incomplete, or response.failed
     """
 
-    def __init__(self, body: ResponsesRequest, state: ResponseState) -> None:
-        self._body = body
-        self._state = state
+    def __init__(self, answer: Answer, of_body: Json) -> None:
+        """`of_body` are the fields of the response that repeat its request."""
+        self._answer = answer
+        self._of_body = of_body
+        self._has_logprobs = answer.facts.detail_options is not None
         self._output: list[_ReasoningItem | _Message | _Call] = []
-        self._status = "queued" if body.background else "in_progress"
+        self._status = "queued" if of_body["background"] else "in_progress"
         self._error: Json | None = None
         self._num_events = 0
-        self._names = TokenNames(state.prepared.model.tokenizer)
+        self._names = TokenNames(answer.token_bytes)
         self._pending_logprobs: list[TokenLogprob] = []  # of tokens without an event yet
         self.has_begun = False
 
     def write(self, piece: ChoiceDelta) -> Iterable[bytes]:
         """Add a delta and write its events."""
-        if self._body.wants_logprobs:
+        if self._has_logprobs:
             return joined(chain.from_iterable(map(named_event_pieces, self.add(piece))))
         written = b"".join(map(named_event, self.add(piece)))  # 4 µs less for each token
         return (written,) if written else ()
@@ -114,8 +149,25 @@ class ResponseBuilder:
 
     def fail(self, error: Exception) -> Iterable[bytes]:
         """The events with which the response has failed."""
-        events = self._fail(error_body(error, self._state.request_id)["error"])
-        return joined(chain.from_iterable(map(named_event_pieces, events)))
+        return self._last_events("failed", error)
+
+    def cancel(self) -> Iterable[bytes]:
+        """The events with which the response was cancelled; OpenAI's API has no event of that name."""
+        return self._last_events("cancelled")
+
+    def _last_events(self, status: str, error: Exception | None = None) -> Iterable[bytes]:
+        return joined(chain.from_iterable(map(named_event_pieces, self._stopped(status, error))))
+
+    def stop(self, status: str, error: Exception | None = None) -> None:
+        """End the response before its time, with the status "failed" or "cancelled"."""
+        self._status = status
+        if error is not None:
+            body = error_body(error, self._answer.request_id)["error"]
+            code = "rate_limit_exceeded" if body["type"] == "rate_limit_error" else "server_error"
+            self._error = {"code": code, "message": body["message"]}
+        for item in self._output:
+            if item.status == "in_progress":
+                item.status = "incomplete"
 
     def add(self, piece: ChoiceDelta) -> Iterator[Json]:
         """Add a delta and yield its events."""
@@ -135,47 +187,26 @@ class ResponseBuilder:
                 yield from self._say("")  # the end token has log-probabilities and no text
             yield from self._end(is_complete=piece.finish_reason != "length")
 
-    def _fail(self, error: Json) -> Iterator[Json]:
+    def _stopped(self, status: str, error: Exception | None) -> Iterator[Json]:
         yield from self._begin()
-        self._status = "failed"
-        code = "rate_limit_exceeded" if error["type"] == "rate_limit_error" else "server_error"
-        self._error = {"code": code, "message": error["message"]}
-        yield self._event("response.failed", response=self.as_json())
+        self.stop(status, error)
+        kind = "incomplete" if status == "cancelled" else status
+        yield self._event(f"response.{kind}", response=self.as_json())
 
     def as_json(self) -> Json:
         """The response by now."""
-        body, prepared = self._body, self._state.prepared
+        facts = self._answer.facts
         is_incomplete = self._status == "incomplete"
-        return {
-            "id": prepared.response_id,
+        return self._of_body | {
+            "id": facts.response_id,
             "object": "response",
-            "created_at": prepared.created,
+            "created_at": facts.created,
             "status": self._status,
-            "background": body.background,
             "error": self._error,
             "incomplete_details": {"reason": "max_output_tokens"} if is_incomplete else None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "max_tool_calls": body.max_tool_calls,
-            "metadata": body.metadata,
-            "model": prepared.model.name,
+            "model": facts.model,
             "output": [item.as_json() for item in self._output],
-            "parallel_tool_calls": body.parallel_tool_calls,
-            "previous_response_id": body.previous_response_id,
-            "reasoning": body.reasoning.model_dump(),
-            "service_tier": body.service_tier,
-            "store": body.store,
-            "temperature": body.temperature,
-            "text": {"format": body.text.format.as_json()},
-            "tool_choice": body.tool_choice
-            if isinstance(body.tool_choice, str)
-            else body.tool_choice.model_dump(exclude_none=True),
-            "tools": [tool.as_json() for tool in body.tools],
-            "top_logprobs": body.top_logprobs or 0,
-            "top_p": body.top_p,
-            "truncation": body.truncation,
-            "usage": None if self._status in RESPONSE_RUNS else self._state.usage_of_responses(),
-            "user": body.user or None,
+            "usage": None if self._status in RESPONSE_RUNS else self._answer.usage_of_responses(),
         }
 
     def _begin(self) -> Iterator[Json]:
@@ -249,11 +280,11 @@ class ResponseBuilder:
         yield self._event(f"response.{self._status}", response=self.as_json())
 
     def _new_message(self) -> _Message:
-        return _Message(self._item_id("msg"), self._names, self._body.top_logprobs or 0)
+        return _Message(self._item_id("msg"), self._names, self._of_body["top_logprobs"])
 
     def _item_id(self, kind: str) -> str:
         """Of the next item; the same in each attempt at a response that is kept."""
-        return f"{kind}_{self._state.prepared.response_id.removeprefix('resp_')}-{len(self._output)}"
+        return f"{kind}_{self._answer.facts.response_id.removeprefix('resp_')}-{len(self._output)}"
 
     def _place(self) -> Json:
         return {"item_id": self._output[-1].item_id, "output_index": len(self._output) - 1}

@@ -21,7 +21,7 @@ from app.api.endpoints.admin import AdminRoutes, Collect, only_this_process
 from app.api.endpoints.batches import BatchRoutes
 from app.api.endpoints.cancellation import Cancel, CancelRoutes, RunningCalls
 from app.api.endpoints.files import FileRoutes
-from app.api.endpoints.kept_responses import KEPT_AT, LAST_EVENT_HEADER, KeptResponseRoutes
+from app.api.endpoints.kept_responses import LAST_EVENT_HEADER, KeptResponseRoutes
 from app.api.endpoints.live import LiveFeed, LiveRoutes, WatchedFleet
 from app.api.endpoints.page import PageRoutes
 from app.api.endpoints.scheduler import SchedulerRoutes, SchedulerSwitch
@@ -42,6 +42,7 @@ from app.api.http.sse import EventStream, WhileConnected
 from app.api.request_context import EXPLAIN_HEADER, asks_for, headers_of, with_deadline
 from app.api.request_trace import RequestTrace
 from app.api.schemas.parameters import STRICT_HEADER
+from app.api.stored_answers import KEPT_AT
 from app.batches import RESPONSES_PATH, BatchService
 from app.errors import Failure
 from app.json_pieces import Json
@@ -83,7 +84,7 @@ def build_app(
     kept: KeptResponseRoutes | None = None
     of_batches: list[RouteGroup] = []
     if batches is not None:
-        kept = KeptResponseRoutes(batches, heartbeat_s=heartbeat_s)
+        kept = KeptResponseRoutes(batches, handler.turns, heartbeat_s=heartbeat_s)
         of_batches = [FileRoutes(batches), BatchRoutes(batches), ShortBatchRoutes(batches, handler), kept]
     for_keys = [
         *(
@@ -164,11 +165,11 @@ class _Computed:
             if headers.get(LAST_EVENT_HEADER):
                 await self._kept.go_on(path, context, scope, receive, send)
                 return
-            if path == RESPONSES_PATH and body.get("previous_response_id") is not None:
-                body = await self._kept.continued(body, context.reservation.account.name)
             if body.get("store"):
                 await self._kept.answer(path, body, context, scope, receive, send)
                 return
+            if path == RESPONSES_PATH and body.get("previous_response_id") is not None:
+                body = await self._kept.continued(body, context.reservation.account.name)
         self._running.contexts.add(context)
         try:
             async with WhileConnected(receive):

@@ -10,11 +10,12 @@ from typing import Protocol
 from pydantic_core import to_json
 
 from app.api.http.errors import error_body
+from app.api.output.answer import Answer, ChoiceOutput, tool_call
 from app.api.output.choices import ChoiceDelta
-from app.api.output.response_state import ChoiceOutput, ResponseState, Writer, tool_call
+from app.api.output.response_state import ResponseState, Writer
 from app.api.output.token_details import CHAT_LOGPROBS, COMPLETION_LOGPROBS, DetailsWriter, LogprobsForm
 from app.api.output.tool_calls import ToolCallDelta
-from app.api.prepared_request import PreparedRequest
+from app.api.prepared_request import AnswerFacts
 from app.json_pieces import DONE, Json, event, event_pieces, joined
 
 
@@ -117,69 +118,76 @@ class ChoiceWriter(Writer):
     form: Format
 
     async def full_response(self, state: ResponseState) -> Json:
-        prepared, form = state.prepared, self.form
-        options = prepared.detail_options
-        details = None if options is None else DetailsWriter(prepared, options, form.logprobs)
-
-        def keep(piece: ChoiceDelta) -> None:
-            if details is not None and piece.details is not None:
-                details.keep(piece.index, piece.details)
-
-        await state.read(keep, keep_text=True)
+        choices = ChoicesBuilder(state, self.form)
+        await state.read(choices.add, keep_text=True)
         state.log_end()
-        return _whole(state, form, details)
+        return choices.as_json()
 
     def event_writer(self, state: ResponseState) -> ChunkWriter:
         return ChunkWriter(state, self.form)
 
 
-def _whole(state: ResponseState, form: Format, details: DetailsWriter | None) -> Json:
-    prepared = state.prepared
-    body = _envelope(prepared, form.object) | {"choices": [], "usage": state.usage()}
-    for request in range(len(state.outputs)) if details is None else _best(prepared, details):
-        choice = form.choice(len(body["choices"]), state.outputs[request])
-        if details is not None:
-            choice |= details.of_choice(request)
-            form.with_prompt(body, choice, details.of_prompt(request))
-        body["choices"].append(choice)
-    return body
+class ChoicesBuilder:
+    """A list of choices under construction. The texts are in the answer; the details of tokens are kept here."""
+
+    def __init__(self, answer: Answer, form: Format) -> None:
+        self._answer = answer
+        self._form = form
+        options = answer.facts.detail_options
+        self._details = (
+            None if options is None else DetailsWriter(answer.facts, options, answer.token_bytes, form.logprobs)
+        )
+
+    def add(self, piece: ChoiceDelta) -> None:
+        """Add a delta that the answer has, with its text."""
+        if self._details is not None and piece.details is not None:
+            self._details.keep(piece.index, piece.details)
+
+    def as_json(self) -> Json:
+        """The response by now."""
+        answer, form, details = self._answer, self._form, self._details
+        body = _envelope(answer.facts, form.object) | {"choices": [], "usage": answer.usage()}
+        for request in range(len(answer.outputs)) if details is None else _best(answer.facts, details):
+            choice = form.choice(len(body["choices"]), answer.outputs[request])
+            if details is not None:
+                choice |= details.of_choice(request)
+                form.with_prompt(body, choice, details.of_prompt(request))
+            body["choices"].append(choice)
+        return body
 
 
-def _best(prepared: PreparedRequest, details: DetailsWriter) -> list[int]:
+def _best(facts: AnswerFacts, details: DetailsWriter) -> list[int]:
     """The samples that the response has, by index: the likeliest of each prompt, in this order."""
     chosen: list[int] = []
-    for first in range(0, len(prepared.requests), prepared.num_samples):
-        samples: list[int] = list(range(first, first + prepared.num_samples))
-        if prepared.num_choices < prepared.num_samples:
+    for first in range(0, facts.num_requests, facts.num_samples):
+        samples: list[int] = list(range(first, first + facts.num_samples))
+        if facts.num_choices < facts.num_samples:
             samples.sort(key=details.mean_logprob, reverse=True)
-        chosen += samples[: prepared.num_choices]
+        chosen += samples[: facts.num_choices]
     return chosen
 
 
 class ChunkWriter:
     """The chunks of one streamed response."""
 
-    def __init__(self, state: ResponseState, form: Format) -> None:
-        self._state = state
+    def __init__(self, answer: Answer, form: Format) -> None:
+        self._answer = answer
         self._form = form
-        self._prepared = state.prepared
-        self._envelope = _envelope(state.prepared, form.chunk_object)
+        self._facts = answer.facts
+        self._envelope = _envelope(answer.facts, form.chunk_object)
         self._begun: set[int] = set()
-        self._ending: Json = {"status": "in_progress"}  # of one that is kept
         # What stands around the text in the events in the middle of a choice, by choice, once it has a second text.
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
-        options = self._prepared.detail_options
-        self._details = None if options is None else DetailsWriter(self._prepared, options, form.logprobs)
+        options = self._facts.detail_options
+        self._details = (
+            None if options is None else DetailsWriter(answer.facts, options, answer.token_bytes, form.logprobs)
+        )
         # Whether the events in the middle of a choice differ in more than their text.
-        self._events_differ = self._details is not None or self._prepared.continuous_usage
+        self._events_differ = self._details is not None or self._facts.continuous_usage
 
     @property
     def has_begun(self) -> bool:
         return bool(self._begun)
-
-    def as_json(self) -> Json:
-        """One that is kept, by now."""
-        return _whole(self._state, self._form, self._details) | self._ending
 
     def write(self, piece: ChoiceDelta) -> Iterable[bytes]:
         is_first = piece.index not in self._begun
@@ -200,8 +208,6 @@ class ChunkWriter:
 
     def _detailed_events(self, piece: ChoiceDelta, details: DetailsWriter) -> Iterable[bytes]:
         """The events of a call that asks for details."""
-        if self._state.is_kept and piece.details is not None:
-            details.keep(piece.index, piece.details)
         if piece.details is None and piece.says_nothing:
             return ()  # the request is queued
         is_first = piece.index not in self._begun
@@ -232,27 +238,24 @@ class ChunkWriter:
 
     def _chunk(self, choice: Json) -> Json:
         chunk = self._envelope | {"choices": [choice]}
-        if self._prepared.include_usage:
-            chunk["usage"] = self._state.usage() if self._prepared.continuous_usage else None
+        if self._facts.include_usage:
+            chunk["usage"] = self._answer.usage() if self._facts.continuous_usage else None
         return chunk
 
     def end(self) -> Iterable[bytes]:
-        self._ending = {"status": "completed"}
-        if not self._prepared.include_usage:
+        if not self._facts.include_usage:
             return (DONE,)
-        return (event(self._envelope | {"choices": [], "usage": self._state.usage()}) + DONE,)
+        return (event(self._envelope | {"choices": [], "usage": self._answer.usage()}) + DONE,)
 
     def fail(self, error: Exception) -> Iterable[bytes]:
-        body = error_body(error, self._state.request_id)
-        self._ending = {"status": "failed"} | body
-        return (DONE if self._state.is_kept else event(body) + DONE,)  # its last event has the error
+        return (event(error_body(error, self._answer.request_id)) + DONE,)
 
 
-def _envelope(prepared: PreparedRequest, object_name: str) -> Json:
+def _envelope(facts: AnswerFacts, object_name: str) -> Json:
     return {
-        "id": prepared.response_id,
+        "id": facts.response_id,
         "object": object_name,
-        "created": prepared.created,
-        "model": prepared.model.name,
+        "created": facts.created,
+        "model": facts.model,
         "system_fingerprint": None,
     }

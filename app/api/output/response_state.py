@@ -1,4 +1,4 @@
-"""The state of a response while its tokens come: the output of each choice, and the numbers for `usage`."""
+"""The state of a response while it is generated: its deltas as they come, its metrics, and where it runs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from io import StringIO
 from types import MappingProxyType
 from typing import Protocol
 
 from app.api.http.errors import log_error
+from app.api.output.answer import Answer, ChoiceOutput
 from app.api.output.choices import ChoiceDelta, generate_choices
-from app.api.output.tool_calls import ToolCallDelta
-from app.api.prepared_request import PreparedRequest
+from app.api.prepared_request import AnswerFacts, PreparedRequest
 from app.api.request_context import RequestContext
 from app.api.request_trace import RequestTrace
 from app.api.schemas.parameters import IGNORED_HEADER
@@ -26,54 +25,16 @@ from app.usage import CallUsage, Used
 logger = logging.getLogger(__name__)
 
 
-class GrowingText(StringIO):
-    """A text in pieces. Adding one costs its own length; a `str` in a field would be copied whole at every token."""
-
-    __slots__ = ()
-    add = StringIO.write
-    __str__ = StringIO.getvalue
-
-
-@dataclass(slots=True)
-class ChoiceOutput:
-    """The output of one choice by now."""
-
-    text: GrowingText = field(default_factory=GrowingText)
-    reasoning: GrowingText = field(default_factory=GrowingText)
-    num_tokens: int = 0
-    num_reasoning_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_accepted: int = 0  # tokens of its prediction, as drafts
-    num_rejected: int = 0
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    _calls: list[tuple[ToolCallDelta, GrowingText]] = field(default_factory=list)  # the first delta, all arguments
-
-    @property
-    def calls(self) -> list[Json]:
-        """Its tool calls."""
-        return [tool_call(first._replace(arguments=str(arguments))) for first, arguments in self._calls]
-
-    def add_calls(self, deltas: Iterable[ToolCallDelta]) -> None:
-        """Add what is new of its tool calls."""
-        for delta in deltas:
-            if delta.name is not None:
-                self._calls.append((delta, GrowingText()))
-            self._calls[delta.number][1].add(delta.arguments)
-
-
-@dataclass(slots=True)
-class ResponseState:
+@dataclass(slots=True, kw_only=True)
+class ResponseState(Answer):
     """A request that is checked and has its tokens reserved, and its outputs by now.
 
     Its generation begins when they are read.
     """
 
     prepared: PreparedRequest
-    request_id: str
     metrics: CallMetrics
     pieces: AsyncGenerator[ChoiceDelta, None]
-    outputs: list[ChoiceOutput]  # of each request
     queued: Queued | None = None  # the place of the first request
     times: EngineTimes | None = None  # of the request with the first token
     extra_usage: Callable[[], Json] = dict  # further fields of `usage`, by now
@@ -81,7 +42,6 @@ class ResponseState:
     is_open: bool = False  # the headers were sent before the first token, so no error can have a status of its own
     writer: Writer | None = None  # of the endpoint; None: the client does not see it
     is_streamed: bool = False  # as the body asks
-    is_kept: bool = False  # so the whole of it is wanted beside its events
     shows_loads: bool = False  # to an admin only
     pipeline_headers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     ignored_fields: str = ""  # names of fields of the body that have no effect
@@ -105,10 +65,19 @@ class ResponseState:
             arrived_at=context.arrived_at,
             is_background=prepared.requests[0].is_background,
         )
-        outputs = [ChoiceOutput() for _ in prepared.requests]
-        if pieces is not None:
-            return cls(prepared, context.request_id, of_call, pieces, outputs)
-        state = cls(prepared, context.request_id, of_call, generate_choices(prepared), outputs, trace=context.trace)
+        is_new = pieces is None
+        state = cls(
+            facts=prepared.facts(),
+            outputs=[ChoiceOutput() for _ in prepared.requests],
+            token_bytes=prepared.model.tokenizer.token_bytes,
+            prepared=prepared,
+            request_id=context.request_id,
+            metrics=of_call,
+            pieces=generate_choices(prepared) if pieces is None else pieces,
+            trace=context.trace if is_new else None,
+        )
+        if not is_new:
+            return state
         context.reservation.usages.append(state.used)
         context.begun.append(prepared)
         if context.trace is not None:
@@ -120,20 +89,19 @@ class ResponseState:
         assert self.writer is not None, "a client sees it"
         return await self.writer.full_response(self)
 
-    async def events(self, writer: EventWriter | None = None) -> AsyncGenerator[bytes, None]:
-        """The response as server-sent events, by default those of its endpoint's writer.
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The response as server-sent events.
 
         An error before the first event is raised, so that it can have a status of its own; a later one becomes an
         event.
         """
-        if writer is None:
-            assert self.writer is not None, "a client sees it"
-            writer = self.writer.event_writer(self)
+        assert self.writer is not None, "a client sees it"
+        writer = self.writer.event_writer(self)
         try:
             with self.metrics:
                 async with aclosing(self.pieces):
                     async for piece in self.pieces:
-                        self.add(piece, keep_text=self.is_kept)
+                        self.add(piece, keep_text=False)
                         for written in writer.write(piece):
                             yield written
             last = writer.end()
@@ -171,25 +139,12 @@ class ResponseState:
 
     def add(self, piece: ChoiceDelta, *, keep_text: bool) -> None:
         """Add a delta. `keep_text`: its text is needed for the full response."""
-        output = self.outputs[piece.index]
         if piece.queued is not None or piece.times is not None:
             self._note_replica(piece)
-        output.num_tokens += piece.num_tokens
-        if piece.num_reasoning_tokens:
-            output.num_reasoning_tokens += piece.num_reasoning_tokens
-        if piece.num_cached_tokens > output.num_cached_tokens:
-            output.num_cached_tokens = piece.num_cached_tokens
-        if piece.num_accepted or piece.num_rejected:
-            output.num_accepted += piece.num_accepted
-            output.num_rejected += piece.num_rejected
-        if keep_text:
-            output.text.add(piece.text)
-            output.reasoning.add(piece.reasoning)
-            output.add_calls(piece.calls)
+        self.outputs[piece.index].add(piece, keep_text=keep_text)
         if piece.num_tokens:
             self.metrics.tokens(piece.index, piece.num_tokens)
         if piece.finish_reason is not None:
-            output.finish_reason, output.stop_reason = piece.finish_reason, piece.stop_reason
             # The engine sees tool calls as text.
             reason = "stop" if piece.finish_reason == "tool_calls" else piece.finish_reason
             self.metrics.finished(piece.index, reason)
@@ -226,42 +181,12 @@ class ResponseState:
         prepared, num_generated = self.prepared, sum(output.num_tokens for output in self.outputs)
         used, model = Used(), prepared.model
         if num_generated or self.queued or any(output.finish_reason for output in self.outputs):
-            num_prompt, num_cached = prepared.num_prompt_tokens, self._num_cached_tokens
+            num_prompt, num_cached = prepared.num_prompt_tokens, self.num_cached_tokens
             cost = model.prices.cost(
                 num_prompt_tokens=num_prompt, num_cached_tokens=num_cached, num_output_tokens=num_generated
             )
             used = Used(1, num_prompt, num_cached, num_generated, cost)
         return CallUsage(model.name, prepared.requests[0].is_background, used)
-
-    @property
-    def _num_cached_tokens(self) -> int:
-        return sum(output.num_cached_tokens for output in self.outputs[:: self.prepared.num_samples])
-
-    def usage(self) -> Json:
-        """Prompts count once each, generated tokens (end-of-text tokens too) of all choices."""
-        num_prompt_tokens = self.prepared.num_prompt_tokens
-        num_completion_tokens = sum(output.num_tokens for output in self.outputs)
-        num_cached = self._num_cached_tokens
-        num_reasoning = sum(output.num_reasoning_tokens for output in self.outputs)
-        usage = usage_of(num_prompt_tokens, num_completion_tokens, num_cached=num_cached, num_reasoning=num_reasoning)
-        if self.prepared.requests[0].prediction_token_ids:
-            usage["completion_tokens_details"] |= {
-                "accepted_prediction_tokens": sum(output.num_accepted for output in self.outputs),
-                "rejected_prediction_tokens": sum(output.num_rejected for output in self.outputs),
-            }
-        return usage | self.more_usage()
-
-    def usage_of_responses(self) -> Json:
-        """The same by the names of OpenAI's newer endpoints."""
-        usage = self.usage()
-        return {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": usage["completion_tokens_details"],
-            "total_tokens": usage["total_tokens"],
-            **self.more_usage(),
-        }
 
     def more_usage(self) -> Json:
         """The fields of `usage` that OpenAI's API does not have."""
@@ -333,20 +258,6 @@ class Writer(ABC):
         """For the bodies of the endpoint that can ask for a stream."""
         raise AssertionError("no body of this endpoint asks for a stream")
 
-
-def tool_call(delta: ToolCallDelta) -> Json:
-    """A tool call with the arguments of its first delta."""
-    if delta.is_custom:
-        return {"id": delta.call_id, "type": "custom", "custom": {"name": delta.name, "input": delta.arguments}}
-    function = {"name": delta.name, "arguments": delta.arguments}
-    return {"id": delta.call_id, "type": "function", "function": function}
-
-
-def usage_of(num_prompt: int, num_completion: int, *, num_cached: int, num_reasoning: int) -> Json:
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_completion,
-        "total_tokens": num_prompt + num_completion,
-        "prompt_tokens_details": {"cached_tokens": num_cached},
-        "completion_tokens_details": {"reasoning_tokens": num_reasoning},
-    }
+    def facts(self, state: ResponseState) -> AnswerFacts:
+        """Everything that is needed to write the response once more, from its stored deltas."""
+        return state.facts

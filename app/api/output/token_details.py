@@ -5,15 +5,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import msgspec
 
-from app.api.prepared_request import PreparedRequest, TokenDetailOptions
+from app.api.prepared_request import AnswerFacts, PreparedRequest, TokenDetailOptions
 from app.engine.request import TokenDelta, TokenLogprobs
 from app.json_pieces import Json, Rows
-from app.text import Tokenizer, TokenOffsets
+from app.text import TokenOffsets
 
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
 
@@ -34,6 +34,14 @@ class TokenDetails:
     text_logprobs: list[TokenLogprob]  # of the tokens in its text: of an echoed prompt, then the generated ones
     logprobs: tuple[TokenLogprobs, ...]  # of `token_ids`
     prompt_logprobs: tuple[TokenLogprob, ...]  # of the prompt's next tokens
+    token_bytes: dict[int, bytes] = field(default_factory=dict)  # of tokens that a stored answer names here first
+
+    def named_tokens(self) -> Iterator[int]:
+        """The ids of all tokens that have a name in the answer."""
+        for token in chain(self.text_logprobs, self.prompt_logprobs):
+            yield token.token_id
+            if token.logprobs is not None:
+                yield from token.logprobs.top_token_ids
 
     def joined(self, following: TokenDetails | None) -> TokenDetails:
         """Its details and those that follow."""
@@ -101,8 +109,8 @@ class LogprobsCollector:
 class TokenNames:
     """The names of tokens in responses: their text, or their bytes where the text ends within a character."""
 
-    def __init__(self, tokenizer: Tokenizer, *, are_ids: bool = False) -> None:
-        self._bytes_of = tokenizer.token_bytes
+    def __init__(self, bytes_of: Callable[[int], bytes], *, are_ids: bool = False) -> None:
+        self._bytes_of = bytes_of
         self._are_ids = are_ids
         self._known: dict[int, tuple[str, list[int]]] = {}
 
@@ -250,12 +258,14 @@ class ChoiceDetails:
 class DetailsWriter:
     """Writes the details of one call's choices, in chunks and in full responses."""
 
-    def __init__(self, prepared: PreparedRequest, options: TokenDetailOptions, form: LogprobsForm) -> None:
-        self._prepared = prepared
+    def __init__(
+        self, facts: AnswerFacts, options: TokenDetailOptions, token_bytes: Callable[[int], bytes], form: LogprobsForm
+    ) -> None:
+        self._facts = facts
         self._detail_options = options
         self._form = form
-        self._names = TokenNames(prepared.model.tokenizer, are_ids=options.names_are_ids)
-        self._kept = [ChoiceDetails() for _ in prepared.requests]
+        self._names = TokenNames(token_bytes, are_ids=options.names_are_ids)
+        self._kept = [ChoiceDetails() for _ in range(facts.num_requests)]
 
     def keep(self, index: int, details: TokenDetails) -> None:
         """Add the details of a delta to one of the call's requests."""
@@ -295,9 +305,9 @@ class DetailsWriter:
         """The fields about the prompt of one of the requests."""
         fields, num_top = Json(), self._detail_options.prompt_logprobs
         if self._detail_options.token_ids:
-            fields["prompt_token_ids"] = Rows.of(self._prepared.requests[index].prompt_token_ids)
+            fields["prompt_token_ids"] = Rows.of(self._facts.prompt_token_ids[index])
         if num_top is not None:
-            first_sample = index - index % self._prepared.num_samples  # the only one that has them
+            first_sample = index - index % self._facts.num_samples  # the only one that has them
             logprobs = self._kept[first_sample].prompt_logprobs
             fields["prompt_logprobs"] = logprobs.rows(_ranked, self._names, num_top)
         return fields

@@ -1,0 +1,135 @@
+"""An answer while its deltas come: the output of each choice, and its usage.
+
+An answer is either generated now (`ResponseState`) or read from its stored records (`StoredAnswer`). The writers of
+responses and events see only what both have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from io import StringIO
+
+from app.api.output.choices import ChoiceDelta
+from app.api.output.tool_calls import ToolCallDelta
+from app.api.prepared_request import AnswerFacts
+from app.json_pieces import Json
+
+
+class GrowingText(StringIO):
+    """A text in pieces. Adding one costs its own length; a `str` in a field would be copied whole at every token."""
+
+    __slots__ = ()
+    add = StringIO.write
+    __str__ = StringIO.getvalue
+
+
+@dataclass(slots=True)
+class ChoiceOutput:
+    """The output of one choice by now."""
+
+    text: GrowingText = field(default_factory=GrowingText)
+    reasoning: GrowingText = field(default_factory=GrowingText)
+    num_tokens: int = 0
+    num_reasoning_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_accepted: int = 0  # tokens of its prediction, as drafts
+    num_rejected: int = 0
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    _calls: list[tuple[ToolCallDelta, GrowingText]] = field(default_factory=list)  # the first delta, all arguments
+
+    @property
+    def calls(self) -> list[Json]:
+        """Its tool calls."""
+        return [tool_call(first._replace(arguments=str(arguments))) for first, arguments in self._calls]
+
+    def add(self, piece: ChoiceDelta, *, keep_text: bool) -> None:
+        """Add a delta of this choice. `keep_text`: its text is needed for the full response."""
+        self.num_tokens += piece.num_tokens
+        if piece.num_reasoning_tokens:
+            self.num_reasoning_tokens += piece.num_reasoning_tokens
+        if piece.num_cached_tokens > self.num_cached_tokens:
+            self.num_cached_tokens = piece.num_cached_tokens
+        if piece.num_accepted or piece.num_rejected:
+            self.num_accepted += piece.num_accepted
+            self.num_rejected += piece.num_rejected
+        if keep_text:
+            self.text.add(piece.text)
+            self.reasoning.add(piece.reasoning)
+            self.add_calls(piece.calls)
+        if piece.finish_reason is not None:
+            self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
+
+    def add_calls(self, deltas: Iterable[ToolCallDelta]) -> None:
+        """Add the new parts of its tool calls."""
+        for delta in deltas:
+            if delta.name is not None:
+                self._calls.append((delta, GrowingText()))
+            self._calls[delta.number][1].add(delta.arguments)
+
+
+@dataclass(slots=True, kw_only=True)
+class Answer:
+    """The outputs of all choices by now, and the numbers for `usage`."""
+
+    facts: AnswerFacts
+    request_id: str
+    outputs: list[ChoiceOutput]  # of each request
+    token_bytes: Callable[[int], bytes]  # the bytes that a token id stands for
+
+    def usage(self) -> Json:
+        """Prompts count once each, generated tokens (end-of-text tokens too) of all choices."""
+        num_completion_tokens = sum(output.num_tokens for output in self.outputs)
+        num_reasoning = sum(output.num_reasoning_tokens for output in self.outputs)
+        usage = usage_of(
+            self.facts.num_prompt_tokens,
+            num_completion_tokens,
+            num_cached=self.num_cached_tokens,
+            num_reasoning=num_reasoning,
+        )
+        if self.facts.has_prediction:
+            usage["completion_tokens_details"] |= {
+                "accepted_prediction_tokens": sum(output.num_accepted for output in self.outputs),
+                "rejected_prediction_tokens": sum(output.num_rejected for output in self.outputs),
+            }
+        return usage | self.more_usage()
+
+    def usage_of_responses(self) -> Json:
+        """The same by the names of OpenAI's newer endpoints."""
+        usage = self.usage()
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": usage["completion_tokens_details"],
+            "total_tokens": usage["total_tokens"],
+            **self.more_usage(),
+        }
+
+    def more_usage(self) -> Json:
+        """The fields of `usage` that OpenAI's API does not have."""
+        return {}
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that were not computed, each prompt counted once."""
+        return sum(output.num_cached_tokens for output in self.outputs[:: self.facts.num_samples])
+
+
+def tool_call(delta: ToolCallDelta) -> Json:
+    """A tool call with the arguments of its first delta."""
+    if delta.is_custom:
+        return {"id": delta.call_id, "type": "custom", "custom": {"name": delta.name, "input": delta.arguments}}
+    function = {"name": delta.name, "arguments": delta.arguments}
+    return {"id": delta.call_id, "type": "function", "function": function}
+
+
+def usage_of(num_prompt: int, num_completion: int, *, num_cached: int, num_reasoning: int) -> Json:
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+        "completion_tokens_details": {"reasoning_tokens": num_reasoning},
+    }

@@ -1,0 +1,527 @@
+"""Answers that are stored as records: how they are written while they are generated, and how they are read again.
+
+The first record is the request, the second the facts that the writers of answers need, and each other one is a delta.
+Events and objects are made of the deltas by the writers that answer other requests too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from pydantic_core import from_json
+
+from app.api.endpoints.responses import ResponseBuilder
+from app.api.http.errors import error_body, log_error
+from app.api.output.answer import Answer, ChoiceOutput
+from app.api.output.choices import ChoiceDelta
+from app.api.output.completion_writers import ChatFormat, ChoicesBuilder, ChunkWriter, CompletionFormat, Format
+from app.api.output.response_state import ResponseState
+from app.api.output.token_details import TokenDetails
+from app.api.prepared_request import AnswerFacts
+from app.api.schemas.fields import MAX_MESSAGES
+from app.batches import (
+    MAX_REQUEST_BYTES,
+    RESPONSES_PATH,
+    AnswerEnd,
+    AnswerPart,
+    NewResponse,
+    ReadAnswer,
+    previous_not_found,
+)
+from app.errors import CarouselError, ContextTooLong, Failure, InvalidRequest, NotFound, from_plain
+from app.json_pieces import Json
+from app.records import RecordReader
+
+# The paths of the endpoints whose answers can be stored, and how their ids begin.
+CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+KEPT_AT = {RESPONSES_PATH: "resp_", CHATS: "chatcmpl-", COMPLETIONS: "cmpl-"}
+_FORMATS: dict[str, Format] = {CHATS: ChatFormat(), COMPLETIONS: CompletionFormat()}
+_END_OF_EVENT = b"\n\n"
+_encode = msgspec.msgpack.Encoder().encode
+_decode_new = msgspec.msgpack.Decoder(NewResponse).decode
+_decode_facts = msgspec.msgpack.Decoder(AnswerFacts).decode
+_decode_delta = msgspec.msgpack.Decoder(ChoiceDelta).decode
+
+
+# Writing
+
+
+class RecordedAnswer:
+    """See `KeptAnswer`: an answer on its way to a file."""
+
+    def __init__(self, state: ResponseState, facts: AnswerFacts, *, path: str) -> None:
+        """`path` is that of its endpoint."""
+        self.facts = _encode(facts)
+        self._state = state
+        self._path = path
+        self._is_cut = False  # its output ended at the length limit
+
+    async def records(self, known: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+        """See `KeptAnswer`.
+
+        A prompt with one seed gives one output, so everything that an earlier attempt has stored is left out of this
+        one. Raises Failure where this attempt gives another output, and what its generation raises.
+        """
+        state, repetition, named = self._state, Repetition(), set[int]()
+        async for content in known:
+            delta = _decode_delta(content)
+            repetition.add(delta)
+            named.update(() if delta.details is None else delta.details.token_bytes)
+            self._note_finish(delta)
+        if repetition.num_ended == len(state.outputs):
+            return
+        try:
+            with state.metrics:
+                async with aclosing(state.pieces):
+                    async for piece in state.pieces:
+                        state.add(piece, keep_text=False)
+                        rest = repetition.rest(piece)
+                        if rest is not None:
+                            self._note_finish(rest)
+                            yield _encode(_as_stored(rest, named, state))
+            state.log_end()
+        except Exception as error:
+            log_error(error, state.request_id)
+            raise
+
+    def _note_finish(self, delta: ChoiceDelta) -> None:
+        self._is_cut = self._is_cut or delta.finish_reason == "length"
+
+    def end(self) -> AnswerEnd:
+        """See `KeptAnswer`. Only a response (`/v1/responses`) calls it incomplete when its output was cut."""
+        is_incomplete = self._is_cut and self._path == RESPONSES_PATH
+        return AnswerEnd("incomplete" if is_incomplete else "completed", None, self._state.more_usage())
+
+
+def _as_stored(delta: ChoiceDelta, named: set[int], state: ResponseState) -> ChoiceDelta:
+    """The delta without facts about this attempt, with the names of tokens that no earlier delta has named."""
+    if delta.queued is not None or delta.times is not None:
+        delta = msgspec.structs.replace(delta, queued=None, times=None)
+    if delta.details is not None:
+        new = {each for each in delta.details.named_tokens() if each not in named}
+        delta.details.token_bytes = {each: state.token_bytes(each) for each in new}
+        named |= new
+    return delta
+
+
+@dataclass(slots=True)
+class _Known:
+    """The part of one choice that is stored, as far as this attempt has not repeated it yet."""
+
+    texts: dict[str, str] = field(default_factory=lambda: defaultdict(str))  # by kind
+    counts: Counter[str] = field(default_factory=Counter)  # tokens, by kind
+    has_ended: bool = False
+
+
+class Repetition:
+    """The deltas of an attempt without everything that an earlier attempt has stored."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Known] = {}  # by choice
+
+    @property
+    def num_ended(self) -> int:
+        """The number of choices whose last delta is stored."""
+        return sum(known.has_ended for known in self._known.values())
+
+    def add(self, stored: ChoiceDelta) -> None:
+        """Note a stored delta. Call before `rest`."""
+        known = self._known.setdefault(stored.index, _Known())
+        for kind, text in _texts(stored):
+            known.texts[kind] += text
+        known.counts.update(_counts(stored))
+        known.has_ended = known.has_ended or stored.finish_reason is not None
+
+    def rest(self, delta: ChoiceDelta) -> ChoiceDelta | None:
+        """The part of a delta that is not stored; None where all of it is. Raises Failure where the outputs differ."""
+        known = self._known.get(delta.index)
+        if known is not None:
+            delta = self._without(known, delta)
+            if known.has_ended:
+                if not _is_empty(delta):
+                    raise _differs()
+                return None
+            if delta.finish_reason is not None and any(known.texts.values()):
+                raise _differs()
+        return None if _is_empty(delta) and delta.finish_reason is None else delta
+
+    @staticmethod
+    def _without(known: _Known, delta: ChoiceDelta) -> ChoiceDelta:
+        calls = []
+        for call in delta.calls:
+            arguments = _new(known, f"arguments {call.number}", call.arguments)
+            name = call.name if call.name is not None and _new(known, f"name {call.number}", call.name) else None
+            if name is not None or arguments:
+                calls.append(call._replace(name=name, arguments=arguments))
+        counts, details = _counts(delta), delta.details
+        left = {kind: number - min(number, known.counts[kind]) for kind, number in counts.items()}
+        known.counts -= Counter(counts)
+        if details is not None:
+            kinds = ("token_ids", "text_logprobs", "logprobs", "prompt_logprobs")
+            values: list[Any] = [getattr(details, kind) for kind in kinds]
+            details = TokenDetails(
+                *(value[len(value) - left[kind] :] for kind, value in zip(kinds, values, strict=True))
+            )
+        return msgspec.structs.replace(
+            delta,
+            text=_new(known, "text", delta.text),
+            reasoning=_new(known, "reasoning", delta.reasoning),
+            calls=tuple(calls),
+            num_tokens=left["tokens"],
+            num_reasoning_tokens=left["reasoning_tokens"],
+            num_accepted=left["accepted"],
+            num_rejected=left["rejected"],
+            details=details,
+        )
+
+
+def _texts(delta: ChoiceDelta) -> Iterator[tuple[str, str]]:
+    yield "reasoning", delta.reasoning
+    yield "text", delta.text
+    for call in delta.calls:
+        yield f"name {call.number}", call.name or ""
+        yield f"arguments {call.number}", call.arguments
+
+
+def _counts(delta: ChoiceDelta) -> dict[str, int]:
+    counts = {
+        "tokens": delta.num_tokens,
+        "reasoning_tokens": delta.num_reasoning_tokens,
+        "accepted": delta.num_accepted,
+        "rejected": delta.num_rejected,
+    }
+    details = delta.details
+    if details is not None:
+        counts |= {
+            "token_ids": len(details.token_ids),
+            "text_logprobs": len(details.text_logprobs),
+            "logprobs": len(details.logprobs),
+            "prompt_logprobs": len(details.prompt_logprobs),
+        }
+    return counts
+
+
+def _is_empty(delta: ChoiceDelta) -> bool:
+    details = delta.details
+    return not (
+        delta.num_tokens
+        or delta.text
+        or delta.reasoning
+        or delta.calls
+        or (details is not None and details.prompt_logprobs)
+    )
+
+
+def _new(known: _Known, kind: str, text: str) -> str:
+    """The part of a text that is not repeated. Raises Failure where the repeated part is another."""
+    said = known.texts.get(kind)
+    if not said:
+        return text
+    num_repeated = min(len(said), len(text))
+    if said[:num_repeated] != text[:num_repeated]:
+        raise _differs()
+    known.texts[kind] = said[num_repeated:]
+    return text[num_repeated:]
+
+
+def _differs() -> Failure:
+    return Failure("this response was interrupted, and when it was computed again it was another; send it again")
+
+
+# Reading
+
+
+@dataclass(slots=True, kw_only=True)
+class StoredAnswer(Answer):
+    """An answer as far as its records are read."""
+
+    new: NewResponse
+    end: AnswerEnd | None = None
+
+    def more_usage(self) -> Json:
+        return {} if self.end is None else self.end.more_usage
+
+
+class AnswerReader:
+    """Reads the records of one stored answer, part by part."""
+
+    def __init__(self, *, keep_text: bool = False) -> None:
+        """`keep_text`: the texts of the deltas are kept in `answer`."""
+        self.answer: StoredAnswer | None = None  # once its head is read
+        self.num_bytes = 0  # that were read
+        self._keep_text = keep_text
+        self._records = RecordReader()
+        self._new: NewResponse | None = None
+        self._token_bytes: dict[int, bytes] = {}
+        self._num_open = 0  # choices whose last delta is not read
+        self._last: ChoiceDelta | None = None  # of all choices
+
+    def deltas(self, part: AnswerPart) -> Iterator[ChoiceDelta]:
+        """The next deltas, which `answer` has when they come. Take all of them before the next call.
+
+        The last delta of all comes with the end, and only where the answer has ended by itself. Raises the reason why
+        an answer was refused before its first token.
+        """
+        self.num_bytes += len(part.data)
+        for content in self._records.feed(part.data):
+            if self.answer is not None:
+                delta = _decode_delta(content)
+                if delta.finish_reason is not None:
+                    self._num_open -= 1
+                    if not self._num_open:
+                        self._last = delta
+                        continue
+                yield self._added(self.answer, delta)
+            elif self._new is None:
+                self._new = _decode_new(content)
+            else:
+                self._begin(self._new, _decode_facts(content))
+        if part.end is not None:
+            yield from self._end(part.end)
+
+    def _begin(self, new: NewResponse, facts: AnswerFacts) -> None:
+        self._num_open = facts.num_requests
+        self.answer = StoredAnswer(
+            facts=facts,
+            request_id=new.request_id,
+            outputs=[ChoiceOutput() for _ in range(facts.num_requests)],
+            token_bytes=self._token_bytes.__getitem__,
+            new=new,
+        )
+
+    def _end(self, end: AnswerEnd) -> Iterator[ChoiceDelta]:
+        if end.status == "refused":
+            raise error_of(end)
+        if self.answer is None:
+            raise Failure("the server has lost this response")
+        if self._last is not None and end.status in ("completed", "incomplete"):
+            yield self._added(self.answer, self._last)
+        self.answer.end = end
+
+    def _added(self, answer: StoredAnswer, delta: ChoiceDelta) -> ChoiceDelta:
+        if delta.details is not None:
+            self._token_bytes |= delta.details.token_bytes
+        answer.outputs[delta.index].add(delta, keep_text=self._keep_text)
+        return delta
+
+
+class StoredEvents:
+    """The events of a stored answer, numbered from 0."""
+
+    def __init__(self) -> None:
+        self.number = 0  # of the next event
+        self.reader = AnswerReader()
+        self._writer: ResponseBuilder | ChunkWriter | None = None
+        self._name = b""
+        self._is_inside = False  # an event
+
+    def of(self, part: AnswerPart, *, after: int) -> Iterator[bytes]:
+        """The events behind number `after` that a part of the answer brings, in pieces, of which some are empty.
+
+        Take all of them before the next call. Raises what `AnswerReader.deltas` raises.
+        """
+        for delta in self.reader.deltas(part):
+            yield b""
+            for piece in self._made().write(delta):
+                yield self._with_ids(piece, after)
+        answer = self.reader.answer
+        if answer is not None and answer.end is not None:
+            for piece in self._last_events(self._made(), answer.end):
+                yield self._with_ids(piece, after)
+
+    def _made(self) -> ResponseBuilder | ChunkWriter:
+        if self._writer is None:
+            assert self.reader.answer is not None, "its head is read"
+            self._name = self.reader.answer.facts.response_id.encode()
+            self._writer = _event_writer(self.reader.answer)
+        return self._writer
+
+    @staticmethod
+    def _last_events(writer: ResponseBuilder | ChunkWriter, end: AnswerEnd) -> Iterable[bytes]:
+        if end.error is not None:
+            return writer.fail(error_of(end))
+        if end.status == "cancelled" and isinstance(writer, ResponseBuilder):
+            return writer.cancel()
+        return writer.end()
+
+    def _with_ids(self, piece: bytes, after: int) -> bytes:
+        """A piece of events with an id before each. An event may go over several pieces; its last bytes may not."""
+        written = list[bytes]()
+        *ended, begun = piece.split(_END_OF_EVENT)
+        for text in ended:
+            self._write(written, text + _END_OF_EVENT, after)
+            self.number, self._is_inside = self.number + 1, False
+        if begun:
+            self._write(written, begun, after)
+            self._is_inside = True
+        return b"".join(written)
+
+    def _write(self, written: list[bytes], text: bytes, after: int) -> None:
+        if self.number > after:
+            if not self._is_inside:
+                written.append(b"id: %b:%d\n" % (self._name, self.number))
+            written.append(text)
+
+
+def _event_writer(answer: StoredAnswer) -> ResponseBuilder | ChunkWriter:
+    form = _FORMATS.get(answer.new.path)
+    return _response_builder(answer) if form is None else ChunkWriter(answer, form)
+
+
+def _response_builder(answer: StoredAnswer) -> ResponseBuilder:
+    return ResponseBuilder(answer, from_json(answer.facts.of_body))
+
+
+class StoredObject:
+    """A stored answer as one object."""
+
+    def __init__(self) -> None:
+        self.reader = AnswerReader(keep_text=True)
+        self._builder: ResponseBuilder | ChoicesBuilder | None = None
+
+    def add(self, part: AnswerPart) -> Iterator[None]:
+        """Read a part, one delta after the other. Raises what `AnswerReader.deltas` raises."""
+        for delta in self.reader.deltas(part):
+            for _ in self._made(self.answer).add(delta) or ():
+                pass
+            yield
+
+    @property
+    def answer(self) -> StoredAnswer:
+        """The answer by now. Its head must have been read."""
+        assert self.reader.answer is not None, "its head is read"
+        return self.reader.answer
+
+    def as_json(self) -> Json:
+        """The object by now, with its `status`."""
+        answer, end = self.answer, self.answer.end
+        builder = self._made(answer)
+        if isinstance(builder, ResponseBuilder):
+            if end is not None and end.status in ("failed", "cancelled"):
+                builder.stop(end.status, None if end.error is None else error_of(end))
+            return builder.as_json()
+        status: Json = {"status": "in_progress" if end is None else end.status}
+        if end is not None and end.error is not None:
+            status |= error_body(error_of(end), answer.request_id)
+        return builder.as_json() | status
+
+    def _made(self, answer: StoredAnswer) -> ResponseBuilder | ChoicesBuilder:
+        if self._builder is None:
+            form = _FORMATS.get(answer.new.path)
+            self._builder = _response_builder(answer) if form is None else ChoicesBuilder(answer, form)
+        return self._builder
+
+
+def error_of(end: AnswerEnd) -> CarouselError:
+    """The error with which an answer has failed."""
+    assert end.error is not None, "it has failed"
+    return from_plain(*end.error)
+
+
+# Conversations
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A stored response as a part of the conversation that continues it."""
+
+    response_id: str
+    previous: str | None
+    input: list[Json]
+    output: list[Json]  # as input of the next turn
+    num_bytes: int  # about as much as its items take as JSON
+
+
+async def read_turn(parts: AsyncIterator[AnswerPart], response_id: str) -> Turn:
+    """A response that has ended. Raises InvalidRequest for another one."""
+    read = StoredObject()
+    async for part in parts:
+        for number, _ in enumerate(read.add(part)):
+            if number % 64 == 0:
+                await asyncio.sleep(0)  # other tasks take their turns
+    new, response = read.answer.new, read.as_json()
+    if response["status"] not in ("completed", "incomplete"):
+        raise InvalidRequest(
+            f"the response {response_id!r} is {response['status']}; only one that is completed or incomplete can be "
+            f"continued",
+            param="previous_response_id",
+        )
+    body: Json = await asyncio.to_thread(from_json, new.body)
+    output = [_as_input(item) for item in response["output"]]
+    num_bytes = len(new.body) + sum(len(str(item)) for item in output)
+    return Turn(response_id, new.previous, own_items(body["input"]), output, num_bytes)
+
+
+async def with_history(body: Json, read: ReadAnswer) -> Json:
+    """The body with the items of the responses that it continues before its own.
+
+    Raises InvalidRequest where there is no such response, and ContextTooLong where the conversation has more than
+    `MAX_REQUEST_BYTES`; with `truncation: auto` its oldest turns are left out instead.
+    """
+    previous, own = body.get("previous_response_id"), body.get("input")
+    if not isinstance(previous, str) or not isinstance(own, str | list):
+        return body  # a mistake that its schema names
+    if not previous.startswith(KEPT_AT[RESPONSES_PATH]):
+        raise previous_not_found(previous)
+    own = own_items(own)
+    turns: list[Turn] = []
+    left, num_items = MAX_REQUEST_BYTES, len(own)
+    may_leave_out = body.get("truncation") == "auto"
+    response_id: str | None = previous
+    while response_id is not None:
+        turn = await _continued(read, response_id, is_first=not turns)
+        left, num_items = left - turn.num_bytes, num_items + len(turn.input) + len(turn.output)
+        if left < 0 or (may_leave_out and num_items > MAX_MESSAGES):
+            if not may_leave_out:
+                raise ContextTooLong(
+                    f"the conversation before this response has more than {MAX_REQUEST_BYTES:,} bytes; continue a "
+                    f'shorter one, or send truncation: "auto" to leave its oldest turns out',
+                    param="previous_response_id",
+                )
+            break
+        turns.append(turn)
+        response_id = turn.previous
+    history = [item for turn in reversed(turns) for item in (*turn.input, *turn.output)]
+    if response_id is not None:  # the first turn that is left may answer calls that are not
+        begin = next((at for at, item in enumerate(history) if item.get("role") == "user"), len(history))
+        history = history[begin:]
+    return body | {"input": [*history, *own]}
+
+
+async def _continued(read: ReadAnswer, response_id: str, *, is_first: bool) -> Turn:
+    try:
+        return await read_turn(read(response_id, not is_first), response_id)
+    except NotFound as error:
+        raise previous_not_found(response_id) from error
+
+
+def own_items(given: Any) -> list[Json]:
+    """The input of a request as items."""
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    items: list[Json] = given
+    return items
+
+
+def _as_input(item: Json) -> Json:
+    """An output item as one of a later response."""
+    fields = ("type", "role", "call_id", "name", "arguments", "input", "content")
+    kept = {name: item[name] for name in fields if name in item}
+    if isinstance(kept.get("content"), list):
+        kept["content"] = [{"type": part["type"], "text": part.get("text", "")} for part in kept["content"]]
+    return kept
+
+
+def check_id(response_id: str, path: str) -> None:
+    """Raise NotFound for an id of another endpoint."""
+    if not response_id.startswith(KEPT_AT[path]):
+        raise NotFound(
+            f"there is no response {response_id[:100]!r}; ids of {path} begin with {KEPT_AT[path]}",
+            code="response_not_found",
+        )

@@ -1,0 +1,230 @@
+"""The files of answers that are generated now. Everything that is appended is written in a thread, and readers follow.
+
+A storage that is full or gone stops no event loop: the bytes wait in memory and are written once it is there again.
+Readers get bytes once they are in the file, so the death of this process takes nothing back that a client has read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+
+from app.batches import AnswerEnd, AnswerPart
+from app.disk import STORAGE_PAUSE_S, may_pass
+from app.errors import NotFound, Unavailable
+
+logger = logging.getLogger(__name__)
+
+MAX_PENDING_BYTES = 1024 * 1024  # of one answer, in memory because the storage does not take them
+READ_BYTES = 256 * 1024  # of a file at once
+_TAIL_BYTES = 16 * 1024  # the end of a file, in memory for those who read as it grows
+
+
+class _Descriptor:
+    """An open file. It is closed when neither its log nor a write in a thread holds it any more."""
+
+    def __init__(self, path: Path) -> None:
+        self.number = os.open(path, os.O_WRONLY)
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):
+            os.close(self.number)
+
+
+class AnswerLog:
+    """The file of one answer. Belongs to one event loop."""
+
+    def __init__(self, path: Path, writer: LogWriter, num_bytes: int) -> None:
+        """The file is there, and begins with `num_bytes` that count. Raises OSError."""
+        self.path = path
+        self.num_bytes = num_bytes  # in the file
+        self._file = _Descriptor(path)
+        self._writer = writer
+        self._pending = bytearray()
+        self._tail = bytearray()
+        self._end: AnswerEnd | None = None
+        self._failure: Exception | None = None  # nothing more can be written, or read
+        self._waiting: list[asyncio.Future[None]] = []  # for a change
+
+    async def append(self, data: bytes) -> None:
+        """Write behind the end, soon. Waits while too much is waiting. Raises Unavailable for a broken storage."""
+        self._pending += data
+        self._writer.add(self)
+        if len(self._pending) > MAX_PENDING_BYTES or self._failure is not None:
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Returns once all that was appended is in the file. Raises Unavailable for a broken storage."""
+        while self._pending and self._failure is None:
+            await self._change()
+        if self._failure is not None:
+            raise self._failure
+
+    def sync(self) -> None:
+        """Bring the file to the disk. Blocks. Raises OSError."""
+        os.fsync(self._file.number)
+
+    def close(self, end: AnswerEnd | None = None, failure: Exception | None = None) -> None:
+        """Nothing more will be appended. Readers get the end, or the failure."""
+        self._end, self._failure = end, self._failure or failure
+        self._pending.clear()
+        self._wake()
+
+    async def parts(self, offset: int, *, waits: bool) -> AsyncGenerator[AnswerPart, None]:
+        """The bytes from `offset` on, and the end; `waits`: as they come. Raises the failure."""
+        while True:
+            if offset < self.num_bytes:
+                data = await self._read(offset)
+                offset += len(data)
+                yield AnswerPart(data)
+            elif self._end is not None:
+                yield AnswerPart(b"", self._end)
+                return
+            elif self._failure is not None:
+                raise self._failure
+            elif not waits:
+                return
+            else:
+                await self._change()
+
+    async def _read(self, offset: int) -> bytes:
+        in_tail = offset - (self.num_bytes - len(self._tail))
+        if in_tail >= 0:
+            return bytes(self._tail[in_tail:])
+        return await asyncio.to_thread(read_piece, self.path, offset)
+
+    async def _change(self) -> None:
+        change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(change)
+        await change
+
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for change in waiting:
+            if not change.done():  # else nothing waits for it any more
+                change.set_result(None)
+
+    # For the writer
+
+    def work(self) -> _Work:
+        """The next write: a file, a place in it, and the bytes."""
+        return self._file, self.num_bytes, bytes(self._pending)
+
+    def note_written(self, data: bytes) -> bool:
+        """These bytes are in the file. Returns whether there are more to write."""
+        del self._pending[: len(data)]
+        self.num_bytes += len(data)
+        self._tail += data
+        if len(self._tail) > 2 * _TAIL_BYTES:
+            del self._tail[:-_TAIL_BYTES]
+        self._wake()
+        return bool(self._pending)
+
+    def note_broken(self, error: OSError) -> None:
+        """The storage will not take them later either."""
+        logger.error("the answer %s cannot be stored: %s", self.path.name, error)
+        self.close(failure=Unavailable("the server cannot store this answer; its log has the reason"))
+
+
+_Work = tuple[_Descriptor, int, bytes]
+
+
+class LogWriter:
+    """Writes whatever has been appended to any log, all of it at once, in a thread."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[AnswerLog, None] = {}
+        self._put_off: dict[AnswerLog, asyncio.TimerHandle] = {}  # their storage is full or gone
+        self._writing: asyncio.Task[None] | None = None
+
+    def add(self, log: AnswerLog) -> None:
+        """A log has something to write."""
+        if log not in self._put_off:
+            self._waiting[log] = None
+            if self._writing is None:
+                self._writing = asyncio.create_task(self._write())
+
+    async def close(self) -> None:
+        """Finish the writes that have begun, and begin no other."""
+        for timer in self._put_off.values():
+            timer.cancel()
+        if self._writing is not None:
+            await asyncio.wait({self._writing})
+
+    async def _write(self) -> None:
+        try:
+            while self._waiting:
+                logs, self._waiting = list(self._waiting), {}
+                work = [log.work() for log in logs]
+                errors = await asyncio.to_thread(_write_all, work)
+                for log, (_, _, data), error in zip(logs, work, errors, strict=True):
+                    if error is None:
+                        if log.note_written(data):
+                            self._waiting[log] = None
+                    elif may_pass(error):
+                        self._put_off_until_later(log, error)
+                    else:
+                        log.note_broken(error)
+        finally:
+            self._writing = None
+
+    def _put_off_until_later(self, log: AnswerLog, error: OSError) -> None:
+        if not self._put_off:
+            logger.error("answers cannot be stored: %s; trying again every %.0f s", error, STORAGE_PAUSE_S)
+        self._put_off[log] = asyncio.get_running_loop().call_later(STORAGE_PAUSE_S, self._try_again, log)
+
+    def _try_again(self, log: AnswerLog) -> None:
+        del self._put_off[log]
+        self.add(log)
+
+
+def _write_all(work: Sequence[_Work]) -> list[OSError | None]:
+    """In a thread: the error of each write, or None."""
+    errors: list[OSError | None] = []
+    for file, offset, data in work:
+        try:
+            _write_at(file.number, offset, data)
+            errors.append(None)
+        except OSError as error:
+            errors.append(error)
+    return errors
+
+
+def _write_at(file: int, offset: int, data: bytes) -> None:
+    """Write all of `data` to a place in a file. After an error the same call may be made again. Raises OSError."""
+    view = memoryview(data)
+    while view:
+        num_written = os.pwrite(file, view, offset)  # a disk that becomes full may take a part
+        view, offset = view[num_written:], offset + num_written
+
+
+def create_file(path: Path, content: bytes) -> None:
+    """A new file with this content, on the disk whatever happens to the machine. Blocks. Raises OSError."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        _write_at(file, 0, content)
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def read_piece(path: Path, offset: int) -> bytes:
+    """The next bytes of a file; empty behind its end. Blocks. Raises NotFound where there is no such file any more."""
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        raise NotFound(f"there is no response {path.name!r} any more", code="response_not_found") from None
+    try:
+        return os.pread(file, READ_BYTES, offset)
+    finally:
+        os.close(file)
+
+
+async def pieces_of(path: Path, offset: int = 0) -> AsyncGenerator[bytes, None]:
+    """A file from a byte on, read in a thread. Raises NotFound and OSError."""
+    while piece := await asyncio.to_thread(read_piece, path, offset):
+        yield piece
+        offset += len(piece)

@@ -1,0 +1,49 @@
+"""Records in a growing file or a stream: four bytes of length before the bytes of each.
+
+A process that dies while it writes leaves a torn record at the end; readers stop before that record.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+_LENGTH = struct.Struct(">I")
+
+
+def record(content: bytes) -> bytes:
+    """One record with these bytes, at least one."""
+    return _LENGTH.pack(len(content)) + content
+
+
+class RecordReader:
+    """The contents of records whose bytes arrive in pieces of any size."""
+
+    def __init__(self) -> None:
+        self._begun = b""  # the bytes of a record whose end has not arrived
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The contents of all records that end within `data`. Take all of them before the next call."""
+        data = self._begun + data if self._begun else data
+        at = 0
+        while (end := _end_of_record(data, at)) is not None:
+            yield data[at + _LENGTH.size : end]
+            at = end
+        self._begun = data[at:]
+
+
+def whole_bytes(data: bytes) -> int:
+    """The number of bytes that whole records take at the beginning of `data`."""
+    at = 0
+    while (end := _end_of_record(data, at)) is not None:
+        at = end
+    return at
+
+
+def _end_of_record(data: bytes, at: int) -> int | None:
+    """Where the record that begins there ends. None: it is torn, or it is a hole that a crash of the machine left."""
+    if len(data) < at + _LENGTH.size:
+        return None
+    [length] = _LENGTH.unpack_from(data, at)
+    end: int = at + _LENGTH.size + length
+    return end if length and end <= len(data) else None
