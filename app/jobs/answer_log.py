@@ -1,6 +1,7 @@
-"""The files of answers that are generated now. Everything that is appended is written in a thread, and readers follow.
+"""The files of answers that are generated now: everything that is appended is written soon, and readers follow.
 
-A storage that is full or gone stops no event loop: the bytes wait in memory and are written once it is there again.
+A storage that is full or gone stops nothing else: the bytes wait in memory and are written once it is there again. A
+storage that is slow is written in a thread, and costs the event loop the first of its slow writes only.
 Readers get bytes once they are in the file, so the death of this process takes nothing back that a client has read.
 """
 
@@ -9,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 
 from app.batches import AnswerEnd, AnswerPart
@@ -21,6 +23,9 @@ logger = logging.getLogger(__name__)
 MAX_PENDING_BYTES = 1024 * 1024  # of one answer, in memory because the storage does not take them
 READ_BYTES = 256 * 1024  # of a file at once
 _TAIL_BYTES = 16 * 1024  # the end of a file, in memory for those who read as it grows
+# A turn of writes that takes longer is slow. The event loop itself writes to a fast storage: a thread, which must wait
+# for the interpreter's lock after each write, takes twice the time and comes late.
+_SLOW_S = 0.01
 
 
 class _Descriptor:
@@ -133,9 +138,12 @@ _Work = tuple[_Descriptor, int, bytes]
 
 
 class LogWriter:
-    """Writes whatever has been appended to any log, all of it at once, in a thread."""
+    """Writes whatever has been appended to any log, all of it at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` gives seconds, by which a storage is slow."""
+        self._clock = clock
+        self.is_slow = False  # the storage was, the last time
         self._waiting: dict[AnswerLog, None] = {}
         self._put_off: dict[AnswerLog, asyncio.TimerHandle] = {}  # their storage is full or gone
         self._writing: asyncio.Task[None] | None = None
@@ -159,7 +167,9 @@ class LogWriter:
             while self._waiting:
                 logs, self._waiting = list(self._waiting), {}
                 work = [log.work() for log in logs]
-                errors = await asyncio.to_thread(_write_all, work)
+                began_at = self._clock()
+                errors = await asyncio.to_thread(_write_all, work) if self.is_slow else _write_all(work)
+                self.is_slow = self._clock() - began_at > _SLOW_S
                 for log, (_, _, data), error in zip(logs, work, errors, strict=True):
                     if error is None:
                         if log.note_written(data):
@@ -182,7 +192,7 @@ class LogWriter:
 
 
 def _write_all(work: Sequence[_Work]) -> list[OSError | None]:
-    """In a thread: the error of each write, or None."""
+    """The error of each write, or None."""
     errors: list[OSError | None] = []
     for file, offset, data in work:
         try:

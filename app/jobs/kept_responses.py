@@ -124,20 +124,16 @@ class KeptResponses:
     async def follow(
         self, owner: str, response_id: str, offset: int, *, waits: bool, is_continued: bool
     ) -> AsyncGenerator[AnswerPart, None]:
-        """See `BatchService`."""
+        """The parts of one response, see `BatchService`."""
         running = self._of(owner, response_id)
         if running is not None:
             assert running.log is not None, "it is accepted"
-            parts = running.log.parts(offset, waits=waits)
-        elif response_id in self._refusals:
-            yield AnswerPart(b"", self._refusals[response_id])
-            return
-        elif is_continued:
-            parts = self._read_own(owner, response_id, is_continued)
-        else:
-            parts = self._stored_parts(await self._stored(owner, response_id), offset)
-        async for part in parts:
-            yield part
+            return running.log.parts(offset, waits=waits)
+        if response_id in self._refusals:
+            return _only(AnswerPart(b"", self._refusals[response_id]))
+        if is_continued:
+            return self._read_own(owner, response_id, is_continued)
+        return self._stored_parts(await self._stored(owner, response_id), offset)
 
     async def _stored_parts(self, stored: StoredResponse, offset: int) -> AsyncGenerator[AnswerPart, None]:
         async for piece in pieces_of(self._folder / stored.id, offset):
@@ -401,6 +397,10 @@ def _ended_by(error: Exception, response_id: str, status: str = "failed") -> Ans
         logger.error("response %s failed: %s", response_id, traceback_of(error))
         error = Failure("the server failed on it; its log has the reason")
     return AnswerEnd(status, error.to_plain())
+
+
+async def _only(part: AnswerPart) -> AsyncGenerator[AnswerPart, None]:
+    yield part
 
 
 # In a thread:

@@ -412,14 +412,15 @@ class LocalBatchService(BatchService):
     async def follow_response(
         self, owner: str, response_id: str, offset: int = 0, *, waits: bool = True, is_continued: bool = False
     ) -> AsyncGenerator[AnswerPart, None]:
-        responses = self._opened_now().responses
-        parts = responses.follow(owner, response_id, offset, waits=waits, is_continued=is_continued)
-        async with aclosing(parts):
-            while True:
-                part = await self._translated(anext(parts, None))
-                if part is None:
-                    break
-                yield part
+        follow = self._opened_now().responses.follow
+        try:
+            async with aclosing(
+                await follow(owner, response_id, offset, waits=waits, is_continued=is_continued)
+            ) as parts:
+                async for part in parts:
+                    yield part
+        except STORAGE_FAILURES as error:
+            raise _unusable(error) from None
 
     async def cancel_response(self, owner: str, response_id: str) -> None:
         await self._translated(self._to_its_end(self._opened_now().responses.cancel(owner, response_id)))
@@ -508,11 +509,15 @@ class LocalBatchService(BatchService):
         try:
             return await call
         except STORAGE_FAILURES as error:
-            logger.error("the storage of files and batches failed: %s", traceback_of(error))
-            raise Unavailable("the server cannot use its storage now; its log has the reason; try again") from None
+            raise _unusable(error) from None
 
     def _now(self) -> int:
         return int(self._clock())
+
+
+def _unusable(error: Exception) -> Unavailable:
+    logger.error("the storage of files and batches failed: %s", traceback_of(error))
+    return Unavailable("the server cannot use its storage now; its log has the reason; try again")
 
 
 # In the catalog's thread, each in one go:

@@ -90,6 +90,7 @@ class Feed:
 
     async def _read(self, reader_id: int, wanted: Wanted) -> None:
         error: CarouselError | None = None
+        reader = self._readers[reader_id]
         try:
             parts = self._service.follow_response(
                 wanted.owner,
@@ -101,7 +102,8 @@ class Feed:
             async with aclosing(parts):
                 async for part in parts:
                     self._put(reader_id, part, None)
-                    await self._readers[reader_id].sent(len(part.data))
+                    if reader.sent(len(part.data)):
+                        await reader.room()
         except CarouselError as raised:
             error = raised
         except Exception as raised:
@@ -123,9 +125,13 @@ class _Sending:
         self._num_bytes = 0
         self._room: asyncio.Future[None] | None = None
 
-    async def sent(self, num_bytes: int) -> None:
-        """So many bytes more are on their way; waits while that is more than the window."""
+    def sent(self, num_bytes: int) -> bool:
+        """So many bytes more are on their way. Returns whether that is more than the window."""
         self._num_bytes += num_bytes
+        return self._num_bytes > WINDOW_BYTES
+
+    async def room(self) -> None:
+        """Returns once no more than the window is on its way."""
         while self._num_bytes > WINDOW_BYTES:
             self._room = asyncio.get_running_loop().create_future()
             await self._room

@@ -48,6 +48,7 @@ LAST_EVENT_HEADER = "last-event-id"  # of a client that continues behind that ev
 # A client that waits for the rest of an answer waits so long for a new process of batches, asked for so often.
 _NEXT_PROCESS_S, _ASK_AGAIN_S = 120.0, 0.5
 _MAX_ITEMS_OF_PAGE = 100
+_SMALL_BYTES = 1024  # of records: a few deltas
 _OF_EVENTS: Json = {
     "stream": {"schema": {"type": "boolean"}},
     "starting_after": {
@@ -291,6 +292,10 @@ class KeptResponseRoutes(RouteGroup):
             return
         async with aclosing(self._parts(owner, response_id, events.reader.num_bytes)) as parts:
             async for part in parts:
+                if part.end is None and len(part.data) <= _SMALL_BYTES:  # as nearly all of them are
+                    if written := b"".join(events.of(part, after=after)):
+                        yield written
+                    continue
                 async for piece in _in_turns(events.of(part, after=after)):
                     if piece:
                         yield piece
