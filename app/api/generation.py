@@ -41,9 +41,10 @@ MAX_CALL_TOKENS = 1_000_000  # of all prompts of a call, or two contexts where t
 def check_generates(model: ServedModel) -> None:
     """Raise InvalidRequest for a model that generates no text."""
     if not model.facts.generates:
+        ranks = "/v1/rerank or /v1/score"
+        at = "/v1/classify" if model.facts.labels else ranks if model.facts.scores_pairs else f"/v1/embeddings, {ranks}"
         raise InvalidRequest(
-            f"the model {model.name!r} is an encoder and generates no text; ask another, or ask it at /v1/embeddings, "
-            f"/v1/rerank or /v1/score",
+            f"the model {model.name!r} is an encoder and generates no text; ask another, or ask it at {at}",
             param="model",
         )
 

@@ -21,8 +21,9 @@ from app.jobs.job import InvalidItem, Item, ItemError
 
 OpenFile = Callable[[], BinaryIO]
 
-CHAT_URL, COMPLETIONS_URL, DECISIONS_URL = "/v1/chat/completions", "/v1/completions", "/v1/decisions"
-ENGINE_URLS = (CHAT_URL, COMPLETIONS_URL, DECISIONS_URL)  # what engines can answer without the API's other endpoints
+CHAT_URL, COMPLETIONS_URL = "/v1/chat/completions", "/v1/completions"
+_URLS_WITHOUT_TEXT = ("/v1/decisions", "/v1/classify")  # of which no text is drawn
+ENGINE_URLS = (CHAT_URL, COMPLETIONS_URL, *_URLS_WITHOUT_TEXT)  # what engines can answer without the API's others
 MAX_ID_LENGTH = 512
 MAX_LISTED_ERRORS = 100
 
@@ -260,7 +261,7 @@ def item_of(row: Row, settings: RowSettings) -> Item | InvalidItem:
             raise NotAnItem("several_answers", message, "n")
     except NotAnItem as problem:
         return InvalidItem(number=row.number, id=row.id, reason=problem.error.message)
-    if url != DECISIONS_URL:
+    if url not in _URLS_WITHOUT_TEXT:
         body = _with_defaults(body, row.id, settings)
     return Item(number=row.number, id=row.id, url=url, body=body)
 

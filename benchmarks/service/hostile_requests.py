@@ -50,6 +50,7 @@ VALID: dict[str, dict[str, Any]] = {
         "max_tokens_per_doc": 5,
     },
     "/v1/score": {"text_1": "one", "text_2": ["one two", "three"]},
+    "/v1/classify": {"input": ["one", "two three"], "add_special_tokens": True},
     "/v1/decisions": {
         "input": [{"role": "user", "content": "one two"}],
         "questions": [

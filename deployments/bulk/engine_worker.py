@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -32,7 +33,8 @@ class PreparedItem:
     stop: tuple[str, ...]
     skip_special_tokens: bool
     include_stop: bool = False
-    text_of_logprobs: Callable[[Sequence[float]], str] | None = None  # for one whose text is made of its named tokens
+    # For one whose text is made of the log-probabilities of its named tokens, or of the scores of its labels.
+    text_of_numbers: Callable[[Sequence[float]], str] | None = None
 
     def continued_after(self, token_ids: tuple[int, ...]) -> PreparedItem:
         """The same item after the tokens that are known of it."""
@@ -193,7 +195,7 @@ class _Answer:
         self._num_tokens = 0
         self._stopping = _stopping_text(item, tokenizer) if item.stop else None
         self._pieces: list[str] = []
-        self._logprobs: tuple[float, ...] = ()  # of named tokens
+        self._numbers: tuple[float, ...] = ()  # that the text is made of
         self._finish_reason: FinishReason | None = None
         self._error: str | None = None
         if item.request.generated_token_ids:  # on another engine, which is gone
@@ -216,8 +218,8 @@ class _Answer:
     def _take(self, delta: TokenDelta) -> None:
         is_shown = delta.stop_token_id is None or self.item.include_stop
         self._token_ids += delta.token_ids if is_shown else delta.token_ids[:-1]
-        if self.item.text_of_logprobs is not None:
-            self._logprobs = delta.logprobs[0].top_logprobs
+        if self.item.text_of_numbers is not None:
+            self._numbers = _numbers_of(delta)
         if self._stopping is None:
             self._num_tokens += len(delta.token_ids)
             self._finish_reason = delta.finish_reason
@@ -232,8 +234,10 @@ class _Answer:
         self.is_ended = True
 
     def output(self, tokenizer: Tokenizer) -> ItemOutput:
-        if self._logprobs and not math.isfinite(max(self._logprobs)):
-            self.fail(f"the model gave the labels the log-probabilities {self._logprobs[:10]}")
+        if self.item.request.pooling is not None and not all(map(math.isfinite, self._numbers)):
+            self.fail(f"the model gave the labels the scores {self._numbers[:10]}")
+        elif self._numbers and not math.isfinite(max(self._numbers)):
+            self.fail(f"the model gave the labels the log-probabilities {self._numbers[:10]}")
         if self._error is not None:
             return self.item.failed(self._error)
         assert self._finish_reason is not None, "an item without an error ends with a reason"
@@ -241,19 +245,23 @@ class _Answer:
             number=self.item.number,
             id=self.item.id,
             text=self._text(tokenizer),
-            finish_reason=(FinishReason.STOP if self._logprobs else self._finish_reason).value,
+            finish_reason=(FinishReason.STOP if self._numbers else self._finish_reason).value,
             prompt_tokens=len(self.item.request.prompt_token_ids),
             completion_tokens=self._num_tokens,
         )
 
     def _text(self, tokenizer: Tokenizer) -> str:
-        if self.item.text_of_logprobs is not None:
-            return self.item.text_of_logprobs(self._logprobs)
+        if self.item.text_of_numbers is not None:
+            return self.item.text_of_numbers(self._numbers)
         if self._stopping is not None:
             return "".join(self._pieces)
         hidden = tokenizer.special_token_ids if self.item.skip_special_tokens else frozenset[int]()
         shown = [token_id for token_id in self._token_ids if token_id not in hidden]
         return tokenizer.decode(shown, skip_special_tokens=False)
+
+
+def _numbers_of(delta: TokenDelta) -> tuple[float, ...]:
+    return delta.logprobs[0].top_logprobs if delta.embedding is None else tuple(array("f", delta.embedding))
 
 
 def _stopping_text(item: PreparedItem, tokenizer: Tokenizer) -> GeneratedText:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import islice
@@ -16,9 +16,10 @@ import ray
 from ray.exceptions import RayError
 
 from app.api import RequestHandler, ServedModel
+from app.api.endpoints.classification import class_of
 from app.api.endpoints.decisions import answer_to
 from app.api.schemas.decisions import AnyQuestion, DecisionsRequest
-from app.api.schemas.requests import ChatRequest, CompletionRequest, GenerationRequest, QueuedRequest
+from app.api.schemas.requests import ChatRequest, ClassifyRequest, CompletionRequest, GenerationRequest, QueuedRequest
 from app.batches import Answered
 from app.config import ApiConfig
 from app.engine.request import Request, TokenDelta
@@ -146,8 +147,19 @@ async def prepare_row(item: Item, handler: RequestHandler) -> PreparedItem | Inv
         stop=call.stop,
         skip_special_tokens=call.skip_special_tokens,
         include_stop=call.include_stop,
-        text_of_logprobs=partial(_decision, body.questions[0]) if isinstance(body, DecisionsRequest) else None,
+        text_of_numbers=_text_of_numbers(body, call.model),
     )
+
+
+def _text_of_numbers(body: QueuedRequest, model: ServedModel) -> Callable[[Sequence[float]], str] | None:
+    """How the text of an item is made of numbers; None where it is generated. It crosses processes."""
+    if isinstance(body, DecisionsRequest):
+        return partial(_decision, body.questions[0])
+    return partial(_class, model.facts.labels) if isinstance(body, ClassifyRequest) else None
+
+
+def _class(labels: Sequence[str], scores: Sequence[float]) -> str:
+    return json.dumps(class_of(scores, labels), ensure_ascii=False)
 
 
 def _decision(question: AnyQuestion, logprobs: Sequence[float]) -> str:
@@ -160,6 +172,11 @@ def check_fits_engines(body: QueuedRequest) -> None:
         if len(body.questions) != 1:
             message = f"questions holds {len(body.questions):,}; an item has one answer: write an item for each"
             raise InvalidRequest(message, param="questions")
+        return
+    if isinstance(body, ClassifyRequest):
+        if len(body.input) != 1:
+            message = f"input holds {len(body.input):,} texts; an item has one: write an item for each"
+            raise InvalidRequest(message, param="input")
         return
     if not isinstance(body, GenerationRequest):
         raise InvalidRequest(f"bulk runs answer {', '.join(ENGINE_URLS)} only")

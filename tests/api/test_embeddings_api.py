@@ -134,8 +134,9 @@ def test_many_texts_are_computed_a_few_at_a_time(tokenizer: Tokenizer) -> None:
         ("/v1/embeddings", {"input": ["a"] * 2048, "dimensions": 4095, "encoding_format": "base64"}),
         ("/v1/rerank", {"query": "a", "documents": ["a"] * 2047}),
         ("/v1/score", {"text_1": "a", "text_2": ["a"] * 2047}),
+        ("/v1/classify", {"input": ["a"] * 2048}),
     ],
-    ids=["numbers", "base64", "rerank", "score"],
+    ids=["numbers", "base64", "rerank", "score", "classify"],
 )
 async def test_many_long_vectors_do_not_hold_the_event_loop(
     tokenizer: Tokenizer, path: str, body: dict[str, Any]

@@ -325,6 +325,7 @@ def build_fake_engine(
     store: BlockStore | None = None,
     num_window_groups: int = 0,
     window_tokens: int = 0,
+    labels: tuple[str, ...] = (),
     **scheduler: Any,
 ) -> Engine:
     settings: dict[str, Any] = {"max_running": 8, "max_step_tokens": 32, "prefill_chunk_tokens": 16} | scheduler
@@ -335,7 +336,7 @@ def build_fake_engine(
         runner=runner or CountingRunner(block_size),
         facts=ModelInfo(
             max_model_len=max_model_len, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,), embedding_size=2,
-            num_window_groups=num_window_groups, window_tokens=window_tokens,
+            num_window_groups=num_window_groups, window_tokens=window_tokens, labels=labels,
         ),
         clock=clock,
         recorder=recorder,

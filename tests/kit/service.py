@@ -382,7 +382,10 @@ def vector(request: Request, numbers: Iterable[float]) -> list[Step]:
 
 
 def steps_of_vectors(tokenizer: Tokenizer, *, size: int) -> Service:
-    """A model of which all requests that wait end at once with a vector, as those of one step of an engine do."""
+    """A model of which all requests that wait end at once with a vector, as those of one step of an engine do.
+
+    It takes the vector for the scores of as many labels, too.
+    """
     numbers = array("f", (0.01 * index for index in range(size))).tobytes()
     waiting: list[asyncio.Future[None]] = []
 
@@ -400,7 +403,8 @@ def steps_of_vectors(tokenizer: Tokenizer, *, size: int) -> Service:
         await waiting[-1]
         yield TokenDelta(request.request_id, (), FinishReason.STOP, embedding=numbers)
 
-    return Service(tokenizer, generate=generate, pooling=Pooling.LAST, facts={"embedding_size": size})
+    facts = {"embedding_size": size, "labels": tuple(map(str, range(size)))}
+    return Service(tokenizer, generate=generate, pooling=Pooling.LAST, facts=facts)
 
 
 def by_angle(tokenizer: Tokenizer, angles: Mapping[str, float], *, reason: FinishReason = FinishReason.STOP) -> Script:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from app.api.generation import encode_prompts, prepare_pooling
 from app.api.output.choices import ChoiceDelta
 from app.api.output.response_state import ResponseState, Writer
-from app.api.prepared_request import PreparedRequest, ServedModel
+from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel
 from app.api.request_context import RequestContext
 from app.api.schemas.requests import EmbeddingsRequest
 from app.errors import ContextTooLong, Failure, InvalidRequest
@@ -30,19 +30,31 @@ def prepare_embeddings(body: EmbeddingsRequest, model: ServedModel, context: Req
     size = model.facts.embedding_size
     if model.pooling is None or size is None:
         raise InvalidRequest(f"the model {model.name!r} gives no embeddings; ask another", param="model")
-    if len(body.input) > context.limits.max_inputs:
-        raise InvalidRequest(
-            f"input holds {len(body.input):,} texts; this server accepts {context.limits.max_inputs:,} in one call",
-            param="input",
-        )
+    check_number_of_texts(body.input, context.limits)
     if body.dimensions is not None and body.dimensions > size:
         raise InvalidRequest(
             f"dimensions is {body.dimensions:,}; the embeddings of this model have {size:,}", param="dimensions"
         )
-    prompts = encode_prompts(body.input, model, "input", add_special_tokens=body.add_special_tokens)
+    prompts = encode_texts(body.input, model, add_special_tokens=body.add_special_tokens)
+    return prepare_pooling("embd-", body, model, context, prompts, model.pooling)
+
+
+def check_number_of_texts(texts: Sequence[object], limits: RequestLimits) -> None:
+    """Raise InvalidRequest for an `input` of more texts than are accepted in one call."""
+    if len(texts) > limits.max_inputs:
+        raise InvalidRequest(
+            f"input holds {len(texts):,} texts; this server accepts {limits.max_inputs:,} in one call", param="input"
+        )
+
+
+def encode_texts(
+    texts: Sequence[str | list[int]], model: ServedModel, *, add_special_tokens: bool
+) -> list[EncodedText]:
+    """The tokens of each text of `input`, which the model can read. Raises InvalidRequest."""
+    prompts = encode_prompts(texts, model, "input", add_special_tokens=add_special_tokens)
     for prompt in prompts:
         _check_length(len(prompt), model.facts.max_model_len)
-    return prepare_pooling("embd-", body, model, context, map(EncodedText, prompts), model.pooling)
+    return list(map(EncodedText, prompts))
 
 
 def _check_length(num_tokens: int, max_model_len: int) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.api.endpoints.chat import prepare_chat
+from app.api.endpoints.classification import ClassificationWriter, prepare_classification
 from app.api.endpoints.completions import prepare_completion
 from app.api.endpoints.decisions import DecisionsWriter, prepare_decisions
 from app.api.endpoints.embeddings import EmbeddingsWriter, prepare_embeddings
@@ -21,7 +22,13 @@ from app.api.request_context import RequestContext
 from app.api.schemas.decisions import DecisionsRequest
 from app.api.schemas.messages import MessagesRequest
 from app.api.schemas.ranking import RerankRequest, ScoreRequest
-from app.api.schemas.requests import ChatRequest, CompletionRequest, EmbeddingsRequest, QueuedRequest
+from app.api.schemas.requests import (
+    ChatRequest,
+    ClassifyRequest,
+    CompletionRequest,
+    EmbeddingsRequest,
+    QueuedRequest,
+)
 from app.api.schemas.responses import ResponsesRequest
 from app.batches import RESPONSES_PATH
 
@@ -90,6 +97,15 @@ ENDPOINTS = {
             ScoreWriter,
             summary="How well texts fit another text",
             response="Scores",
+        ),
+        Endpoint(
+            "/v1/classify",
+            ClassifyRequest,
+            prepare_classification,
+            ClassificationWriter,
+            summary="The probability of each label for texts",
+            response="Classification",
+            aliases=("/classify",),  # where vLLM's clients ask
         ),
         Endpoint(
             "/v1/decisions",

@@ -236,6 +236,13 @@ def _answers() -> Json:
             id=str, model=str, results=_list(_object(index=int, relevance_score=float)), meta=dict, usage=of_prompts
         ),
         "Scores": _page(_object(index=int, score=float), id=str, model=str, usage=of_prompts),
+        "Classification": _page(
+            _object(index=int, label=str, probs=_list({"type": "number"}), num_classes=int),
+            id=str,
+            created=int,
+            model=str,
+            usage=of_prompts,
+        ),
         "Decisions": _object(
             id=str,
             model=str,

@@ -79,6 +79,18 @@ def check_number(texts: list[Any]) -> None:
         raise ValueError(f"holds {len(texts):,} texts; at most {MAX_PROMPTS:,} are accepted")
 
 
+def _one_or_many(value: Any) -> Any:
+    """One string stands for a list of one."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise ValueError("should be a string or a list of strings")
+    check_number(value)
+    if not all(isinstance(text, str) for text in value):
+        raise ValueError("should hold only strings")
+    return value
+
+
 def _document_texts(value: Any) -> Any:
     """Strings and `{"text": ...}` as strings. A list is not looked at when it is too long."""
     if not isinstance(value, list):
@@ -168,6 +180,10 @@ class TextObject(BaseModel):
 
 
 Documents = Annotated[ListOf[str], BeforeValidator(_document_texts, json_schema_input_type=list[str | TextObject])]
+Texts = Annotated[
+    ListOf[str],
+    BeforeValidator(_one_or_many, json_schema_input_type=NonEmpty | Annotated[list[str], Field(min_length=1)]),
+]
 
 
 def not_larger(max_size: int) -> BeforeValidator:

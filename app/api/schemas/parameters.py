@@ -14,7 +14,14 @@ from pydantic import ValidationError
 from app.api.schemas.fields import Schema, as_int, from_validation_error
 from app.api.schemas.messages import MessagesRequest
 from app.api.schemas.ranking import RerankRequest, ScoreRequest
-from app.api.schemas.requests import ChatRequest, CompletionRequest, EmbeddingsRequest, GenerationRequest, ModelRequest
+from app.api.schemas.requests import (
+    ChatRequest,
+    ClassifyRequest,
+    CompletionRequest,
+    EmbeddingsRequest,
+    GenerationRequest,
+    ModelRequest,
+)
 from app.api.schemas.responses import ResponsesRequest
 from app.errors import InvalidRequest
 
@@ -176,6 +183,12 @@ _UNAVAILABLE: dict[type[ModelRequest], dict[str, RefusedField]] = {
         "context_management": _off([]),
     },
     EmbeddingsRequest: {"truncate_prompt_tokens": _off(), "messages": _off([])},
+    ClassifyRequest: {
+        "truncate_prompt_tokens": _off(),
+        "messages": _off([]),
+        "use_activation": _off(True),
+        "activation": _off(True),
+    },
     RerankRequest: {
         "truncate_prompt_tokens": _off(),
         "rank_fields": _off(["text"]),

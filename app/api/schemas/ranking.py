@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from app.api.schemas.fields import Documents, ListOf, NonEmpty, NumSamples, NumTokens, check_number
+from app.api.schemas.fields import Documents, NonEmpty, NumSamples, NumTokens, Texts
 from app.api.schemas.requests import QueuedRequest
 
 
@@ -14,24 +14,6 @@ def _not_empty(value: Any) -> Any:
     if value == []:
         raise ValueError("should hold at least one text")
     return value
-
-
-def _one_or_many(value: Any) -> Any:
-    """One string stands for a list of one."""
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list) or not value:
-        raise ValueError("should be a string or a list of strings")
-    check_number(value)
-    if not all(isinstance(text, str) for text in value):
-        raise ValueError("should hold only strings")
-    return value
-
-
-Texts = Annotated[
-    ListOf[str],
-    BeforeValidator(_one_or_many, json_schema_input_type=NonEmpty | Annotated[list[str], Field(min_length=1)]),
-]
 
 
 class RankingRequest(QueuedRequest):

@@ -32,6 +32,7 @@ from app.api.schemas.fields import (
     NumTokens,
     ReasoningEffort,
     Schema,
+    Texts,
     TokenBudget,
     TokenId,
     TokenIds,
@@ -426,6 +427,13 @@ class EmbeddingsRequest(QueuedRequest):
     input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: NumTokens | None = None  # keep this many numbers at the start, normalised again
+    add_special_tokens: bool = True
+
+
+class ClassifyRequest(QueuedRequest):
+    """The body of POST /v1/classify."""
+
+    input: Texts
     add_special_tokens: bool = True
 
 

@@ -1,17 +1,21 @@
 from __future__ import annotations
 
+import ast
 import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app.api import ServedModel
+from app.build import build_sync_engine
+from app.config import EngineConfig, ModelConfig
 from app.engine.batch import StepBatch, StepResult
 from app.engine.engine import Engine
-from app.engine.request import Grammar, GrammarKind, TokenLogprobs
+from app.engine.request import Grammar, GrammarKind, Pooling, TokenLogprobs
 from app.errors import EngineStopped, InvalidSetup
 from app.jobs.job import ItemOutput
 from app.text import Detokenizer, Tokenizer
@@ -26,6 +30,7 @@ from tests.kit.engine import (
     expected_tokens,
     make_request,
 )
+from tests.tiny_encoders import save_tiny_encoder, tiny_tokenizer
 
 ENOUGH_S = 20.0
 
@@ -69,6 +74,13 @@ def row(number: int, *, stop: tuple[str, ...] = (), **sampling: Any) -> Prepared
     return PreparedItem(number=number, id=f"id-{number}", request=request, stop=stop, skip_special_tokens=True)
 
 
+def scored_row(number: int) -> PreparedItem:
+    asked = make_request((1, *range(4, 6 + number), 2), request_id=f"row-{number}", pooling=Pooling.SCORE, max_tokens=0)
+    return PreparedItem(
+        number=number, id=f"id-{number}", request=asked, stop=(), skip_special_tokens=True, text_of_numbers=str
+    )
+
+
 def outputed(generator: EngineWorker, num_records: int) -> list[ItemOutput]:
     records: list[ItemOutput] = []
     while len(records) < num_records:
@@ -96,7 +108,7 @@ def test_each_row_comes_back_once_with_its_text_and_counts(room: Room, tokenizer
 def test_the_text_of_a_row_may_be_made_of_its_named_tokens(room: Room) -> None:
     generator = room.generator()
     asked = row(0, max_tokens=1, logprobs=2)
-    generator.add([replace(asked, text_of_logprobs=str)])
+    generator.add([replace(asked, text_of_numbers=str)])
     [record] = outputed(generator, 1)
     assert (record.text, record.finish_reason, record.error) == ("(-1.0, -2.0)", "stop", None)
 
@@ -109,10 +121,35 @@ def test_named_tokens_without_a_probability_fail_their_row(room: Room) -> None:
             return result._replace(logprobs=dict.fromkeys(result.logprobs, (lost,)))
 
     generator = room.generator(build_fake_engine(runner=NotANumber()))
-    generator.add([replace(row(0, max_tokens=1, logprobs=2), text_of_logprobs=str)])
+    generator.add([replace(row(0, max_tokens=1, logprobs=2), text_of_numbers=str)])
     [record] = outputed(generator, 1)
     assert record.text is None
     assert "log-probabilities (-inf, nan)" in str(record.error)
+
+
+def test_the_text_of_a_row_may_be_made_of_the_scores_of_its_labels(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    save_tiny_encoder("bert", tmp_path, num_labels=3)
+    config = EngineConfig(model=ModelConfig(path=str(tmp_path), dtype="float32", device="cpu"))
+    worker = EngineWorker(build_sync_engine(config), Tokenizer(tiny_tokenizer()), MadeMatchers())
+    request.addfinalizer(worker.close)
+    worker.add([scored_row(number) for number in range(5)])
+    for record in outputed(worker, 5):
+        scores = ast.literal_eval(str(record.text))
+        assert (len(scores), sum(scores)) == (3, pytest.approx(1.0))
+        assert (record.finish_reason, record.prompt_tokens, record.completion_tokens) == ("stop", 4 + record.number, 0)
+
+
+def test_scores_that_are_no_numbers_fail_their_row(room: Room) -> None:
+    class NotANumber(CountingRunner):
+        def run(self, batch: StepBatch) -> StepResult:
+            return StepResult([], pooled={item.request_id: [0.5, math.nan] for item in batch.scheduled})
+
+    generator = room.generator(build_fake_engine(runner=NotANumber(), labels=("a", "b")))
+    generator.add([scored_row(0)])
+    [record] = outputed(generator, 1)
+    assert (record.text, record.error) == (None, "the model gave the labels the scores (0.5, nan)")
 
 
 def test_a_short_row_does_not_wait_for_a_long_one(room: Room) -> None:

@@ -1,25 +1,30 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from app.api import ServedModel
+from app.api import RequestHandler, ServedModel
 from app.api.auth.limits import Account
 from app.api.endpoints.chat import prepare_chat
 from app.api.endpoints.decisions import prepare_decisions
 from app.api.request_context import RequestContext
 from app.api.schemas.decisions import DecisionsRequest
 from app.api.schemas.requests import ChatRequest
-from app.jobs.job import InvalidItem
+from app.config import ApiConfig
+from app.engine.request import Pooling
+from app.jobs.job import InvalidItem, Item
 from deployments.bulk.engine_worker import PreparedItem
+from deployments.bulk.pipeline import prepare_row
 from tests.deployments.bulk.conftest import Prepare
 
 CHAT = "/v1/chat/completions"
 TOOL = {"type": "function", "function": {"name": "f"}}
-DECISIONS = "/v1/decisions"
+DECISIONS, CLASSIFY = "/v1/decisions", "/v1/classify"
 PREDICATE = {"type": "predicate", "instructions": "Is it a tale?"}
 TURNS = [{"role": "user", "content": "Count from 3 to 9."}]
 
@@ -57,8 +62,18 @@ def test_a_line_with_one_question_asks_for_its_labels(prepared: Prepare, model: 
         [request] = prepare_decisions(DecisionsRequest.model_validate(body), model, context).requests
     assert row.request.prompt_token_ids == request.prompt_token_ids
     assert row.request.sampling == request.sampling
-    text_of = pickle.loads(pickle.dumps(row.text_of_logprobs))  # it crosses processes
+    text_of = pickle.loads(pickle.dumps(row.text_of_numbers))  # it crosses processes
     assert json.loads(text_of([-1.0, -1.0])) == {"type": "predicate", "name": None, "probability": 0.5}
+
+
+def test_a_line_with_one_text_asks_for_the_scores_of_labels(model: ServedModel) -> None:
+    classifier = replace(model, facts=replace(model.facts, labels=("glad", "sad")))
+    item = Item(number=0, id="line-1", url=CLASSIFY, body={"input": "Once"})
+    row = request_of(asyncio.run(prepare_row(item, RequestHandler([classifier], ApiConfig()))))
+    assert row.request.pooling == Pooling.SCORE
+    assert row.request.prompt_token_ids == model.tokenizer.encode("Once", add_special_tokens=True)
+    text_of = pickle.loads(pickle.dumps(row.text_of_numbers))  # it crosses processes
+    assert json.loads(text_of([0.25, 0.75])) == {"index": 0, "label": "sad", "probs": [0.25, 0.75], "num_classes": 2}
 
 
 def test_a_plain_row_takes_its_sampling_columns_and_leaves_the_users_own_alone(prepared: Prepare) -> None:
@@ -113,6 +128,8 @@ def test_what_a_row_says_goes_before_what_the_run_says(prepared: Prepare) -> Non
         (batch_line({"messages": TURNS}, url="/v1/embeddings"), "url should be one of"),
         (batch_line({"input": "a", "questions": [PREDICATE] * 2}, url=DECISIONS), "questions holds 2; an item has one"),
         (batch_line({"input": "a", "questions": [{}]}, url=DECISIONS), 'type is "predicate"'),
+        (batch_line({"input": "a"}, url=CLASSIFY), "the model 'demo' is no classifier"),
+        (batch_line({"input": ["a", "b"]}, url=CLASSIFY), "input holds 2 texts; an item has one"),
         (batch_line({}, url=["x"]), "url should be one of"),
         (batch_line({"messages": TURNS}, method="GET"), "method should be 'POST'"),
         (batch_line("text"), "body should be an object"),

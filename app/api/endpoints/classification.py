@@ -1,0 +1,64 @@
+"""POST /v1/classify: each text becomes a request that ends with a score for each label of a classifier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from app.api.endpoints.embeddings import Vector, check_number_of_texts, encode_texts, results_of
+from app.api.generation import prepare_pooling
+from app.api.output.response_state import ResponseState, Writer
+from app.api.prepared_request import PreparedRequest, ServedModel
+from app.api.request_context import RequestContext
+from app.api.schemas.requests import ClassifyRequest
+from app.engine.request import Pooling
+from app.errors import Failure, InvalidRequest
+from app.json_pieces import Json, Rows
+
+
+def prepare_classification(body: ClassifyRequest, model: ServedModel, context: RequestContext) -> PreparedRequest:
+    """Check and tokenize the texts. Raises InvalidRequest."""
+    if not model.facts.labels:
+        raise InvalidRequest(f"the model {model.name!r} is no classifier: it has no labels; ask another", param="model")
+    check_number_of_texts(body.input, context.limits)
+    prompts = encode_texts(body.input, model, add_special_tokens=body.add_special_tokens)
+    return prepare_pooling("classify-", body, model, context, prompts, Pooling.SCORE)
+
+
+@dataclass(frozen=True, slots=True)
+class ClassificationWriter(Writer):
+    """Writes the label and the probabilities of each text, as vLLM does."""
+
+    body: ClassifyRequest
+
+    async def full_response(self, state: ResponseState) -> Json:
+        """Wait for the scores of all texts and write them."""
+        labels = state.prepared.model.facts.labels
+        results = await results_of(state, lambda index, scores: _checked(index, scores, labels))
+        state.log_end()
+        num_tokens = state.prepared.num_prompt_tokens
+        return {
+            "id": state.prepared.response_id,
+            "object": "list",
+            "created": state.prepared.created,
+            "model": state.prepared.model.name,
+            "data": Rows(lambda: ([class_of(each.tolist(), labels, at)] for at, each in enumerate(results))),
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+        }
+
+
+def _checked(index: int, scores: Vector, labels: Sequence[str]) -> Vector:
+    """What a classifier gives for a text. Raises Failure."""
+    if len(scores) != len(labels):
+        raise Failure(f"the model gave text {index} {len(scores):,} scores; it has {len(labels):,} labels")
+    if not np.isfinite(scores).all():
+        raise Failure(f"the model gave text {index} the scores {scores[:10].tolist()}")
+    return scores
+
+
+def class_of(probabilities: Sequence[float], labels: Sequence[str], index: int = 0) -> Json:
+    """The row of a text: its likeliest label, the first of several."""
+    best = max(range(len(labels)), key=probabilities.__getitem__)
+    return {"index": index, "label": labels[best], "probs": list(probabilities), "num_classes": len(labels)}
