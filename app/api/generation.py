@@ -13,7 +13,7 @@ from itertools import repeat
 
 from app.api.json_structure import MAX_STRUCTURE, check_structure
 from app.api.output.structured_output import grammar_of
-from app.api.output.tool_calls import tool_use
+from app.api.output.tool_calls import ToolUse, tool_use
 from app.api.prepared_request import (
     PreparedRequest,
     RequestLimits,
@@ -23,7 +23,7 @@ from app.api.prepared_request import (
     check_token_ids,
 )
 from app.api.request_context import TIMINGS_HEADER, RequestContext, asks_for
-from app.api.schemas.conversation import Conversation, template_messages, template_tools
+from app.api.schemas.conversation import template_messages, template_tools
 from app.api.schemas.requests import ChatRequest, CompletionRequest, GenerationRequest, QueuedRequest
 from app.engine.request import Grammar, Pooling, Request, SamplingParams
 from app.errors import ContextTooLong, InvalidRequest
@@ -82,7 +82,7 @@ def shared_fields(body: GenerationRequest, model: ServedModel, context: RequestC
     if model.name in context.shared:
         return context.shared[model.name]
     check_limits(body, model, context.limits)
-    tools = tool_use(body, model.tokenizer, model.tool_format) if isinstance(body, ChatRequest) and body.tools else None
+    tools = tools_of(body, model) if isinstance(body, ChatRequest) else None
     details = TokenDetailOptions(
         logprobs=body.asked_logprobs[1],
         names_are_ids=body.return_tokens_as_token_ids,
@@ -113,6 +113,11 @@ def shared_fields(body: GenerationRequest, model: ServedModel, context: RequestC
     predicted = body.prediction if isinstance(body, ChatRequest) else None
     prediction = () if predicted is None else _encode_prediction(predicted.content, model)
     return SharedFields(sampling, grammar, None if details == TokenDetailOptions() else details, tools, prediction)
+
+
+def tools_of(body: ChatRequest, model: ServedModel) -> ToolUse | None:
+    """The tools that a chat offers to a model; None when it offers none. Raises InvalidRequest."""
+    return tool_use(body, model.tokenizer, model.tool_format) if body.tools else None
 
 
 def _encode_prediction(text: str, model: ServedModel) -> tuple[int, ...]:
@@ -177,14 +182,14 @@ def check_texts(texts: Sequence[str], model: ServedModel, param: str, *, may_be_
 
 
 def encode_chat(
-    body: Conversation,
-    model: ServedModel,
-    *,
-    with_tools: bool,
-    continue_final_message: bool = False,
-    may_be_longer: bool = False,
+    body: ChatRequest, model: ServedModel, tools: ToolUse | None, *, may_be_longer: bool
 ) -> tuple[int, ...]:
-    """The token ids of a conversation in the model's chat template. Raises InvalidRequest as `encode_prompts`."""
+    """The token ids of a whole chat with its documents in the model's chat template. `tools`: those that it offers.
+
+    Raises InvalidRequest as `encode_prompts`.
+    """
+    if body.documents:
+        body = body.with_documents_written()
     calls = [call for message in body.messages for call in message.tool_calls or ()]
     if calls:
         check_structure(
@@ -195,9 +200,9 @@ def encode_chat(
         )
     text = model.tokenizer.render_chat(
         template_messages(body.messages),
-        add_generation_prompt=body.add_generation_prompt and not continue_final_message,
-        continue_final_message=continue_final_message,
-        tools=template_tools(body.tools) if with_tools else None,
+        add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+        continue_final_message=body.continue_final_message,
+        tools=None if tools is None else template_tools(body.tools),
         template_variables=body.template_variables,
     )
     _check_text(text, model, "messages", may_be_longer=may_be_longer)
@@ -413,6 +418,14 @@ def _scored_logprobs(details: TokenDetailOptions, *, is_first: bool) -> int | No
     echoed = details.logprobs if details.echo else None
     wanted = [num for num in (echoed, details.prompt_logprobs if is_first else None) if num is not None]
     return max(wanted, default=None)
+
+
+def chat_prompt(body: ChatRequest, model: ServedModel) -> tuple[int, ...]:
+    """The token ids of a chat's prompt, whatever else it asks for, also of one that is too long for the model.
+
+    Raises InvalidRequest.
+    """
+    return truncated(encode_chat(body, model, tools_of(body, model), may_be_longer=True), body, model)
 
 
 def truncated(prompt: tuple[int, ...], body: GenerationRequest, model: ServedModel) -> tuple[int, ...]:

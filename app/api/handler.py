@@ -27,7 +27,7 @@ from app.api.pipelines import Pipeline, PipelineRun
 from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel, SharedFields
 from app.api.request_context import RequestContext
 from app.api.request_trace import RequestTrace, Tracer
-from app.api.schemas.parameters import UnknownFields, ignored_fields, parse
+from app.api.schemas.parameters import UnknownFields, ignored_header, parse
 from app.api.schemas.requests import ChatRequest, GenerationRequest, ModelRequest, QueuedRequest
 from app.api.stored_answers import RecordedAnswer, with_history
 from app.api.threads import MAX_SMALL_SIZE, BodyThreads
@@ -50,6 +50,7 @@ class SharedBody:
     target: ServedModel | Pipeline
     fields: Mapping[str, SharedFields]  # by the name of each model that may answer
     size: int  # of what the encoding of each prompt writes into it
+    ignored_header: Mapping[str, str]  # it names fields of the body that have no effect
 
 
 class RequestHandler:
@@ -105,7 +106,7 @@ class RequestHandler:
                 context.request_id = parsed.request_id
             target = self.names.answering(parsed, account)
         state = await self._respond(endpoint, parsed, target, context, size)
-        state.ignored_fields = ignored_fields(body, endpoint.schema)
+        state.ignored_header = ignored_header(body, endpoint.schema)
         return state
 
     async def _respond(
@@ -325,7 +326,12 @@ class RequestHandler:
         # What is left to do with them for each prompt is to write the tools and the documents into it.
         is_written = parsed.documents or (isinstance(parsed, ChatRequest) and parsed.tools)
         return SharedBody(
-            endpoint=endpoint, parsed=parsed, target=target, fields=fields, size=size if is_written else 0
+            endpoint=endpoint,
+            parsed=parsed,
+            target=target,
+            fields=fields,
+            size=size if is_written else 0,
+            ignored_header=ignored_header(body, endpoint.schema),
         )
 
     async def prepare_item(

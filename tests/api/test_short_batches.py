@@ -97,6 +97,15 @@ async def test_each_entry_and_the_whole_say_how_long_they_took(tokenizer: Tokeni
         assert answer["latency_ms"] >= max(each["latency_ms"] for each in answer["results"])
 
 
+@pytest.mark.parametrize("mode", [{}, {"stream": True}, {"async": True}])
+async def test_the_answer_names_the_fields_that_had_no_effect(
+    tokenizer: Tokenizer, tmp_path: Path, mode: dict[str, Any]
+) -> None:
+    async with http_client(echoing(tokenizer), tmp_path) as client:
+        answer = await post(client, ["3"], provider={"order": ["x"]}, **mode)
+        assert (answer.status_code, answer.headers["x-carousel-ignored"]) == (200, "provider")
+
+
 async def test_a_streamed_list_has_an_event_for_each_entry_as_it_ends(tokenizer: Tokenizer, tmp_path: Path) -> None:
     prompts = ["4 4 4 4 4 4 4 4 4 4 4 4 4 4 4 4", "3", "long " * 500]
     async with http_client(echoing(tokenizer), tmp_path) as client:

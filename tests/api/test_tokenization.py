@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from app.text import Tokenizer
+from app.text.reasoning import MARKS
+from app.text.tool_calls import FORMATS
 from tests.kit.service import MAX_MODEL_LEN, Service, say
+from tests.text.tool_calls.templates import TEMPLATES, tokenizer_with
+
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+LONG: dict[str, Any] = {"max_model_len": 5000}  # the tools take many tokens of bytes
 
 
 def test_a_text_becomes_its_token_ids_and_comes_back(service: Service) -> None:
@@ -24,6 +34,58 @@ def test_a_conversation_is_tokenized_as_a_chat_would_be(service: Service) -> Non
     answer = service.call("POST", "/tokenize", {"messages": messages, "prompt": None}).json
     assert service.chat(messages=messages).status == 200
     assert tuple(answer["tokens"]) == service.request.prompt_token_ids
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"documents": ["Max is a dog."]},
+        {"continue_final_message": True},
+        {"add_generation_prompt": False},
+        {"tools": [TOOL]},
+        {"tools": [TOOL], "tool_choice": "none"},
+        {"tools": [TOOL], "tool_choice": "required"},
+        {"reasoning_effort": "none"},
+        {"chat_template_kwargs": {"enable_thinking": True}},
+        {"truncate_prompt_tokens": 7},
+        {"truncate_prompt_tokens": -1, "max_tokens": 150},
+    ],
+)
+def test_the_tokens_of_a_chat_are_those_that_the_same_body_is_answered_for(fields: dict[str, Any]) -> None:
+    tokenizer = tokenizer_with(TEMPLATES["hermes"] + "{{ enable_thinking }}")
+    service = Service(tokenizer, say(tokenizer, "3"), tool_format=FORMATS["hermes"], reasoning_marks=MARKS[0], **LONG)
+    messages = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "It is,"}]
+    answer = service.call("POST", "/tokenize", {"messages": messages, **fields})
+    assert answer.status == 200, answer.body
+    assert service.chat(messages=messages, **fields).status == 200
+    assert tuple(answer.json["tokens"]) == service.request.prompt_token_ids
+    assert answer.json["count"] == len(service.request.prompt_token_ids)
+
+
+@pytest.mark.parametrize("fields", [{"documents": ["Max is a dog."]}, {"truncate_prompt_tokens": 7}])
+def test_the_tokens_of_a_message_are_counted_as_its_answer_counts_them(
+    service: Service, fields: dict[str, Any]
+) -> None:
+    body = {"messages": [{"role": "user", "content": "Is it a dog or is it a cat?"}], **fields}
+    counted = service.call("POST", "/v1/messages/count_tokens", body).json["input_tokens"]
+    assert service.call("POST", "/v1/messages", body | {"max_tokens": 1}).status == 200
+    assert counted == len(service.request.prompt_token_ids)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "3"}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "3"}]}),
+        ("/detokenize", {"tokens": [9]}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "3"}]}),
+    ],
+)
+def test_fields_without_effect_are_named(service: Service, path: str, body: dict[str, Any]) -> None:
+    answer = service.call("POST", path, body | {"foo": 1, "bar": None})
+    assert (answer.status, answer.headers["x-carousel-ignored"]) == (200, "foo")
+    assert "x-carousel-ignored" not in service.call("POST", path, body).headers
+    assert service.call("POST", path, body | {"foo": 1}, {"x-strict": "true"}).status == 400
 
 
 def test_long_texts_and_lists_come_out_the_same(service: Service) -> None:

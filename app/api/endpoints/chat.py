@@ -25,18 +25,8 @@ def prepare_chat(
 ) -> PreparedRequest:
     """Check and tokenize a chat. Raises InvalidRequest."""
     shared = shared_fields(body, model, context)
-    if body.documents:
-        body = body.with_documents_written()
-    prompt = encode_chat(
-        body,
-        model,
-        with_tools=shared.tools is not None,
-        continue_final_message=body.continue_final_message,
-        may_be_longer=body.truncate_prompt_tokens is not None,
-    )
-    reasoning = _reasoning(body, model, prompt)
-    if body.truncate_prompt_tokens is not None:
-        prompt = truncated(prompt, body, model)
+    whole = encode_chat(body, model, shared.tools, may_be_longer=body.truncate_prompt_tokens is not None)
+    reasoning, prompt = _reasoning(body, model, whole), truncated(whole, body, model)
     form = None if reasoning is None else partial(_with_thought, shared.grammar, reasoning, body, model, prompt)
     return prepare_generation(prefix, body, model, context, [prompt], shared, reasoning=reasoning, form=form)
 

@@ -138,13 +138,14 @@ class ShortBatchRoutes(RouteGroup):
             is_strict=asks_for(request.headers, STRICT_HEADER),
         )
         prompts = await prompt_list(body, self._handler, context)
+        ignored = prompts.common.ignored_header
         if prompts.asked.is_async:
-            return JSONResponse(await self._begin_job(owner_of(request), prompts))
+            return JSONResponse(await self._begin_job(owner_of(request), prompts), headers=ignored)
         self._check_number(prompts)
         if prompts.asked.stream:
             events = _events(self._handler, prompts, context)
-            return EventResponse(events, heartbeat_s=self._handler.limits.heartbeat_s)
-        return JsonAnswer(await self._answer(request, prompts, context), self._handler.turns)
+            return EventResponse(events, heartbeat_s=self._handler.limits.heartbeat_s, headers=ignored)
+        return JsonAnswer(await self._answer(request, prompts, context), self._handler.turns, headers=ignored)
 
     # Before the ids: it is none.
     @Operation("get", "/v1/batch/stats", "What batches have to do and have done", "BatchStats", OF_A_LIST)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from app.api.generation import encode_chat, encode_prompts
+from app.api.generation import chat_prompt, encode_prompts
 from app.api.handler import ParsedT, RequestHandler
 from app.api.http.answers import JsonAnswer
 from app.api.http.body import read_json_object
@@ -21,7 +21,7 @@ from app.api.json_structure import size_of
 from app.api.prepared_request import ServedModel, check_token_ids
 from app.api.request_context import asks_for
 from app.api.schemas.messages import CountTokensRequest
-from app.api.schemas.parameters import STRICT_HEADER
+from app.api.schemas.parameters import STRICT_HEADER, ignored_header
 from app.api.schemas.requests import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 from app.api.threads import MAX_SMALL_SIZE
 from app.json_pieces import Json, Rows
@@ -37,25 +37,16 @@ class TokenizationRoutes(RouteGroup):
         "post", "/tokenize", "Words to token ids", "Tokens", OF_A_BODY, (TokenizeTextRequest, TokenizeChatRequest)
     )
     async def tokenize(self, request: Request) -> Response:
-        """The ids of a text or of a conversation in the model's template, beside their number."""
-        body = await read_json_object(request, self._handler.limits, self._handler.threads)
-        schema = TokenizeTextRequest if body.get("messages") is None else TokenizeChatRequest
-        parsed: TokenizeTextRequest | TokenizeChatRequest = await self._parsed(request, body, schema)
-        model = self._model(request, parsed.model)
-        return await self._answer(request, size_of(body, MAX_SMALL_SIZE), lambda: _tokenized(parsed, model))
+        """The ids of a text or of a chat's prompt, beside their number."""
+        body = await self._body(request)
+        if body.get("messages") is None:
+            return await self._answer(request, body, TokenizeTextRequest, _tokenized_text)
+        return await self._answer(request, body, TokenizeChatRequest, _tokenized_chat)
 
     @Operation("post", "/detokenize", "Token ids to words", "Text", OF_A_BODY, (DetokenizeRequest,))
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, special ones included."""
-        body = await read_json_object(request, self._handler.limits, self._handler.threads)
-        parsed = await self._parsed(request, body, DetokenizeRequest)
-        model, token_ids = self._model(request, parsed.model), parsed.tokens
-
-        def detokenized() -> Json:
-            check_token_ids(token_ids, model, "tokens")
-            return {"prompt": model.tokenizer.decode(token_ids, skip_special_tokens=False)}
-
-        return await self._answer(request, len(token_ids), detokenized)
+        return await self._answer(request, await self._body(request), DetokenizeRequest, _detokenized)
 
     @Operation(
         "post", f"{MESSAGES_PATH}/count_tokens", "The number of tokens of a prompt", "TokenCount", OF_A_BODY,
@@ -63,21 +54,7 @@ class TokenizationRoutes(RouteGroup):
     )  # fmt: skip
     async def count_tokens(self, request: Request) -> Response:
         """How many tokens the prompt of a message has."""
-        body = await read_json_object(request, self._handler.limits, self._handler.threads)
-        parsed = await self._parsed(request, body, CountTokensRequest)
-        model = self._model(request, parsed.model)
-
-        def counted() -> Json:
-            token_ids = encode_chat(
-                parsed.as_conversation(),
-                model,
-                with_tools=parsed.offers_tools,
-                continue_final_message=parsed.is_continued,
-                may_be_longer=True,
-            )
-            return {"input_tokens": len(token_ids)}
-
-        return await self._answer(request, size_of(body, MAX_SMALL_SIZE), counted)
+        return await self._answer(request, await self._body(request), CountTokensRequest, _counted)
 
     @Operation(
         "get", "/tokenizer_info", "Special tokens, chat template", "TokenizerInfo", OF_A_MODEL,
@@ -87,32 +64,48 @@ class TokenizationRoutes(RouteGroup):
         """For clients that apply the chat template themselves."""
         return JSONResponse(self._model(request, request.query_params.get("model")).tokenizer.description())
 
-    async def _parsed(self, request: Request, body: Json, schema: type[ParsedT]) -> ParsedT:
-        account = reservation_of(request).account
-        size = size_of(body, MAX_SMALL_SIZE)
-        return await self._handler.parse(
-            body, size, schema, account, is_strict=asks_for(request.headers, STRICT_HEADER)
-        )
+    async def _body(self, request: Request) -> Json:
+        return await read_json_object(request, self._handler.limits, self._handler.threads)
 
-    async def _answer(self, request: Request, size: int, make: Callable[[], Json]) -> Response:
-        """What `make` makes of a body of this size."""
-        tenant = reservation_of(request).account.name
-        return JsonAnswer(await self._handler.threads.encode(tenant, size, make), self._handler.turns)
+    async def _answer(
+        self, request: Request, body: Json, schema: type[ParsedT], make: Callable[[ParsedT, ServedModel], Json]
+    ) -> Response:
+        """What `make` makes of a checked body. The header of the answer names the fields without effect."""
+        handler, account, size = self._handler, reservation_of(request).account, size_of(body, MAX_SMALL_SIZE)
+        is_strict = asks_for(request.headers, STRICT_HEADER)
+        parsed = await handler.parse(body, size, schema, account, is_strict=is_strict)
+        model = self._model(request, parsed.model)
+        content = await handler.threads.encode(account.name, size, lambda: make(parsed, model))
+        return JsonAnswer(content, handler.turns, headers=ignored_header(body, schema))
 
     def _model(self, request: Request, name: str | None) -> ServedModel:
         return self._handler.names.model(name, reservation_of(request).account)
 
 
-def _tokenized(body: TokenizeTextRequest | TokenizeChatRequest, model: ServedModel) -> Json:
-    if isinstance(body, TokenizeTextRequest):
-        [token_ids] = encode_prompts(
-            [body.prompt], model, "prompt", add_special_tokens=body.add_special_tokens, may_be_longer=True
-        )
-    else:
-        token_ids = encode_chat(body, model, with_tools=True, may_be_longer=True)
+def _tokenized_text(body: TokenizeTextRequest, model: ServedModel) -> Json:
+    [token_ids] = encode_prompts(
+        [body.prompt], model, "prompt", add_special_tokens=body.add_special_tokens, may_be_longer=True
+    )
+    return _tokens(token_ids, model, with_texts=body.return_token_strs)
+
+
+def _tokenized_chat(body: TokenizeChatRequest, model: ServedModel) -> Json:
+    return _tokens(chat_prompt(body, model), model, with_texts=body.return_token_strs)
+
+
+def _tokens(token_ids: tuple[int, ...], model: ServedModel, *, with_texts: bool) -> Json:
     return {
         "count": len(token_ids),
         "max_model_len": model.facts.max_model_len,
         "tokens": Rows.of(token_ids),
-        "token_strs": Rows.of(token_ids, model.tokenizer.token_texts) if body.return_token_strs else None,
+        "token_strs": Rows.of(token_ids, model.tokenizer.token_texts) if with_texts else None,
     }
+
+
+def _detokenized(body: DetokenizeRequest, model: ServedModel) -> Json:
+    check_token_ids(body.tokens, model, "tokens")
+    return {"prompt": model.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+
+
+def _counted(body: CountTokensRequest, model: ServedModel) -> Json:
+    return {"input_tokens": len(chat_prompt(body.as_chat(), model))}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -170,14 +170,21 @@ class EventStream:
 
 
 class EventResponse(Response):
-    """Events that begin at once, without headers of their own. They end when their client goes away."""
+    """Events that begin at once. They end when their client goes away."""
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], *, heartbeat_s: float, timeout_s: float | None = None
+        self,
+        events: AsyncGenerator[bytes, None],
+        *,
+        heartbeat_s: float,
+        timeout_s: float | None = None,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """A client that has not taken them in `timeout_s` counts as gone."""
         super().__init__()
-        self._stream = EventStream(events, headers=dict, heartbeat_s=heartbeat_s, may_begin=lambda: True)
+        self._stream = EventStream(
+            events, headers=lambda: dict(headers), heartbeat_s=heartbeat_s, may_begin=lambda: True
+        )
         self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -16,7 +16,6 @@ from app.api.output.choices import ChoiceDelta, generate_choices
 from app.api.prepared_request import AnswerFacts, PreparedRequest
 from app.api.request_context import RequestContext
 from app.api.request_trace import RequestTrace
-from app.api.schemas.parameters import IGNORED_HEADER
 from app.engine.request import EngineTimes, Queued
 from app.json_pieces import Json
 from app.metrics import CallMetrics, RequestMetrics
@@ -44,7 +43,8 @@ class ResponseState(Answer):
     is_streamed: bool = False  # as the body asks
     shows_loads: bool = False  # to an admin only
     pipeline_headers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    ignored_fields: str = ""  # names of fields of the body that have no effect
+    # It names the fields of the body that have no effect.
+    ignored_header: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     @classmethod
     def begin(
@@ -122,9 +122,7 @@ class ResponseState(Answer):
         That is the replica of the first request and its place in the queue; `explain`: and why this replica. An admin
         sees the loads of all replicas too, which other clients' requests cause.
         """
-        headers, queued = dict(self.pipeline_headers), self.queued
-        if self.ignored_fields:
-            headers[IGNORED_HEADER] = self.ignored_fields
+        headers, queued = {**self.pipeline_headers, **self.ignored_header}, self.queued
         if queued is not None:
             headers["x-carousel-queue-position"] = str(queued.position)
             headers["x-carousel-estimated-wait-ms"] = str(round(queued.estimated_wait_s * 1e3))

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from app.api.schemas.conversation import Conversation, FunctionName
+from app.api.schemas.conversation import FunctionName
 from app.api.schemas.fields import (
     MAX_ID_LENGTH,
     MAX_MESSAGES,
@@ -24,7 +24,7 @@ from app.api.schemas.fields import (
     TemplateVariables,
     not_larger,
 )
-from app.api.schemas.requests import ChatRequest, GenerationRequest, ModelRequest, without_user
+from app.api.schemas.requests import ChatRequest, GenerationRequest, without_user
 from app.engine.request import MAX_TENANT_LENGTH
 from app.errors import InvalidRequest
 
@@ -223,11 +223,6 @@ class AnthropicPrompt(Schema):
         return asked | self.chat_template_kwargs
 
     @property
-    def offers_tools(self) -> bool:
-        """Whether the prompt lists the tools."""
-        return bool(self.tools) and self.tool_choice.type != "none"
-
-    @property
     def is_continued(self) -> bool:
         """Whether the answer goes on with the last message, which is the assistant's."""
         return self.messages[-1].role == "assistant"
@@ -269,10 +264,9 @@ class _MessageFields:
     budget_param: ClassVar[str] = "thinking.budget_tokens"
 
 
-class MessagesRequest(_MessageFields, AnthropicPrompt, GenerationRequest):
-    """The body of POST /v1/messages."""
+class CountTokensRequest(_MessageFields, AnthropicPrompt, GenerationRequest):
+    """The body of POST /v1/messages/count_tokens: that of the message, whose prompt is counted."""
 
-    max_tokens: NumTokens
     stop_sequences: ListOf[NonEmpty] = Field(default_factory=list)
     metadata: AnthropicMetadata = AnthropicMetadata()
     output_config: OutputConfig = OutputConfig()
@@ -300,12 +294,10 @@ class MessagesRequest(_MessageFields, AnthropicPrompt, GenerationRequest):
         return self.chat(_MessagesChat, own)
 
 
-class CountTokensRequest(AnthropicPrompt, ModelRequest):
-    """The body of POST /v1/messages/count_tokens."""
+class MessagesRequest(CountTokensRequest):
+    """The body of POST /v1/messages."""
 
-    def as_conversation(self) -> Conversation:
-        """The conversation with the same prompt. Raises InvalidRequest as `as_chat`."""
-        return Conversation.checked(self.chat_fields())
+    max_tokens: NumTokens
 
 
 class _MessagesChat(_MessageFields, ChatRequest):

@@ -277,17 +277,19 @@ class UnknownFields:
 
 
 @cache
-def _known(schema: type[ModelRequest]) -> frozenset[str]:
+def _known(schema: type[Schema]) -> frozenset[str]:
     """The names of all known fields."""
+    if not issubclass(schema, ModelRequest):
+        return frozenset(field.alias or name for name, field in schema.model_fields.items())
     return frozenset(schema.model_fields.keys() | unavailable(schema).keys() | _WITHOUT_EFFECT)
 
 
-def ignored_fields(body: Mapping[str, Any], schema: type[ModelRequest]) -> str:
-    """The names of the unknown fields of a body, as the value of a header; "" where there are none."""
+def ignored_header(body: Mapping[str, Any], schema: type[Schema]) -> dict[str, str]:
+    """The header that names the unknown fields of a body; no header where there are none."""
     max_named, max_length, known = 20, 64, _known(schema)
     names = [name for name in body if name not in known and body[name] is not None]
     shown = [_NOT_OF_NAMES.sub("?", name[:max_length]) for name in names[:max_named]]
-    return ", ".join(shown + ["..."] * (len(names) > max_named))
+    return {IGNORED_HEADER: ", ".join(shown + ["..."] * (len(names) > max_named))} if shown else {}
 
 
 def parse(

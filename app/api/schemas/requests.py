@@ -445,8 +445,8 @@ class TokenizeTextRequest(ModelRequest):
     return_token_strs: bool = False
 
 
-class TokenizeChatRequest(Conversation, ModelRequest):
-    """The body of POST /tokenize for a conversation."""
+class TokenizeChatRequest(ChatRequest):
+    """The body of POST /tokenize for a conversation: that of the chat, whose prompt is tokenized."""
 
     return_token_strs: bool = False
 
