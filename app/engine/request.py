@@ -213,6 +213,7 @@ class Request:
     preset: str = ""  # of the settings of the replicas that the client asks for
     is_background: bool = False  # it uses only unused capacity, and is preempted first
     session: str = ""  # requests of one session go to the same replica where possible
+    call: str = ""  # requests of one call begin alike, and go to the replica of the first where possible
     no_queue: bool = False  # it is refused where it would wait for a slot
     adapter: Adapter | None = None  # what the model computes with beside its own weights
     prefix_at: PrefixAt | None = None  # from where its beginning may be fetched

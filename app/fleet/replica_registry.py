@@ -59,6 +59,7 @@ class ReplicaRegistry:
         self.progress = self._ledger.progress  # new tokens of a request have come
         self._lengths = OutputLengths(by_median=False)  # work is added up
         self._sessions = Sessions()
+        self._calls = Sessions(max_sessions=10_000)  # of many requests that begin alike
         self._block_size = block_size
         self._prefixes = PrefixIndex(block_size=block_size)
         self.addresses = self._prefixes.addresses
@@ -86,7 +87,7 @@ class ReplicaRegistry:
             Unavailable: no replica computes with adapters, and the request has one.
         """
         session = request.session
-        group = self._groups.choose(session or request.request_id, asked=request.group, preset=request.preset)
+        group = self._groups.choose(session or request.call or request.request_id, asked=request.group, preset=request.preset)
         chain = digests_of(request.prompt_token_ids, salt=request.prefix_salt, block_size=self._block_size)
         candidates = self._ledger.candidates(
             replica_ids if request.adapter is None else self._that_adapt(replica_ids),
@@ -106,6 +107,8 @@ class ReplicaRegistry:
         )
         if request.adapter is not None:
             considered = near_adapter(considered, size, self._replicas_with(request.adapter))
+        if request.call:
+            considered = self._of_call(request.call, considered)
         decision = self.last_decision = self._policy.decide(considered, size)
         chosen = decision.candidates[0]
         self._charge(request, size, chosen)
@@ -182,8 +185,18 @@ class ReplicaRegistry:
         )
         if request.session:
             self._sessions.place(request.session, chosen.replica_id)
+        if request.call:
+            self._calls.place(request.call, chosen.replica_id)
         if request.adapter is not None:
             self._adapters_sent[request.adapter.digest] = chosen.replica_id
+
+    def _of_call(self, call: str, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """The replica that has computed what the requests of a call begin with; all of them where it takes no more.
+
+        Its load does not count: another replica would have to compute the beginning again.
+        """
+        replica_id = self._calls.replica_of(call)
+        return [each for each in candidates if each.replica_id == replica_id and not each.is_full] or candidates
 
     def _that_adapt(self, replica_ids: Collection[str]) -> list[str]:
         """Without those that would answer as if the request had no adapter: of a version that knows none."""
@@ -223,6 +236,7 @@ class ReplicaRegistry:
         self.replica_ids = tuple(replica_ids)
         self._ledger.keep_only(replica_ids)
         self._sessions.keep_only(replica_ids)
+        self._calls.keep_only(replica_ids)
         self._adapters_sent = {key: each for key, each in self._adapters_sent.items() if each in replica_ids}
         self._decisions = {each: self._decisions[each] for each in replica_ids if each in self._decisions}
         self._prefixes.keep_only(replica_ids)

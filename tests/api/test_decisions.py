@@ -128,6 +128,13 @@ def test_the_first_question_is_computed_before_the_others_begin(tokenizer: Token
     assert open_at_begin == [1, 1, 2, 3, 4]
 
 
+def test_all_questions_of_a_call_are_for_the_replica_of_its_first(service: Service) -> None:
+    assert [ask(service).status for _ in range(2)] == [200, 200]
+    calls = [each.call for each in service.generate.requests]
+    assert all(calls)
+    assert [calls.count(each) for each in sorted(set(calls))] == [3, 3]
+
+
 def test_prompts_are_those_of_a_chat(service: Service) -> None:
     ask(service, questions=[PREDICATE])
     text = "Once upon a time there was a girl.\n\nQuestion: Is it sad?\n\nA. Yes\nB. No\n\n"

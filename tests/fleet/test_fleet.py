@@ -72,6 +72,22 @@ async def test_killing_replicas_in_mid_stream_changes_no_token(seed: int) -> Non
         assert local.counts.resumes.total() >= 2
 
 
+@pytest.mark.parametrize("dispatch", ["least_loaded", "round_robin"])
+@pytest.mark.parametrize("num_others", [3, 8, 30])
+async def test_the_beginning_of_a_call_is_computed_once(num_others: int, dispatch: str) -> None:
+    begin = tuple(range(2, 42))
+    first, *others = [
+        replace(make_request((*begin, 2 + n), max_tokens=1), call="a call") for n in range(1 + num_others)
+    ]
+    async with LocalFleet(2, dispatch=dispatch) as local:
+        busy = alike(6)  # of other clients
+        answers = local.start(busy)
+        await local.answer(first)
+        outcomes = await asyncio.gather(*local.start(others))
+        await check(busy, answers)
+        assert sum(outcome.num_cached_tokens for outcome in outcomes) == num_others * len(begin)
+
+
 async def test_a_prediction_goes_with_its_request_to_another_replica() -> None:
     request = make_request((5, 6, 7), max_tokens=80)
     request = replace(request, prediction_token_ids=tuple(tokens_of(request)))

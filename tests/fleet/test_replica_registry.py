@@ -63,6 +63,21 @@ def test_a_known_prefix_and_a_session_go_where_they_were_before() -> None:
     assert {place(registry, (n,), session="mine")[1] for n in range(6)} == {first}
 
 
+@pytest.mark.parametrize("dispatch", ["least_loaded", "round_robin", "prefix_affinity"])
+def test_the_requests_of_a_call_go_to_the_replica_of_the_first(dispatch: str) -> None:
+    registry = make_registry(dispatch)
+    request, first = place(registry, (9,), call="one")
+    registry.end(request.request_id)
+    [other] = {*REPLICAS} - {first}
+    registry.note(first, make_report(num_requests=6, num_waiting_tokens=9000))  # of other clients
+    assert {place(registry, (n,), call="one")[1] for n in range(3)} == {first}
+    assert place(registry, (9,), call="two")[1] == other
+    registry.note(first, make_report(num_requests=10))
+    assert place(registry, (9,), call="one")[1] == other, "the first is full"
+    registry.set_replicas([other])
+    assert registry.place(replace(make_request(), call="one"), [other]).replica_id == other
+
+
 def test_a_prefix_is_where_a_replica_says_that_it_is() -> None:
     registry, other = make_registry("prefix_affinity"), make_registry("prefix_affinity")
     prompt = tuple(range(2, 42))

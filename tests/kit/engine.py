@@ -552,6 +552,7 @@ class Outcome:
         self.embeddings: dict[str, bytes] = {}
         self.reasons: dict[str, FinishReason] = {}  # in the order in which they ended
         self.errors: dict[str, CarouselError] = {}
+        self.num_cached_tokens = 0  # of all prompts
         self.predicted: dict[str, tuple[int, int]] = {}  # accepted and rejected tokens of predictions, where any
 
     def book(self, deltas: list[TokenDelta]) -> None:
@@ -559,6 +560,7 @@ class Outcome:
             assert delta.request_id not in self.reasons, f"{delta.request_id} was heard of after its end"
             self.token_ids.setdefault(delta.request_id, []).extend(delta.token_ids)
             self.logprobs.setdefault(delta.request_id, []).extend(delta.logprobs)
+            self.num_cached_tokens += delta.num_cached_tokens
             self.prompt_logprobs.setdefault(delta.request_id, []).extend(delta.prompt_logprobs)
             if delta.embedding is not None:
                 self.embeddings[delta.request_id] = delta.embedding
