@@ -87,7 +87,8 @@ def test_each_kind_of_question_has_its_answer(service: Service) -> None:
         "confidence": pytest.approx(1 / 2),
     }
     num_tokens = sum(len(each.prompt_token_ids) for each in service.generate.requests)
-    assert answer.json["prompt_version"] == 1
+    assert answer.headers["x-carousel-prompt-version"] == "1"
+    assert answer.json.keys() == {"model", "answers", "usage"}, "OpenAI's schema has no other fields"
     assert answer.json["usage"] == {
         "input_tokens": num_tokens,
         "input_tokens_details": {"cached_tokens": 9, "cache_write_tokens": 0},

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice, product
 from string import ascii_uppercase, digits
+from types import MappingProxyType
+from typing import ClassVar
 
 from app.api.generation import check_call_tokens, check_generates, encode_prompts, prepare_prompts
 from app.api.output.choices import ChoiceDelta
@@ -189,7 +191,9 @@ def _single_tokens(labels: tuple[str, ...], reply: str, tokenizer: Tokenizer) ->
 
 @dataclass(frozen=True, slots=True)
 class DecisionsWriter(Writer):
-    """Writes the response to one call."""
+    """Writes the response to one call. OpenAI's schema of it has no place for other fields."""
+
+    headers: ClassVar[Mapping[str, str]] = MappingProxyType({"x-carousel-prompt-version": str(PROMPT_VERSION)})
 
     body: DecisionsRequest
 
@@ -199,10 +203,8 @@ class DecisionsWriter(Writer):
         state.log_end()
         questions = self.body.questions
         return {
-            "id": state.prepared.response_id,
             "model": state.prepared.model.name,
             "answers": Rows(lambda: ([answer_to(*each)] for each in zip(questions, logprobs, strict=True))),
-            "prompt_version": PROMPT_VERSION,
             "usage": state.usage_of_responses(),
         }
 

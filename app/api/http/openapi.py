@@ -244,10 +244,8 @@ def _answers() -> Json:
             usage=of_prompts,
         ),
         "Decisions": _object(
-            id=str,
             model=str,
             answers=_list(_object(type={"enum": ["predicate", "choice", "score"]}, name=_TEXT_OR_NULL)),
-            prompt_version=int,
             usage=_object(input_tokens=int, output_tokens=int, total_tokens=int),
         ),
         "CreatedMessage": _object(

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from app.api.http.errors import log_error
 from app.api.output.answer import Answer, ChoiceOutput
@@ -122,7 +122,8 @@ class ResponseState(Answer):
         That is the replica of the first request and its place in the queue; `explain`: and why this replica. An admin
         sees the loads of all replicas too, which other clients' requests cause.
         """
-        headers, queued = {**self.pipeline_headers, **self.ignored_header}, self.queued
+        own = {} if self.writer is None else self.writer.headers
+        headers, queued = {**own, **self.pipeline_headers, **self.ignored_header}, self.queued
         if queued is not None:
             headers["x-carousel-queue-position"] = str(queued.position)
             headers["x-carousel-estimated-wait-ms"] = str(round(queued.estimated_wait_s * 1e3))
@@ -247,6 +248,8 @@ class EventWriter(Protocol):
 
 class Writer(ABC):
     """Writes the responses of one endpoint."""
+
+    headers: ClassVar[Mapping[str, str]] = MappingProxyType({})  # of all of them
 
     @abstractmethod
     async def full_response(self, state: ResponseState) -> Json:
