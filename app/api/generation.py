@@ -31,6 +31,7 @@ from app.text import Reasoning, Tokenizer
 from app.text.text_pairs import EncodedText
 
 SEED_MASK = 2**63 - 1
+LEAST_TOP_P = 1e-6  # less than the likeliest token of any vocabulary has
 # A text with more characters for each token of the context is counted before it is encoded: it is hardly one that fits.
 USUAL_CHARACTERS_PER_TOKEN = 16
 # Bytes of a text of which only the end is wanted, or the number of tokens: it is encoded in a second.
@@ -98,7 +99,7 @@ def shared_fields(body: GenerationRequest, model: ServedModel, context: RequestC
         "min_tokens": body.min_tokens,
         "temperature": body.temperature,
         "top_k": max(0, body.top_k),
-        "top_p": body.top_p,
+        "top_p": max(body.top_p, LEAST_TOP_P),
         "min_p": body.min_p,
         "presence_penalty": body.presence_penalty,
         "frequency_penalty": body.frequency_penalty,
@@ -348,8 +349,9 @@ def prepare_generation(
         num_choices=body.n,
         prompt_texts=prompt_texts,
         stop=tuple(body.stop),
+        stop_tokens=model.tokenizer.special_tokens_in(body.stop) if body.stop else {},
         skip_special_tokens=body.skip_special_tokens,
-        include_stop=body.include_stop_str_in_output,
+        include_stop=body.include_stop_str_in_output or body.no_stop_trim,
         detail_options=details,
         include_usage=include_usage or wants_timings,
         continuous_usage=include_usage and streaming is not None and bool(streaming.continuous_usage_stats),
@@ -429,11 +431,13 @@ def chat_prompt(body: ChatRequest, model: ServedModel) -> tuple[int, ...]:
 
 
 def truncated(prompt: tuple[int, ...], body: GenerationRequest, model: ServedModel) -> tuple[int, ...]:
-    """The prompt's end, where so much of it is wanted."""
+    """So much of the prompt as is wanted, without what is cut off at one side."""
     num_kept = body.truncate_prompt_tokens
     if num_kept == -1:
         num_kept = max(1, model.facts.max_model_len - (1 if body.asked_tokens is None else body.asked_tokens))
-    return prompt if num_kept is None else prompt[-num_kept:]
+    if num_kept is None:
+        return prompt
+    return prompt[:num_kept] if body.truncation_side == "right" else prompt[-num_kept:]
 
 
 def _max_tokens(

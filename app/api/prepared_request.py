@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any
@@ -38,7 +38,7 @@ class RequestLimits:
     max_answer_logprobs: int = 1_000_000
     # Requests × `allowed_token_ids`: each request carries its own to its replica, which reads a thousand in 40 µs.
     max_allowed_token_ids: int = 32 * MAX_ALLOWED_TOKEN_IDS
-    max_stop_strings: int = 4  # entries of `stop`, as OpenAI has it
+    max_stop_strings: int = 128  # entries of `stop`; each is looked for in every piece of text that may begin one
     max_stop_length: int = 256  # characters of one stop string: so much of the text is held back
     heartbeat_s: float = 15.0  # silence on a stream after which a comment is sent: proxies close at 30 to 60 s
 
@@ -165,6 +165,7 @@ class PreparedRequest:
     num_choices: int = 1
     prompt_texts: tuple[str, ...] = ()  # one for each prompt that is to be echoed; none otherwise
     stop: tuple[str, ...] = ()
+    stop_tokens: Mapping[int, str] = field(default_factory=dict)  # the special tokens in `stop`, each with its text
     skip_special_tokens: bool = True
     include_stop: bool = False
     detail_options: TokenDetailOptions | None = None

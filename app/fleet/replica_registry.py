@@ -87,7 +87,9 @@ class ReplicaRegistry:
             Unavailable: no replica computes with adapters, and the request has one.
         """
         session = request.session
-        group = self._groups.choose(session or request.call or request.request_id, asked=request.group, preset=request.preset)
+        group = self._groups.choose(
+            session or request.call or request.request_id, asked=request.group, preset=request.preset
+        )
         chain = digests_of(request.prompt_token_ids, salt=request.prefix_salt, block_size=self._block_size)
         candidates = self._ledger.candidates(
             replica_ids if request.adapter is None else self._that_adapt(replica_ids),

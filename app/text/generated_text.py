@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from msgspec import Struct
 
@@ -24,10 +25,17 @@ class TextDelta(Struct, gc=False):
     num_reasoning_tokens: int = 0  # of the tokens
 
 
+def _sign(number: int) -> str:
+    """What stands for a hidden special token until stop strings are found: a lone surrogate, which no text has."""
+    first_surrogate = 0xD800
+    return chr(first_surrogate + number)
+
+
 class GeneratedText:
     """Detokenizer, reasoning and stop strings of one request.
 
-    Stop strings count only after the first `min_tokens` tokens, and not in reasoning.
+    A special token that is hidden still completes a stop string that contains it. Stop strings count only after the
+    first `min_tokens` tokens, and not in reasoning.
     """
 
     def __init__(
@@ -35,14 +43,16 @@ class GeneratedText:
         tokenizer: Tokenizer,
         *,
         stop: Sequence[str] = (),
+        stop_tokens: Mapping[int, str] = MappingProxyType({}),
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
         shown_token_ids: frozenset[int] = frozenset(),
         include_stop: bool = False,
         reasoning: Reasoning | None = None,
     ) -> None:
-        """`shown_token_ids`: shown even if they are special and those are skipped; so are the marks of reasoning.
+        """`stop_tokens`: the special tokens in the stop strings, as `Tokenizer.special_tokens_in` finds them.
 
+        `shown_token_ids`: shown even if they are special and those are skipped; so are the marks of reasoning.
         `include_stop`: the stop string or token that ends the text is shown too.
         """
         if reasoning is not None:
@@ -52,7 +62,12 @@ class GeneratedText:
         self._detokenizer = Detokenizer(
             tokenizer, skip_special_tokens=skip_special_tokens, shown_token_ids=shown_token_ids
         )
-        self._stop_strings = StopStrings(stop, is_shown=include_stop) if stop else None
+        hidden = stop_tokens.keys() - shown_token_ids if skip_special_tokens else ()
+        self._signs = {token_id: _sign(number) for number, token_id in enumerate(hidden)}
+        self._unsigned = {ord(sign): "" for sign in self._signs.values()}
+        # Each stop string as it is looked for, and as it was sent.
+        self._stop = {self._signed(text, stop_tokens): text for text in stop} | {text: text for text in stop}
+        self._stop_strings = StopStrings(tuple(self._stop), is_shown=include_stop) if stop else None
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._num_tokens = 0
@@ -74,7 +89,7 @@ class GeneratedText:
         added = TextDelta("", len(delta.token_ids), delta.finish_reason)
         for num_tokens, token_id in enumerate(self._visible(delta), start=1):
             self._num_tokens += 1
-            self._add(self._detokenizer.push((token_id,)), added, num_tokens=1)
+            self._add(self._signs.get(token_id) or self._detokenizer.push((token_id,)), added, num_tokens=1)
             if added.stop_string is not None:
                 added.num_tokens, added.finish_reason = num_tokens, FinishReason.STOP
                 return added
@@ -91,10 +106,13 @@ class GeneratedText:
         stop_strings = self._stop_strings
         if stop_strings is not None and (is_last or self._num_tokens > self._min_tokens):
             text = stop_strings.push(text)
-            added.stop_string = stop_strings.found
-            if is_last and stop_strings.found is None:
+            if stop_strings.found is not None:
+                added.stop_string = self._stop[stop_strings.found]
+                if self._include_stop:
+                    text = text.removesuffix(stop_strings.found) + added.stop_string
+            elif is_last:
                 text += stop_strings.flush()
-        added.text += text
+        added.text += text.translate(self._unsigned) if self._unsigned else text
 
     def _split(
         self, text: str, splitter: ReasoningSplitter, added: TextDelta, *, num_tokens: int, is_last: bool
@@ -108,8 +126,14 @@ class GeneratedText:
             self._num_undecided_tokens = 0
         if splitter.phase is ReasoningPhase.ANSWER:
             self._splitter = None
-        added.reasoning += "".join(part.reasoning for part in parts)
+        added.reasoning += "".join(part.reasoning for part in parts).translate(self._unsigned)
         return "".join(part.text for part in parts)
+
+    def _signed(self, text: str, stop_tokens: Mapping[int, str]) -> str:
+        """A stop string with a sign in the place of each hidden token."""
+        for token_id in sorted(self._signs, key=lambda each: len(stop_tokens[each]), reverse=True):
+            text = text.replace(stop_tokens[token_id], self._signs[token_id])
+        return text
 
     def _visible(self, delta: TokenDelta) -> tuple[int, ...]:
         return delta.token_ids if delta.stop_token_id is None or self._include_stop else delta.token_ids[:-1]

@@ -17,6 +17,7 @@ class StopStrings:
     def __init__(self, stop: Sequence[str], *, is_shown: bool = False) -> None:
         """`is_shown`: the stop string itself comes out, what follows does not."""
         self._stop = tuple(stop)
+        self._firsts = frozenset(text[0] for text in stop)
         self._is_shown = is_shown
         self._held = ""
         self.found: str | None = None
@@ -26,6 +27,8 @@ class StopStrings:
         if self.found is not None:
             return ""
         text, self._held = self._held + piece, ""
+        if self._firsts.isdisjoint(text):  # nearly always, and no time goes by for each of many stop strings
+            return text
         complete = [(at + len(stop), -len(stop), stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if complete:
             end, _, self.found = min(complete)

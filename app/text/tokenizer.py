@@ -74,6 +74,11 @@ class Tokenizer:
             token_id for token_id in self.special_token_ids if self._backend.id_to_token(token_id) in texts
         )
 
+    def special_tokens_in(self, texts: Sequence[str]) -> dict[int, str]:
+        """The special tokens that these texts contain, each with its own text."""
+        found = {token_id for token_ids in self.encode_all(texts) for token_id in token_ids}
+        return {token_id: self.token_text(token_id) for token_id in sorted(found & self.special_token_ids)}
+
     def encode(self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None) -> tuple[int, ...]:
         """Token ids of a text; `add_special_tokens` puts the model's own begin/end tokens around it.
 

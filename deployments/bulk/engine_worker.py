@@ -10,8 +10,8 @@ import logging
 import math
 import threading
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from app.engine.engine import Engine
 from app.engine.matcher import Matcher, Matchers
@@ -33,6 +33,7 @@ class PreparedItem:
     stop: tuple[str, ...]
     skip_special_tokens: bool
     include_stop: bool = False
+    stop_tokens: Mapping[int, str] = field(default_factory=dict)  # the special tokens in `stop`, each with its text
     # For one whose text is made of the log-probabilities of its named tokens, or of the scores of its labels.
     text_of_numbers: Callable[[Sequence[float]], str] | None = None
 
@@ -268,6 +269,7 @@ def _stopping_text(item: PreparedItem, tokenizer: Tokenizer) -> GeneratedText:
     return GeneratedText(
         tokenizer,
         stop=item.stop,
+        stop_tokens=item.stop_tokens,
         min_tokens=item.request.sampling.min_tokens,
         skip_special_tokens=item.skip_special_tokens,
         include_stop=item.include_stop,

@@ -145,6 +145,7 @@ async def prepare_row(item: Item, handler: RequestHandler) -> PreparedItem | Inv
         id=item.id,
         request=replace(request, request_id=f"item-{item.number}"),
         stop=call.stop,
+        stop_tokens=call.stop_tokens,
         skip_special_tokens=call.skip_special_tokens,
         include_stop=call.include_stop,
         text_of_numbers=_text_of_numbers(body, call.model),

@@ -250,6 +250,24 @@ def test_a_stop_string_ends_the_text_and_closes_the_stream(tokenizer: Tokenizer)
     assert not service.generate.open
 
 
+def test_a_stop_string_may_be_a_special_token(tokenizer: Tokenizer) -> None:
+    service = Service(tokenizer, lambda request: [(20,), (2,), last(request, (21,), FinishReason.LENGTH)])
+    body = service.complete(stop=[str(number) for number in range(5, 9)] + ["<|user|>"]).json
+    [choice] = body["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("0", "stop", "<|user|>")
+    assert body["usage"]["completion_tokens"] == 2
+    for name in ("include_stop_str_in_output", "no_stop_trim"):
+        assert service.complete(stop="<|user|>", **{name: True}).json["choices"][0]["text"] == "0<|user|>"
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_prompt_that_is_too_long_is_cut_at_the_side_that_is_named(service: Service, side: str) -> None:
+    fields = {"truncate_prompt_tokens": 3, "truncation_side": side}
+    kept = {"left": (8, 9, 10), "right": (5, 6, 7)}[side]
+    assert service.complete(prompt=[5, 6, 7, 8, 9, 10], **fields).status == 200
+    assert service.request.prompt_token_ids == kept
+
+
 def test_a_stop_token_id_is_named_but_the_end_token_is_not(tokenizer: Tokenizer) -> None:
     service = Service(tokenizer, lambda request: [last(request, (30, 31), FinishReason.STOP, stop_token_id=31)])
     [choice] = service.complete(stop_token_ids=[31]).json["choices"]

@@ -111,7 +111,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"structural_tag": "{}"}, 'send structured_outputs: {"structural_tag": ...}'),
         ({"format": "json"}, 'send structured_outputs: {"json": ...}'),
         ({"stop_regex": "a+"}, "send stop with texts"),
-        ({"no_stop_trim": True}, "send include_stop_str_in_output"),
         ({"max_new_tokens": 5}, "send max_tokens"),
         ({"n_predict": 5}, "send max_tokens"),
         ({"repetition_detection": {"max_pattern_size": 5}}, "leave it out"),
@@ -134,7 +133,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"reasoning": {"effort": "low"}}, "send reasoning_effort or thinking_token_budget"),
         ({"system": "Be brief."}, "send a message with the role system"),
         ({"input_ids": [5]}, "send them as prompt to /v1/completions"),
-        ({"truncation_side": "right"}, "leave it out"),
         ({"plugins": [{"id": "web"}]}, "leave it out"),
         ({"lora_path": "a"}, "send the adapter's name as model"),
         ({"verbosity": "low"}, "send a message that says how long"),
@@ -182,6 +180,16 @@ def test_values_with_which_others_switch_a_field_off_ask_for_nothing(service: Se
     answer = service.chat(**off | {"length_penalty": 1.0, "repeat_penalty": 1.0})
     assert answer.status == 200, answer.body
     assert "x-carousel-ignored" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    "fields", [{"top_p": 0}, {"best_of": 0}, {"max_tokens": -1}, {"max_completion_tokens": -1.0}, {"top_k": -1}]
+)
+def test_the_least_values_of_clients_are_accepted(service: Service, fields: dict[str, Any]) -> None:
+    assert service.chat(**fields).status == 200
+    [request] = service.generate.requests
+    assert request.sampling.max_tokens > 100
+    assert 0 < request.sampling.top_p <= 1
 
 
 def test_an_endpoint_keeps_the_fields_of_its_own(service: Service) -> None:

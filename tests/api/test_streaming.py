@@ -93,6 +93,23 @@ def test_running_usage_on_request(service: Service) -> None:
     assert final["usage"] == chunks[-1]["usage"]
 
 
+@pytest.mark.parametrize("size", [1, 5])
+def test_usage_of_a_chat_counts_from_the_first_text_on(tokenizer: Tokenizer, size: int) -> None:
+    """The event that says the role has none of the tokens, however many came together."""
+    tokens = tokenizer.encode("3 4 5 6 7", add_special_tokens=False)
+    pieces = [tokens[at : at + size] for at in range(0, 5, size)]
+    service = Service(tokenizer, lambda request: [*pieces, last(request, (4,), FinishReason.STOP)])
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, final = service.chat(stream=True, stream_options=options).chunks
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == [0, *range(size, 6, size), 6]
+    assert all(
+        chunk["usage"]["total_tokens"] - count == final["usage"]["prompt_tokens"]
+        for chunk, count in zip(chunks, counts, strict=True)
+    )
+    assert final["usage"]["completion_tokens"] == 6
+
+
 def test_stream_options_without_wishes_change_nothing(service: Service) -> None:
     for options in ({}, {"include_usage": None}, {"include_usage": False}):
         assert all("usage" not in chunk for chunk in service.chat(stream=True, stream_options=options).chunks)

@@ -63,6 +63,42 @@ def test_a_stop_string_that_the_flushed_text_completes_is_found(tokenizer: Token
     assert (last.text, last.finish_reason) == ("3", FinishReason.STOP)
 
 
+@pytest.mark.parametrize(
+    ("stop", "shown", "included", "num_tokens"),
+    [
+        ("<|user|>", "3 4", "3 4<|user|>", 3),
+        ("4<|user|>", "3 ", "3 4<|user|>", 3),
+        ("<|user|> 5", "3 4", "3 4<|user|> 5", 4),
+        ("<|user|>5", "3 4 5 6", "3 4 5 6", 6),
+        ("<|end|>", "3 4 5", "3 4 5<|end|>", 5),
+        ("user", "3 4 5 6", "3 4 5 6", 6),
+    ],
+)
+@pytest.mark.parametrize("include_stop", [False, True])
+@pytest.mark.parametrize("size", [1, 6])
+def test_a_hidden_special_token_completes_a_stop_string(
+    tokenizer: Tokenizer, stop: str, shown: str, included: str, num_tokens: int, include_stop: bool, size: int
+) -> None:
+    ids = encode(tokenizer, "3 4<|user|> 5<|end|> 6")
+    stop_tokens = tokenizer.special_tokens_in([stop, "never"])
+    text = GeneratedText(tokenizer, stop=[stop, "never"], stop_tokens=stop_tokens, include_stop=include_stop)
+    added = [text.push(delta(*ids[at : at + size])) for at in range(0, len(ids), size)]
+    if added[-1].finish_reason is None:
+        added.append(text.push(delta(reason=FinishReason.LENGTH)))
+    until_end = next(at for at, each in enumerate(added, 1) if each.finish_reason is not None)
+    assert "".join(each.text for each in added[:until_end]) == (included if include_stop else shown)
+    assert sum(each.num_tokens for each in added[:until_end]) == num_tokens
+    assert added[until_end - 1].stop_string == (stop if num_tokens < 6 else None)
+
+
+def test_a_special_token_that_no_stop_string_ends_at_stays_hidden(tokenizer: Tokenizer) -> None:
+    ids = encode(tokenizer, "3<|user|> 4 5")
+    stop = ["<|user|> 5", " 5"]
+    text = GeneratedText(tokenizer, stop=stop, stop_tokens=tokenizer.special_tokens_in(stop), min_tokens=2)
+    added = text.push(delta(*ids))
+    assert (added.text, added.stop_string) == ("3 4", " 5")
+
+
 def test_stop_strings_wait_for_min_tokens(tokenizer: Tokenizer) -> None:
     text = GeneratedText(tokenizer, stop=[" 5"], min_tokens=3)
     last = text.push(delta(*encode(tokenizer, "3 4 5 6 5 7")))

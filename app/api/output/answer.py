@@ -78,10 +78,16 @@ class Answer:
     outputs: list[ChoiceOutput]  # of each request
     token_bytes: Callable[[int], bytes]  # the bytes that a token id stands for
 
-    def usage(self) -> Json:
-        """Prompts count once each, generated tokens (end-of-text tokens too) of all choices."""
+    def usage(self, *, before: ChoiceDelta | None = None) -> Json:
+        """Prompts count once each, generated tokens (end-of-text tokens too) of all choices.
+
+        `before`: the tokens of this delta do not count yet.
+        """
         num_completion_tokens = sum(output.num_tokens for output in self.outputs)
         num_reasoning = sum(output.num_reasoning_tokens for output in self.outputs)
+        if before is not None:
+            num_completion_tokens -= before.num_tokens
+            num_reasoning -= before.num_reasoning_tokens
         usage = usage_of(
             self.facts.num_prompt_tokens,
             num_completion_tokens,

@@ -123,6 +123,7 @@ async def _choice_pieces(prepared: PreparedRequest, index: int) -> AsyncGenerato
     text = GeneratedText(
         prepared.model.tokenizer,
         stop=prepared.stop,
+        stop_tokens=prepared.stop_tokens,
         min_tokens=request.sampling.min_tokens,
         skip_special_tokens=prepared.skip_special_tokens,
         shown_token_ids=prepared.tools.token_ids if prepared.tools else frozenset(),

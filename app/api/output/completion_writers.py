@@ -204,7 +204,7 @@ class ChunkWriter:
         choices = self._form.chunk_choices(piece, is_first=is_first)
         if choices:
             self._begun.add(piece.index)
-        return (b"".join([event(self._chunk(choice)) for choice in choices]),) if choices else ()
+        return (b"".join([event(self._chunk(choice, piece)) for choice in choices]),) if choices else ()
 
     def _detailed_events(self, piece: ChoiceDelta, details: DetailsWriter) -> Iterable[bytes]:
         """The events of a call that asks for details."""
@@ -214,7 +214,7 @@ class ChunkWriter:
         choices = self._form.chunk_choices(
             piece, is_first=is_first, details=None if piece.details is None else details.of_chunk(piece.details)
         )
-        chunks = [self._chunk(choice) for choice in choices]
+        chunks = [self._chunk(choice, piece) for choice in choices]
         if chunks and is_first:
             self._begun.add(piece.index)
             self._form.with_prompt(chunks[0], choices[0], details.of_prompt(piece.index))
@@ -231,15 +231,18 @@ class ChunkWriter:
         marked = ChoiceDelta(index, text, num_tokens=1, num_cached_tokens=0)
         [choice] = self._form.chunk_choices(marked, is_first=False)
         # The last mark: nothing that follows the text is a string, but a name before it might be the mark.
-        before, mark, after = event(self._chunk(choice)).rpartition(to_json(text))
+        before, mark, after = event(self._chunk(choice, marked)).rpartition(to_json(text))
         assert mark, "the text of an event is in it"
         self._around_text[index] = before, after
         return before, after
 
-    def _chunk(self, choice: Json) -> Json:
+    def _chunk(self, choice: Json, piece: ChoiceDelta) -> Json:
+        """A chunk for a delta. One that only says the role has none of its tokens."""
         chunk = self._envelope | {"choices": [choice]}
         if self._facts.include_usage:
-            chunk["usage"] = self._answer.usage() if self._facts.continuous_usage else None
+            chunk["usage"] = None
+        if self._facts.continuous_usage:
+            chunk["usage"] = self._answer.usage(before=piece if "role" in choice.get("delta", ()) else None)
         return chunk
 
     def end(self) -> Iterable[bytes]:

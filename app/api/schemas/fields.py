@@ -45,6 +45,11 @@ def _unless_false(value: Any) -> Any:
     return None if value is False else as_int(value)
 
 
+def _unless_unlimited(value: Any) -> Any:
+    """`max_tokens` of a chat: -1 asks for as many tokens as fit, which is the default."""
+    return None if as_int(value) == -1 else value
+
+
 def _texts(value: Any) -> Any:
     """`stop`: one string stands for a list of one."""
     texts = [value] if isinstance(value, str) else value
@@ -167,6 +172,9 @@ AsInt = BeforeValidator(as_int)
 Natural = Annotated[int, Field(ge=0), AsInt]
 NumSamples = Annotated[int, Field(ge=1), AsInt]
 NumTokens = Annotated[int, Field(ge=1, le=MAX_TOKENS), AsInt]
+LengthOfChat = Annotated[
+    NumTokens | None, BeforeValidator(_unless_unlimited, json_schema_input_type=NumTokens | Literal[-1] | None)
+]
 TokenBudget = Annotated[int, Field(ge=0, le=MAX_TOKENS), AsInt]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]  # as OpenAI names them
 ToolChoice = Annotated[Literal["none", "auto", "required"] | T, BeforeValidator(_tool_choice)]

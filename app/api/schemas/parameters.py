@@ -67,7 +67,6 @@ _UNAVAILABLE_EVERYWHERE: dict[str, RefusedField] = {
     "grammar_triggers": _off([]),
     # its end
     "stop_regex": _send('stop with texts, or structured_outputs: {"regex": ...}', "", []),
-    "no_stop_trim": _send("include_stop_str_in_output", False),
     "max_new_tokens": _send("max_tokens"),
     "n_predict": _send("max_tokens"),
     "num_predict": _send("max_tokens"),
@@ -124,7 +123,6 @@ _UNAVAILABLE_EVERYWHERE: dict[str, RefusedField] = {
     "tool_prompt": _send(_TEMPLATE, ""),
     "guideline": _send(_TEMPLATE, ""),
     "truncate": _send("truncate_prompt_tokens"),
-    "truncation_side": _off("left"),
     "verbosity": _send("a message that says how long the answer should be", "medium"),
     "plugins": _off([]),
     "preset": _off(""),

@@ -25,6 +25,7 @@ from app.api.schemas.fields import (
     AsInt,
     Documents,
     JoinedText,
+    LengthOfChat,
     ListOf,
     Natural,
     NonEmpty,
@@ -161,7 +162,7 @@ class GenerationRequest(QueuedRequest):
     effort_param: ClassVar[str] = "reasoning_effort"  # the field for its effort
 
     temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(1.0, ge=0, le=1)  # 0: only the likeliest token
     top_k: Annotated[int, Field(ge=-1, le=MAX_TOKENS), AsInt] = 0
     min_p: float = Field(0.0, ge=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
@@ -181,7 +182,7 @@ class GenerationRequest(QueuedRequest):
     ] = Field(default_factory=dict)
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63), AsInt] | None = None
     n: NumSamples = 1
-    best_of: NumSamples | None = None  # the number of samples; the response has the `n` likeliest
+    best_of: Natural | None = None  # the number of samples, or 0 for `n`; the response has the `n` likeliest
     max_tokens: NumTokens | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS), AsInt] = 0
     stop: Annotated[list[str], BeforeValidator(_texts, json_schema_input_type=NonEmpty | list[NonEmpty])] = Field(
@@ -204,10 +205,12 @@ class GenerationRequest(QueuedRequest):
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    # Keep this many at the end; -1: as many as fit.
+    no_stop_trim: bool = False  # the same by its name at SGLang
+    # Keep this many, at the end unless `truncation_side` is "right"; -1: as many as fit.
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_TOKENS), AsInt] | None = Field(
         None, json_schema_extra={"not": {"const": 0}}
     )
+    truncation_side: Literal["left", "right"] = "left"  # the side that `truncate_prompt_tokens` cuts off
     prompt_logprobs: Natural | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
@@ -255,7 +258,7 @@ class GenerationRequest(QueuedRequest):
     @property
     def num_samples(self) -> int:
         """The number of samples for each prompt."""
-        return self.n if self.best_of is None else self.best_of
+        return self.best_of or self.n
 
     @property
     def asked_logprobs(self) -> tuple[str, int | None]:
@@ -292,7 +295,8 @@ class ChatRequest(Conversation, GenerationRequest):
 
     tool_choice: ToolChoice[ToolChoiceObject] = "auto"
     parallel_tool_calls: bool = True
-    max_completion_tokens: NumTokens | None = None
+    max_tokens: LengthOfChat = None
+    max_completion_tokens: LengthOfChat = None
     logprobs: bool = False
     top_logprobs: Natural | None = None
     continue_final_message: bool = False
