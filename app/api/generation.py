@@ -15,6 +15,7 @@ from app.api.json_structure import MAX_STRUCTURE, check_structure
 from app.api.output.structured_output import grammar_of
 from app.api.output.tool_calls import ToolUse, tool_use
 from app.api.prepared_request import (
+    EchoedPrompt,
     PreparedRequest,
     RequestLimits,
     ServedModel,
@@ -289,7 +290,7 @@ def prepare_generation(
     shared: SharedFields,
     *,
     default_max_tokens: int | None = None,
-    prompt_texts: tuple[str, ...] = (),
+    echoes: tuple[EchoedPrompt, ...] = (),
     reasoning: Reasoning | None = None,
     form: Callable[[int], Grammar | None] | None = None,
 ) -> PreparedRequest:
@@ -347,7 +348,7 @@ def prepare_generation(
         num_logprobs=num_logprobs,
         num_samples=body.num_samples,
         num_choices=body.n,
-        prompt_texts=prompt_texts,
+        echoes=echoes,
         stop=tuple(body.stop),
         stop_tokens=model.tokenizer.special_tokens_in(body.stop) if body.stop else {},
         skip_special_tokens=body.skip_special_tokens,

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -148,6 +148,13 @@ class AnswerFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     of_body: bytes = b"{}"  # JSON: the fields of a response (`/v1/responses`) that repeat its request
 
 
+class EchoedPrompt(NamedTuple):
+    """The text of a prompt that stands before the generated text."""
+
+    text: str = ""
+    num_unseen: int = 0  # of the prompt's first tokens, those that the tokenizer added: the text does not have them
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRequest:
     """A client's request, checked and tokenized: `num_samples` requests of engines for each prompt, prompt by prompt.
@@ -163,7 +170,7 @@ class PreparedRequest:
     num_logprobs: int = 0  # the most that its answer can have: of generated, of echoed and of prompt tokens
     num_samples: int = 1
     num_choices: int = 1
-    prompt_texts: tuple[str, ...] = ()  # one for each prompt that is to be echoed; none otherwise
+    echoes: tuple[EchoedPrompt, ...] = ()  # one for each prompt where prompts are echoed
     stop: tuple[str, ...] = ()
     stop_tokens: Mapping[int, str] = field(default_factory=dict)  # the special tokens in `stop`, each with its text
     skip_special_tokens: bool = True
@@ -202,9 +209,9 @@ class PreparedRequest:
             has_prediction=bool(self.requests[0].prediction_token_ids),
         )
 
-    def prompt_text(self, index: int) -> str:
-        """What one of the requests echoes; "" where nothing is."""
-        return self.prompt_texts[index // self.num_samples] if self.prompt_texts else ""
+    def echo(self, index: int) -> EchoedPrompt:
+        """What one of the requests echoes; an empty text where prompts are not echoed."""
+        return self.echoes[index // self.num_samples] if self.echoes else EchoedPrompt()
 
 
 def by_any_name(models: Iterable[ServedModel]) -> dict[str, ServedModel]:

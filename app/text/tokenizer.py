@@ -11,7 +11,8 @@ import inspect
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from app.errors import ContextTooLong, InvalidRequest, InvalidSetup
@@ -73,6 +74,13 @@ class Tokenizer:
         return frozenset(
             token_id for token_id in self.special_token_ids if self._backend.id_to_token(token_id) in texts
         )
+
+    @cached_property
+    def added_before(self) -> tuple[int, ...]:
+        """The ids of the special tokens that `add_special_tokens` puts before a text."""
+        [encoding] = self._backend.encode_batch_fast(["a"], add_special_tokens=True)
+        tokens = zip(encoding.ids, encoding.sequence_ids, strict=True)
+        return tuple(token_id for token_id, _ in takewhile(lambda token: token[1] is None, tokens))
 
     def special_tokens_in(self, texts: Sequence[str]) -> dict[int, str]:
         """The special tokens that these texts contain, each with its own text."""

@@ -208,6 +208,36 @@ def test_a_prompt_of_ids_is_echoed_as_their_text(told: Service, tokenizer: Token
     assert choice["text"] == " 23 4 5."
 
 
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("in_ids", [False, True])
+def test_special_tokens_of_an_echoed_prompt_are_in_the_text_and_in_the_offsets(
+    told: Service, tokenizer: Tokenizer, in_ids: bool, stream: bool, skip_special_tokens: bool
+) -> None:
+    text = "<|user|>1 2<|end|>"
+    ids = list(tokenizer.encode(text, add_special_tokens=False))
+    fields = {"echo": True, "logprobs": 0, "max_tokens": 2, "skip_special_tokens": skip_special_tokens}
+    answer = told.complete(prompt=ids if in_ids else text, stream=stream, **fields)
+    choices = [chunk["choices"][0] for chunk in answer.chunks] if stream else answer.json["choices"]
+    assert "".join(choice["text"] for choice in choices) == f"{text}3 4"
+    offsets = [offset for choice in choices if choice["logprobs"] for offset in choice["logprobs"]["text_offset"]]
+    assert offsets == [0, 8, 9, 11, 18, 19]
+
+
+@pytest.mark.parametrize(
+    ("num_kept", "text", "offsets"),
+    [(None, "<s>ab.", [0, 0, 3, 4, 5]), (9, "<s>ab.", [0, 0, 3, 4, 5]), (2, "ab.", [0, 1, 2])],
+)
+def test_a_token_that_the_tokenizer_puts_before_a_prompt_has_no_place_in_its_echo(
+    num_kept: int | None, text: str, offsets: list[int]
+) -> None:
+    tokenizer = build_byte_level(special=["<s>"], begins_with="<s>")
+    told = Service(tokenizer, telling(tokenizer, "."))
+    fields = {"echo": True, "logprobs": 0, "max_tokens": 1, "truncate_prompt_tokens": num_kept}
+    [choice] = told.complete(prompt="<s>ab", **fields).json["choices"]
+    assert (choice["text"], choice["logprobs"]["text_offset"]) == (text, offsets)
+
+
 @pytest.mark.parametrize(
     ("num_kept", "max_tokens", "num_tokens"), [(5, 8, 5), (500, 8, 100), (-1, 8, 100), (-1, 150, 50), (-1, 199, 1)]
 )

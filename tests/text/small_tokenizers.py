@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -15,8 +15,13 @@ from app.text import Tokenizer
 AWKWARD = (b"x\xc3", b"\xa9y\xc3", b"\xa9", b"\x98\x80\xf0\x9f", b"\xe2\x82", b"\xac ", b"\xef\xbf\xbd", b" the", b"ab")
 
 
-def build_byte_level(template: str | None = None, special: Sequence[str] = ()) -> Tokenizer:
-    """Byte-level: ids 0-255 are the bytes themselves, then `AWKWARD`, then the `special` ones and `<end>`."""
+def build_byte_level(
+    template: str | None = None, special: Sequence[str] = (), *, begins_with: str | None = None
+) -> Tokenizer:
+    """Byte-level: ids 0-255 are the bytes themselves, then `AWKWARD`, then the `special` ones and `<end>`.
+
+    `begins_with`: one of these stands before each text.
+    """
     symbols = bytes_to_unicode()
     vocab = {symbols[byte]: byte for byte in range(256)}
     for token in AWKWARD:
@@ -25,6 +30,10 @@ def build_byte_level(template: str | None = None, special: Sequence[str] = ()) -
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(list(special))
+    if begins_with is not None:
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{begins_with} $A", special_tokens=[(begins_with, backend.token_to_id(begins_with))]
+        )
     return _with_end(backend, template)
 
 

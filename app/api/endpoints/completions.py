@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from app.api.generation import encode_prompts, prepare_generation, shared_fields, truncated
-from app.api.prepared_request import PreparedRequest, ServedModel
+from app.api.prepared_request import EchoedPrompt, PreparedRequest, ServedModel
 from app.api.request_context import RequestContext
 from app.api.schemas.requests import CompletionRequest
 from app.errors import InvalidRequest
@@ -37,20 +37,24 @@ def prepare_completion(body: CompletionRequest, model: ServedModel, context: Req
         may_be_longer=body.truncate_prompt_tokens is not None,
         cut=partial(truncated, body=body, model=model),
     )
-    texts = _prompt_texts(body, model, prompts) if body.echo else ()
+    echoes = _echoes(body, model, prompts) if body.echo else ()
     default_max_tokens = 16  # OpenAI's default; a chat may use the rest of the context
     return prepare_generation(
-        "cmpl-", body, model, context, prompts, shared, default_max_tokens=default_max_tokens, prompt_texts=texts
+        "cmpl-", body, model, context, prompts, shared, default_max_tokens=default_max_tokens, echoes=echoes
     )
 
 
-def _prompt_texts(body: CompletionRequest, model: ServedModel, prompts: Sequence[tuple[int, ...]]) -> tuple[str, ...]:
+def _echoes(
+    body: CompletionRequest, model: ServedModel, prompts: Sequence[tuple[int, ...]]
+) -> tuple[EchoedPrompt, ...]:
     """What is echoed of each prompt: the text as it was sent; of token ids and of what was cut short, theirs."""
-    cut = body.truncate_prompt_tokens is not None
+    is_cut = body.truncate_prompt_tokens is not None
+    added = model.tokenizer.added_before if body.add_special_tokens else ()
 
-    def text(given: str | list[int], token_ids: tuple[int, ...]) -> str:
-        if isinstance(given, str) and not cut:
-            return given
-        return model.tokenizer.decode(token_ids, skip_special_tokens=body.skip_special_tokens)
+    def echo(given: str | list[int], token_ids: tuple[int, ...]) -> EchoedPrompt:
+        num_unseen = len(added) if isinstance(given, str) and token_ids[: len(added)] == added else 0
+        if isinstance(given, str) and not is_cut:
+            return EchoedPrompt(given, num_unseen)
+        return EchoedPrompt(model.tokenizer.decode(token_ids[num_unseen:], skip_special_tokens=False), num_unseen)
 
-    return tuple(text(given, token_ids) for given, token_ids in zip(body.prompt, prompts, strict=True))
+    return tuple(echo(given, token_ids) for given, token_ids in zip(body.prompt, prompts, strict=True))

@@ -64,10 +64,10 @@ class LogprobsCollector:
         self._detail_options = options
         is_scored = options.echo or options.prompt_logprobs is not None
         self._prompt = prepared.requests[index].prompt_token_ids if is_scored else ()
-        self._prompt_text = prepared.prompt_text(index)
+        self._prompt_text, self._num_unseen = prepared.echo(index)
         self._has_echoed = not options.echo
         self._num_prompt_tokens = 0
-        self._prompt_offsets = TokenOffsets(tokenizer, skip_special_tokens=prepared.skip_special_tokens)
+        self._prompt_offsets = TokenOffsets(tokenizer, skip_special_tokens=False)  # the prompt is echoed as it is
         self._offsets = TokenOffsets(tokenizer, skip_special_tokens=prepared.skip_special_tokens)
 
     def push(self, delta: TokenDelta, *, num_tokens: int, has_ended: bool) -> tuple[str, TokenDetails] | None:
@@ -92,7 +92,9 @@ class LogprobsCollector:
         found = logprobs if first else (None, *logprobs)
         token_ids = self._prompt[first : first + len(found)]
         self._num_prompt_tokens += len(token_ids)
-        offsets: Iterable[int] = self._prompt_offsets.push(token_ids) if most else repeat(0)
+        num_unseen = max(0, self._num_unseen - first)
+        seen = self._prompt_offsets.push(token_ids[num_unseen:]) if most else repeat(0)
+        offsets: Iterable[int] = chain(repeat(0, num_unseen), seen)
         return tuple(
             TokenLogprob(token_id, each, min(offset, most))
             for token_id, each, offset in zip(token_ids, found, offsets, strict=False)
