@@ -106,6 +106,12 @@ class Pooling(StrEnum):
     MEAN = "mean"  # the mean of all tokens'
     CLS = "cls"  # the first token's; only of encoders
     SCORE = "score"  # no embedding: the number that a cross-encoder makes of its prompt, or a classifier for each label
+    LOGIT = "logit"  # the same before the function that makes scores of logits
+
+    @property
+    def is_of_head(self) -> bool:
+        """Whether the head of a cross-encoder or a classifier gives the numbers."""
+        return self in (Pooling.SCORE, Pooling.LOGIT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from app.engine.batch import ScheduledSequence, StepBatch, StepResult
 from app.engine.model_runner import ModelRunner
+from app.engine.request import Pooling
 from app.model.attention import check_call
 from app.model.inputs import pooled_places, to_device
 from app.model.pooling import PooledStates
@@ -104,8 +105,12 @@ def scores_of(states: torch.Tensor, sequences: tuple[ScheduledSequence, ...], sc
     lengths = [len(item.token_ids) for item in sequences]
     ends = list(accumulate(lengths))
     places = [end - 1 if score.reads_last else end - length for end, length in zip(ends, lengths, strict=True)]
-    scores: torch.Tensor = score.activation(score.head(states[to_device(places, states.device)]))
-    return scores
+    logits: torch.Tensor = score.head(states[to_device(places, states.device)])
+    is_raw = [item.pooling == Pooling.LOGIT for item in sequences]
+    if all(is_raw):
+        return logits
+    scores = score.activation(logits)
+    return torch.where(to_device(is_raw, states.device, torch.bool)[:, None], logits, scores) if any(is_raw) else scores
 
 
 def has_token_types(config: PreTrainedConfig) -> bool:

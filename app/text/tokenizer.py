@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache, cached_property
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from app.errors import ContextTooLong, InvalidRequest, InvalidSetup
@@ -76,11 +75,11 @@ class Tokenizer:
         )
 
     @cached_property
-    def added_before(self) -> tuple[int, ...]:
-        """The ids of the special tokens that `add_special_tokens` puts before a text."""
+    def added_around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ids of the special tokens that `add_special_tokens` puts before a text, and of those behind it."""
         [encoding] = self._backend.encode_batch_fast(["a"], add_special_tokens=True)
-        tokens = zip(encoding.ids, encoding.sequence_ids, strict=True)
-        return tuple(token_id for token_id, _ in takewhile(lambda token: token[1] is None, tokens))
+        at = [index for index, text in enumerate(encoding.sequence_ids) if text is not None]
+        return (tuple(encoding.ids[: at[0]]), tuple(encoding.ids[at[-1] + 1 :])) if at else ((), ())
 
     def special_tokens_in(self, texts: Sequence[str]) -> dict[int, str]:
         """The special tokens that these texts contain, each with its own text."""

@@ -18,7 +18,7 @@ from app.config import EngineConfig, ModelConfig
 from app.engine.request import Pooling, Request
 from app.json_pieces import json_pieces
 from app.text import Tokenizer
-from tests.kit.service import Answer, Connection, Service, Step, bearer, begun_batch, entry, http_client, vector
+from tests.kit.service import Answer, Service, Step, bearer, begun_batch, entry, http_client, vector
 from tests.tiny_encoders import VOCAB_SIZE, save_tiny_encoder, tiny_tokenizer
 from tests.waiting import until
 
@@ -110,8 +110,7 @@ def test_a_classifier_says_where_it_answers(classifying: Service) -> None:
         ({"input": ["w4"] * 10_001}, "input", "10,001 texts; at most 10,000"),
         ({"input": " ".join(["w4"] * 19)}, "input", "a text of 21 tokens; this model accepts 20"),
         ({"input": "", "add_special_tokens": False}, "input", "without tokens"),
-        ({"use_activation": False}, "use_activation", "not supported"),
-        ({"truncate_prompt_tokens": 3}, "truncate_prompt_tokens", "not supported"),
+        ({"truncate_prompt_tokens": 2, "input": "w4 w5"}, "truncate_prompt_tokens", "puts 2 tokens around each text"),
         ({"messages": [{"role": "user", "content": "w4"}]}, "messages", "not supported"),
     ],
     ids=lambda value: str(value)[:40],
@@ -177,19 +176,22 @@ async def test_a_real_classifier_gives_what_transformers_gives(tmp_path: Path) -
     )
     texts = [" ".join(f"w{at + step}" for step in range(1 + at % 5)) for at in range(4, 44)]
     with torch.inference_mode():
-        expected = model(**theirs(texts, return_tensors="pt", padding=True)).logits.softmax(dim=-1)
+        logits = model(**theirs(texts, return_tensors="pt", padding=True)).logits
+    expected = logits.softmax(dim=-1)
 
     engine = await asyncio.to_thread(
         build_engine, EngineConfig(model=ModelConfig(path=str(tmp_path), dtype="float32", device="cpu"))
     )
     try:
         service = Service(Tokenizer(theirs), generate=engine.generate, facts=CLASSIFIER)
-        async with Connection(service.app, "POST", PATH, {"input": texts}, {}) as connection:
-            data = (await connection.finished()).json["data"]
+        whole = await service.answer("POST", PATH, {"input": texts})
+        raw = await service.answer("POST", PATH, {"input": texts, "use_activation": False})
         answered = await service.handler.handle_item("", PATH, {"input": texts[0]})
     finally:
         engine.shutdown()
+    data = whole.json["data"]
     assert torch.tensor([each["probs"] for each in data]).sub(expected).abs().max() <= 1e-4
+    assert torch.tensor([each["probs"] for each in raw.json["data"]]).sub(logits).abs().max() <= 1e-4
     assert [each["label"] for each in data] == [LABELS[index] for index in expected.argmax(dim=-1).tolist()]
     assert [each["index"] for each in data] == list(range(40))
     assert json.loads(b"".join(json_pieces(answered.body)))["data"][0]["label"] == data[0]["label"]

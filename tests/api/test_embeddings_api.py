@@ -32,6 +32,7 @@ from tests.kit.service import (
     vector,
 )
 from tests.stalls import slowness, stalls_of_loop
+from tests.tiny_encoders import tiny_tokenizer
 
 
 def embedding_of(request: Request) -> list[float]:
@@ -98,6 +99,53 @@ def test_base64_holds_the_same_numbers(service: Service) -> None:
 
 def test_the_first_numbers_are_normalised_again(service: Service) -> None:
     assert ask(service, dimensions=2).json["data"][0]["embedding"] == pytest.approx([0.6, 0.8])
+
+
+@pytest.mark.parametrize("fields", [{"normalize": False}, {"use_activation": False}, {"activation": False}])
+def test_vectors_come_as_they_are_computed_where_that_is_asked_for(service: Service, fields: dict[str, bool]) -> None:
+    answer = ask(service, **fields)
+    assert answer.json["data"][0]["embedding"] == [3.0, 4.0, 0.0, 7.0]
+    assert ask(service, dimensions=2, **fields).json["data"][0]["embedding"] == [3.0, 4.0]
+    assert "x-carousel-ignored" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({"truncate_prompt_tokens": 2}, [5, 6]),
+        ({"truncate_prompt_tokens": 2, "truncation_side": "left"}, [8, 9]),
+        ({"truncate_prompt_tokens": 9}, [5, 6, 7, 8, 9]),
+    ],
+)
+def test_long_texts_are_cut_where_that_is_wanted(service: Service, fields: dict[str, Any], kept: list[int]) -> None:
+    answer = ask(service, input=[5, 6, 7, 8, 9], **fields)
+    assert service.request.prompt_token_ids == tuple(kept)
+    assert answer.json["usage"]["prompt_tokens"] == len(kept)
+
+
+def test_tokens_around_a_text_stay_when_it_is_cut() -> None:
+    encoder = Service(Tokenizer(tiny_tokenizer()), embed, pooling=Pooling.MEAN, max_model_len=5)
+    for most, side, kept in (
+        (4, "right", (1, 5, 6, 2)), (4, "left", (1, 8, 9, 2)), (-1, "right", (1, 5, 6, 7, 2)), (3, "left", (1, 9, 2)),
+    ):  # fmt: skip
+        ask(encoder, input="w5 w6 w7 w8 w9", truncate_prompt_tokens=most, truncation_side=side)
+        assert encoder.generate.requests[-1].prompt_token_ids == kept
+    refused = ask(encoder, input="w5 w6 w7 w8 w9", truncate_prompt_tokens=2)
+    assert (refused.status, refused.error["param"]) == (400, "truncate_prompt_tokens")
+    assert "is 2; the tokenizer puts 2 tokens around each text" in refused.error["message"]
+    assert ask(encoder, input="w5 w6 w7 w8 w9").error["code"] == "context_length_exceeded"
+
+
+def test_a_conversation_has_the_vector_of_its_prompt(service: Service) -> None:
+    messages = [{"role": "user", "content": "Is it a dog?"}, {"role": "assistant", "content": "It is"}]
+    for fields in ({}, {"add_generation_prompt": True}, {"continue_final_message": True}, {"add_special_tokens": True}):
+        answer = ask(service, input=None, messages=messages, **fields)
+        assert len(answer.json["data"]) == 1
+        same = {"messages": messages, "add_generation_prompt": False, **fields}
+        tokens = service.call("POST", "/tokenize", same).json["tokens"]
+        assert service.generate.requests[-1].prompt_token_ids == tuple(tokens)
+    assert ask(service, messages=messages).error["param"] == "messages"
+    assert ask(service, input=None).error["message"] == "input is required"
 
 
 def test_first_numbers_that_are_all_zero_stay_so(tokenizer: Tokenizer) -> None:

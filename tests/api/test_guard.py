@@ -25,7 +25,7 @@ WHO_MAY = {
     "all": {"GET /health", "GET /ready", "GET /", "GET /page/{name}"},
     "keys": {
         "POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses", "POST /v1/embeddings",
-        "POST /v1/rerank", "POST /v2/rerank", "POST /v1/score", "POST /v1/decisions",
+        "POST /v1/rerank", "POST /v2/rerank", "POST /rerank", "POST /v1/score", "POST /score", "POST /v1/decisions",
         "POST /v1/classify", "POST /classify",
         "GET /v1/models", "GET /v1/models/{model_id:path}", "POST /tokenize", "POST /detokenize", "GET /tokenizer_info",
         "GET /version", "GET /openapi.json", "GET /metrics", "POST /v1/messages", "POST /v1/messages/count_tokens",
@@ -45,8 +45,8 @@ WHO_MAY = {
     },
 }  # fmt: skip
 WITH_OTHER_BODIES = {
-    "/v1/rerank", "/v2/rerank", "/v1/score", "/v1/decisions", "/detokenize", "/v1/embeddings", "/v1/responses",
-    "/v1/messages", "/v1/classify", "/classify",
+    "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/v1/decisions", "/detokenize", "/v1/embeddings",
+    "/v1/responses", "/v1/messages", "/v1/classify", "/classify",
 }  # fmt: skip
 ADAPTER = "/admin/adapters/demo"  # only to be deleted
 CANCEL = "/v1/requests/demo/cancel"

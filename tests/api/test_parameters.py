@@ -20,6 +20,12 @@ PATHS: dict[str, tuple[str, dict[str, Any]]] = {
     "responses": ("/v1/responses", {"input": "Hi"}),
     "messages": ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}),
 }
+PATHS_WITHOUT_TEXT: dict[str, tuple[str, dict[str, Any]]] = {
+    "embeddings": ("/v1/embeddings", {"input": "Hi"}),
+    "classify": ("/v1/classify", {"input": "Hi"}),
+    "rerank": ("/v1/rerank", {"query": "Hi", "documents": ["Ho"]}),
+    "score": ("/v1/score", {"text_1": "Hi", "text_2": "Ho"}),
+}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 AS_TEXT = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
 GBNF = 'root ::= "a" | "b"'
@@ -155,6 +161,27 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"stop": ["a"]}, "send stop_sequences"),
         ({"reasoning_effort": "low"}, "send thinking"),
     ],
+    "embeddings": [
+        ({"task": "retrieval.query"}, "send the words that the model wants before a text, in the text itself"),
+        ({"input_type": "search_query"}, "send the words that the model wants"),
+        ({"embd_normalize": -1}, "send normalize"),
+        ({"embedding_types": ["int8"]}, "send encoding_format"),
+        ({"output_dimension": 2}, "send dimensions"),
+        ({"truncate": True}, "send truncate_prompt_tokens, with -1"),
+        ({"late_chunking": True}, "leave it out"),
+    ],
+    "rerank": [
+        ({"instruction": "Find it."}, "send the words that the model wants"),
+        ({"truncation_side": "left"}, "leave it out"),
+        ({"texts": ["a"]}, "send documents"),
+        ({"top_k": 2}, "send top_n"),
+        ({"return_text": True}, "send return_documents"),
+    ],
+    "score": [
+        ({"instruction": "Find it."}, "send the words that the model wants"),
+        ({"softmax": False}, "send use_activation"),
+    ],
+    "classify": [({"messages": [{"role": "user", "content": "a"}]}, "send input")],
 }
 
 
@@ -166,7 +193,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
 def test_a_field_that_would_change_the_output_is_refused_with_what_to_send(
     service: Service, endpoint: str, fields: dict[str, Any], words: str
 ) -> None:
-    path, body = PATHS[endpoint]
+    path, body = (PATHS | PATHS_WITHOUT_TEXT)[endpoint]
     answer = service.call("POST", path, body | fields)
     [name] = fields
     assert answer.status == 400
@@ -233,9 +260,9 @@ VALUES: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("endpoint", PATHS)
+@pytest.mark.parametrize("endpoint", PATHS | PATHS_WITHOUT_TEXT)
 def test_an_error_names_fields_and_no_kinds_of_values_as_our_code_calls_them(endpoint: str) -> None:
-    path, body = PATHS[endpoint]
+    path, body = (PATHS | PATHS_WITHOUT_TEXT)[endpoint]
     schema, messages = ENDPOINTS[path].schema, []
     for name in schema.model_fields:
         for value in VALUES:

@@ -101,6 +101,53 @@ def test_the_best_and_their_texts(embedding: Service) -> None:
     assert len(rerank(embedding, top_n=50).json["results"]) == 3
 
 
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
+def test_vllms_zeros_ask_for_nothing(embedding: Service, path: str) -> None:
+    assert len(rerank(embedding, path=path, top_n=0, max_tokens_per_doc=0).json["results"]) == 3
+
+
+@pytest.mark.parametrize("path", ["/v1/score", "/score"])
+@pytest.mark.parametrize("names", [("queries", "documents"), ("queries", "items"), ("data_1", "data_2")])
+def test_the_texts_of_a_score_have_the_names_of_vllm(embedding: Service, names: tuple[str, str], path: str) -> None:
+    first, second = names
+    data = embedding.call("POST", path, {first: "w10", second: ["w20", "w30"]}).json["data"]
+    assert [each["score"] for each in data] == pytest.approx([0.5, COSINES[30]], abs=1e-6)
+    for body, param, words in (
+        ({first: ["w1", "w2"], second: ["w3"] * 3}, first, f"{first} has 2 texts and {second} 3"),
+        ({first: "w1"}, "text_2", "text_2 is required"),
+        ({second: "w1"}, "text_1", "text_1 is required"),
+        ({first: "w1", second: "w2", "text_2": "w3"}, second, f"text_2 and {second} are names of the same texts"),
+        ({first: "w1", second: [5]}, second, "should hold only strings"),
+    ):
+        refused = embedding.call("POST", path, body)
+        assert (refused.status, refused.error["param"]) == (400, param)
+        assert words in refused.error["message"]
+
+
+@pytest.mark.parametrize("fields", [{"use_activation": False}, {"activation": False}, {"raw_scores": True}])
+def test_scores_are_asked_for_as_logits(crossing: Service, embedding: Service, fields: dict[str, bool]) -> None:
+    for answer in (rerank(crossing, **fields), score(crossing, **fields)):
+        assert (answer.status, answer.headers.get("x-carousel-ignored")) == (200, None)
+    assert {each.pooling for each in crossing.generate.requests} == {Pooling.LOGIT}
+    assert rerank(embedding, **fields).json["results"] == rerank(embedding).json["results"], (
+        "cosines are of no function"
+    )
+
+
+def test_texts_and_pairs_are_cut_to_a_number_of_tokens(crossing: Service, embedding: Service) -> None:
+    fields = {"query": "w10", "documents": ["w20 w21 w22 w23"], "truncate_prompt_tokens": 6}
+    rerank(crossing, **fields)
+    assert crossing.request.prompt_token_ids == (1, 10, 2, 20, 21, 2)
+    embedding.generate.script = lambda request: vector(request, [1.0, 0.0])
+    rerank(embedding, **fields | {"query": "w10 w11 w12", "truncate_prompt_tokens": 4})
+    assert prompts(embedding) == {0: (1, 10, 11, 2), 1: (1, 20, 21, 2)}
+    refused = rerank(crossing, **fields | {"truncate_prompt_tokens": 4})
+    assert (refused.status, refused.error["param"]) == (400, "documents")
+    assert "has 8 tokens; truncate_prompt_tokens is 4; shorten it" in refused.error["message"]
+    rerank(crossing, **fields | {"documents": ["w20 " * 40], "truncate_prompt_tokens": -1})
+    assert len(crossing.generate.requests[-1].prompt_token_ids) == 20
+
+
 def test_equal_scores_keep_the_order_of_the_documents(crossing: Service) -> None:
     results = rerank(crossing, documents=["w20", "w30", "w20", "w30"]).json["results"]
     assert [each["index"] for each in results] == [1, 3, 0, 2]

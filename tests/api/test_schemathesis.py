@@ -88,5 +88,5 @@ def test_the_service_does_what_its_description_says(url: str, mode: GenerationMo
             case.call_and_validate(checks=CHECKS)
 
         answers_as_described()
-    assert num_operations == 54
+    assert num_operations == 56
     assert num_cases >= 100

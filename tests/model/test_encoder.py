@@ -114,6 +114,19 @@ def test_each_label_of_a_classifier_has_its_probability(kind: str, problem_type:
     assert (torch.stack(found).amax(dim=0) - torch.stack(found).amin(dim=0)).min() > 0.02, "equal ones show nothing"
 
 
+def test_a_request_may_ask_for_logits_beside_others_that_ask_for_scores(tmp_path: Path) -> None:
+    model = save_tiny_encoder("bert", tmp_path, num_labels=3)
+    requests = [
+        replace(each, pooling=(Pooling.SCORE, Pooling.LOGIT)[at % 2])
+        for at, each in enumerate(some_requests(Pooling.SCORE))
+    ]
+    outcome = run_to_end(build(tmp_path), *requests)
+    for request in requests:
+        logits = alone(model, request, has_types=True).logits[0]
+        expected = logits if request.pooling == Pooling.LOGIT else logits.softmax(dim=0)
+        assert (vector_of(outcome, request) - expected).abs().max() <= TOLERANCE
+
+
 def test_a_model_may_leave_its_logits_as_they_are(tmp_path: Path) -> None:
     names = {"activation_fn": "torch.nn.modules.linear.Identity", "version": "5.1.0"}
     model = save_tiny_encoder("bert", tmp_path, num_labels=1, sentence_transformers=names)

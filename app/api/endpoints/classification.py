@@ -23,8 +23,8 @@ def prepare_classification(body: ClassifyRequest, model: ServedModel, context: R
     if not model.facts.labels:
         raise InvalidRequest(f"the model {model.name!r} is no classifier: it has no labels; ask another", param="model")
     check_number_of_texts(body.input, context.limits)
-    prompts = encode_texts(body.input, model, add_special_tokens=body.add_special_tokens)
-    return prepare_pooling("classify-", body, model, context, prompts, Pooling.SCORE)
+    pooling = Pooling.SCORE if body.is_activated else Pooling.LOGIT
+    return prepare_pooling("classify-", body, model, context, encode_texts(body.input, body, model), pooling)
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ def _echoes(
 ) -> tuple[EchoedPrompt, ...]:
     """What is echoed of each prompt: the text as it was sent; of token ids and of what was cut short, theirs."""
     is_cut = body.truncate_prompt_tokens is not None
-    added = model.tokenizer.added_before if body.add_special_tokens else ()
+    added, _ = model.tokenizer.added_around if body.add_special_tokens else ((), ())
 
     def echo(given: str | list[int], token_ids: tuple[int, ...]) -> EchoedPrompt:
         num_unseen = len(added) if isinstance(given, str) and token_ids[: len(added)] == added else 0

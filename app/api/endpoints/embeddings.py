@@ -11,12 +11,12 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from app.api.generation import encode_prompts, prepare_pooling
+from app.api.generation import encode_chat, encode_prompts, prepare_pooling
 from app.api.output.choices import ChoiceDelta
 from app.api.output.response_state import ResponseState, Writer
 from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel
 from app.api.request_context import RequestContext
-from app.api.schemas.requests import EmbeddingsRequest
+from app.api.schemas.requests import EmbeddingsRequest, TextsRequest
 from app.errors import ContextTooLong, Failure, InvalidRequest
 from app.json_pieces import Json, Rows
 from app.text.text_pairs import EncodedText
@@ -30,13 +30,20 @@ def prepare_embeddings(body: EmbeddingsRequest, model: ServedModel, context: Req
     size = model.facts.embedding_size
     if model.pooling is None or size is None:
         raise InvalidRequest(f"the model {model.name!r} gives no embeddings; ask another", param="model")
-    check_number_of_texts(body.input, context.limits)
+    check_number_of_texts(body.input or (), context.limits)
     if body.dimensions is not None and body.dimensions > size:
         raise InvalidRequest(
             f"dimensions is {body.dimensions:,}; the embeddings of this model have {size:,}", param="dimensions"
         )
-    prompts = encode_texts(body.input, model, add_special_tokens=body.add_special_tokens)
+    prompts = [_encoded_chat(body, model)] if body.input is None else encode_texts(body.input, body, model)
     return prepare_pooling("embd-", body, model, context, prompts, model.pooling)
+
+
+def _encoded_chat(body: EmbeddingsRequest, model: ServedModel) -> EncodedText:
+    cut = _Cut(body, model, body.as_chat().add_special_tokens)
+    prompt = cut(encode_chat(body.as_chat(), model, None, may_be_longer=body.truncate_prompt_tokens is not None))
+    _check_length(len(prompt), model.facts.max_model_len, "messages")
+    return EncodedText(prompt)
 
 
 def check_number_of_texts(texts: Sequence[object], limits: RequestLimits) -> None:
@@ -47,23 +54,56 @@ def check_number_of_texts(texts: Sequence[object], limits: RequestLimits) -> Non
         )
 
 
-def encode_texts(
-    texts: Sequence[str | list[int]], model: ServedModel, *, add_special_tokens: bool
-) -> list[EncodedText]:
+def encode_texts(texts: Sequence[str | list[int]], body: TextsRequest, model: ServedModel) -> list[EncodedText]:
     """The tokens of each text of `input`, which the model can read. Raises InvalidRequest."""
-    prompts = encode_prompts(texts, model, "input", add_special_tokens=add_special_tokens)
+    prompts = encode_prompts(
+        texts,
+        model,
+        "input",
+        add_special_tokens=body.add_special_tokens,
+        may_be_longer=body.truncate_prompt_tokens is not None,
+        cut=_Cut(body, model, body.add_special_tokens),
+    )
     for prompt in prompts:
-        _check_length(len(prompt), model.facts.max_model_len)
+        _check_length(len(prompt), model.facts.max_model_len, "input")
     return list(map(EncodedText, prompts))
 
 
-def _check_length(num_tokens: int, max_model_len: int) -> None:
+class _Cut:
+    """Cuts off what is not wanted of a text. The tokens that the tokenizer puts around the text stay."""
+
+    def __init__(self, body: TextsRequest, model: ServedModel, add_special_tokens: bool) -> None:
+        most = body.truncate_prompt_tokens
+        self._most = model.facts.max_model_len if most == -1 else most
+        self._at_begin = body.truncation_side == "left"
+        self._around = model.tokenizer.added_around if add_special_tokens else ((), ())
+
+    def __call__(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The token ids that are left. Raises InvalidRequest where there is no room for any of the text."""
+        if self._most is None or len(token_ids) <= self._most:
+            return token_ids
+        before, after = self._around
+        if not (token_ids[: len(before)] == before and token_ids[len(token_ids) - len(after) :] == after):
+            before, after = (), ()  # these were given as ids
+        text = token_ids[len(before) : len(token_ids) - len(after)]
+        room = self._most - len(before) - len(after)
+        if room < 1:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens is {self._most:,}; the tokenizer puts {len(before) + len(after)} tokens "
+                f"around each text, so it must be more",
+                param="truncate_prompt_tokens",
+            )
+        return (*before, *(text[-room:] if self._at_begin else text[:room]), *after)
+
+
+def _check_length(num_tokens: int, max_model_len: int, param: str) -> None:
     if num_tokens == 0:
-        raise InvalidRequest("input has a text without tokens; give each at least one", param="input")
+        raise InvalidRequest(f"{param} has a text without tokens; give each at least one", param=param)
     if num_tokens > max_model_len:
         raise ContextTooLong(
-            f"input has a text of {num_tokens:,} tokens; this model accepts {max_model_len:,}; shorten it",
-            param="input",
+            f"{param} has a text of {num_tokens:,} tokens; this model accepts {max_model_len:,}; shorten it, or send "
+            f"truncate_prompt_tokens: -1 to have it cut",
+            param=param,
         )
 
 
@@ -75,7 +115,8 @@ class EmbeddingsWriter(Writer):
 
     async def full_response(self, state: ResponseState) -> Json:
         """Wait for all vectors and write them."""
-        vectors = await vectors_of(state, dimensions=self.body.dimensions)
+        body = self.body
+        vectors = await vectors_of(state, dimensions=body.dimensions, are_normalised=body.is_activated)
         state.log_end()
         num_tokens = state.prepared.num_prompt_tokens
         return {
@@ -94,12 +135,16 @@ class EmbeddingsWriter(Writer):
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
 
-async def vectors_of(state: ResponseState, *, dimensions: int | None = None) -> list[Vector]:
-    """Wait for the vectors of all requests of a call. Each has the length 1, and `dimensions` numbers if so many.
+async def vectors_of(
+    state: ResponseState, *, dimensions: int | None = None, are_normalised: bool = True
+) -> list[Vector]:
+    """Wait for the vectors of all requests of a call, each with its first `dimensions` numbers where that is given.
 
-    Numbers that are all 0 stay so: the first few of a vector may be, in bfloat16 above all.
+    Each has the length 1, unless `are_normalised` is false. Numbers that are all 0 stay so: the first few of a vector
+    may be, in bfloat16 above all.
     """
-    return await results_of(state, lambda index, numbers: normalised(numbers, dimensions))
+    make = normalised if are_normalised else _as_computed
+    return await results_of(state, lambda _, numbers: make(numbers, dimensions))
 
 
 async def results_of(state: ResponseState, make: Callable[[int, Vector], T]) -> list[T]:
@@ -121,9 +166,18 @@ async def results_of(state: ResponseState, make: Callable[[int, Vector], T]) -> 
 
 def normalised(numbers: Vector, dimensions: int | None) -> Vector:
     """The first numbers of a vector, made a vector of length 1. Raises Failure when the whole has no direction."""
+    kept = _checked(numbers)[:dimensions]
+    return (kept / (math.sqrt(kept @ kept) or 1.0)).astype(np.float32)
+
+
+def _as_computed(numbers: Vector, dimensions: int | None) -> Vector:
+    """The first numbers of a vector. Raises Failure when the whole has no direction."""
+    return _checked(numbers)[:dimensions].astype(np.float32)
+
+
+def _checked(numbers: Vector) -> npt.NDArray[np.float64]:
     exact = numbers.astype(np.float64)
     length = math.sqrt(exact @ exact)
     if not (math.isfinite(length) and length):
         raise Failure(f"the model gave a vector of length {length}")
-    kept = exact[:dimensions]
-    return (kept / (math.sqrt(kept @ kept) or 1.0)).astype(np.float32)
+    return exact

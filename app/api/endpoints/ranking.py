@@ -27,18 +27,19 @@ from app.text.text_pairs import EncodedText
 
 def prepare_rerank(body: RerankRequest, model: ServedModel, context: RequestContext) -> PreparedRequest:
     """Check and tokenize a query and its documents. Raises InvalidRequest."""
-    return _prepared(_Comparison(body, model, ("query", "documents"), *body.sides), "rerank-", context)
+    return _prepared(_Comparison(body, model, body.side_params, *body.sides), "rerank-", context)
 
 
 def prepare_score(body: ScoreRequest, model: ServedModel, context: RequestContext) -> PreparedRequest:
     """Check and tokenize the texts on both sides. Raises InvalidRequest."""
-    if len(body.text_1) not in (1, len(body.text_2)):
+    (firsts, seconds), (first, second) = body.sides, body.side_params
+    if len(firsts) not in (1, len(seconds)):
         raise InvalidRequest(
-            f"text_1 has {len(body.text_1):,} texts and text_2 {len(body.text_2):,}; send one text_1 for all, or as "
-            f"many as text_2 has",
-            param="text_1",
+            f"{first} has {len(firsts):,} texts and {second} {len(seconds):,}; send one {first} for all, or as many as "
+            f"{second} has",
+            param=first,
         )
-    return _prepared(_Comparison(body, model, ("text_1", "text_2"), *body.sides), "score-", context)
+    return _prepared(_Comparison(body, model, (first, second), firsts, seconds), "score-", context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +63,35 @@ class _Comparison:
                 param=param,
             )
         for texts, name in ((self.firsts, self.params[0]), (self.seconds, param)):
-            check_texts(texts, self.model, name, may_be_longer=name == param and self._may_cut)
+            is_cut = self._cuts_seconds if name == param else self._cuts_firsts
+            check_texts(texts, self.model, name, may_be_longer=is_cut)
 
     @property
-    def _may_cut(self) -> bool:
-        return self.body.max_tokens_per_doc is not None
+    def _cuts_firsts(self) -> bool:
+        """Whether a text of the first side may be cut. In a pair only the second text is."""
+        return self.body.truncate_prompt_tokens is not None and not self.model.facts.scores_pairs
+
+    @property
+    def _cuts_seconds(self) -> bool:
+        return bool(self.body.max_tokens_per_doc) or self.body.truncate_prompt_tokens is not None
+
+    @property
+    def _longest(self) -> int:
+        """The most tokens of a text or of a pair."""
+        asked, longest = self.body.truncate_prompt_tokens, self.model.facts.max_model_len
+        return longest if asked in (None, -1) else min(asked, longest)
 
     def prompts(self) -> list[EncodedText]:
         """The tokens of each request. Raises InvalidRequest."""
-        tokenizer, most = self.model.tokenizer, self.body.max_tokens_per_doc
-        longest = self.model.facts.max_model_len
+        tokenizer, longest = self.model.tokenizer, self._longest
+        most = (self.body.max_tokens_per_doc or longest) if self._cuts_seconds else None
         if self.model.facts.scores_pairs:
             texts = [tokenizer.pairs(self.firsts, self.seconds, max_second=most, longest=longest)]
         else:
-            texts = [tokenizer.texts(self.firsts), tokenizer.texts(self.seconds, max_tokens=most, longest=longest)]
+            texts = [
+                tokenizer.texts(self.firsts, max_tokens=longest if self._cuts_firsts else None, longest=longest),
+                tokenizer.texts(self.seconds, max_tokens=most, longest=longest),
+            ]
         # A query is part of every pair, so a small body could ask for gigabytes of tokens.
         what = (
             f"the pairs of {' and '.join(self.params)}" if self.model.facts.scores_pairs else " and ".join(self.params)
@@ -85,7 +101,7 @@ class _Comparison:
 
     def check_lengths(self, prompts: Sequence[EncodedText]) -> None:
         """Raise InvalidRequest for a prompt that the model cannot read."""
-        longest = self.model.facts.max_model_len
+        longest, is_asked = self._longest, self._longest < self.model.facts.max_model_len
         for index, prompt in enumerate(prompts):
             is_first = not self.model.facts.scores_pairs and index < len(self.firsts)
             param = self.params[0] if is_first else self.params[1]
@@ -95,9 +111,10 @@ class _Comparison:
                 what = (
                     f"a pair of {' and '.join(self.params)}" if self.model.facts.scores_pairs else f"a text of {param}"
                 )
+                allowed = f"truncate_prompt_tokens is {longest:,}" if is_asked else f"this model accepts {longest:,}"
                 raise ContextTooLong(
-                    f"{what} has {len(prompt.token_ids):,} tokens; this model accepts {longest:,}; shorten it"
-                    + ("" if is_first or self._may_cut else ", or send max_tokens_per_doc to have it cut"),
+                    f"{what} has {len(prompt.token_ids):,} tokens; {allowed}; shorten it"
+                    + ("" if is_first or self._cuts_seconds else ", or send max_tokens_per_doc to have it cut"),
                     param=param,
                 )
 
@@ -107,7 +124,9 @@ def _prepared(comparison: _Comparison, prefix: str, context: RequestContext) -> 
     prompts = comparison.prompts()
     comparison.check_lengths(prompts)
     model = comparison.model
-    pooling = Pooling.SCORE if model.facts.scores_pairs else model.pooling
+    pooling = model.pooling
+    if model.facts.scores_pairs:
+        pooling = Pooling.SCORE if comparison.body.is_activated else Pooling.LOGIT
     return prepare_pooling(prefix, comparison.body, model, context, prompts, pooling)
 
 
@@ -156,7 +175,7 @@ class RerankWriter(Writer):
 
     async def full_response(self, state: ResponseState) -> Json:
         body = self.body
-        best = await best_documents(len(body.documents), body.top_n, state)
+        best = await best_documents(len(body.documents), body.top_n or None, state)
         num_tokens = state.prepared.num_prompt_tokens
         return {
             "id": state.prepared.response_id,
@@ -183,7 +202,8 @@ class ScoreWriter(Writer):
     body: ScoreRequest
 
     async def full_response(self, state: ResponseState) -> Json:
-        scores = await _scores(state, num_firsts=len(self.body.text_1), num_pairs=len(self.body.text_2))
+        firsts, seconds = self.body.sides
+        scores = await _scores(state, num_firsts=len(firsts), num_pairs=len(seconds))
         num_tokens = state.prepared.num_prompt_tokens
         return {
             "id": state.prepared.response_id,

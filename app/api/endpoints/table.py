@@ -88,7 +88,7 @@ ENDPOINTS = {
             RerankWriter,
             summary="Documents in the order in which they fit a query",
             response="Rerank",
-            aliases=("/v2/rerank",),  # where Cohere's own client asks
+            aliases=("/v2/rerank", "/rerank"),  # where the clients of Cohere and of vLLM, SGLang and TEI ask
         ),
         Endpoint(
             "/v1/score",
@@ -97,6 +97,7 @@ ENDPOINTS = {
             ScoreWriter,
             summary="How well texts fit another text",
             response="Scores",
+            aliases=("/score",),  # where vLLM's clients ask
         ),
         Endpoint(
             "/v1/classify",

@@ -84,7 +84,7 @@ async def own_vectors(
 def _prepare_vectors(body: EmbeddingsRequest, model: ServedModel, context: RequestContext) -> PreparedRequest:
     """As for /v1/embeddings, but texts are cut to what the model reads, and a classifier gives its scores."""
     longest = model.facts.max_model_len
-    texts = [text for text in body.input if isinstance(text, str)]
+    texts = [text for text in body.input or () if isinstance(text, str)]
     prompts = model.tokenizer.texts(texts, max_tokens=longest, longest=longest).encoded()
     if not all(prompt.token_ids for prompt in prompts):
         raise InvalidRequest("there is a text without tokens; give each at least one", param="input")

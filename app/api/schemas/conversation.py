@@ -317,10 +317,13 @@ def template_tools(tools: Sequence[Tool | CustomTool]) -> list[dict[str, Any]]:
     return [{"type": "function", "function": tool.definition.for_template()} for tool in tools]
 
 
+Messages = Annotated[ListOf[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
 class Conversation(Schema):
     """What a chat template makes a prompt of."""
 
-    messages: ListOf[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: Messages
     tools: Annotated[ListOf[AnyTool], not_larger(MAX_TOOLS_SIZE)] = Field(default_factory=list, max_length=MAX_TOOLS)
     add_generation_prompt: bool = True
     add_special_tokens: bool = False

@@ -10,7 +10,16 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 from app.api.json_structure import is_longer
@@ -48,6 +57,13 @@ def _unless_false(value: Any) -> Any:
 def _unless_unlimited(value: Any) -> Any:
     """`max_tokens` of a chat: -1 asks for as many tokens as fit, which is the default."""
     return None if as_int(value) == -1 else value
+
+
+def _some_are_kept(value: int | None) -> int | None:
+    """`truncate_prompt_tokens`."""
+    if value == 0:
+        raise ValueError("is 0, which leaves no prompt; it must be at least 1, or -1 for as many as fit")
+    return value
 
 
 def _texts(value: Any) -> Any:
@@ -172,6 +188,11 @@ AsInt = BeforeValidator(as_int)
 Natural = Annotated[int, Field(ge=0), AsInt]
 NumSamples = Annotated[int, Field(ge=1), AsInt]
 NumTokens = Annotated[int, Field(ge=1, le=MAX_TOKENS), AsInt]
+KeptTokens = Annotated[
+    Annotated[int, Field(ge=-1, le=MAX_TOKENS), AsInt] | None,
+    AfterValidator(_some_are_kept),
+    Field(json_schema_extra={"not": {"const": 0}}),
+]
 LengthOfChat = Annotated[
     NumTokens | None, BeforeValidator(_unless_unlimited, json_schema_input_type=NumTokens | Literal[-1] | None)
 ]

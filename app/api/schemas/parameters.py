@@ -21,6 +21,7 @@ from app.api.schemas.requests import (
     EmbeddingsRequest,
     GenerationRequest,
     ModelRequest,
+    PoolingRequest,
 )
 from app.api.schemas.responses import ResponsesRequest
 from app.errors import InvalidRequest
@@ -180,19 +181,48 @@ _UNAVAILABLE: dict[type[ModelRequest], dict[str, RefusedField]] = {
         "container": _off(),
         "context_management": _off([]),
     },
-    EmbeddingsRequest: {"truncate_prompt_tokens": _off(), "messages": _off([])},
-    ClassifyRequest: {
-        "truncate_prompt_tokens": _off(),
-        "messages": _off([]),
-        "use_activation": _off(True),
-        "activation": _off(True),
+    EmbeddingsRequest: {
+        "embd_normalize": _send("normalize", 2),
+        "embedding_type": _send("encoding_format", "float"),
+        "embedding_types": _send("encoding_format", ["float"]),
+        "output_dimension": _send("dimensions"),
+        "output_dtype": _off("float"),
+        "embed_dtype": _off("float32"),
+        "endianness": _off("native", "little"),
+        "late_chunking": _off(False),
+        "return_multivector": _off(False),
     },
+    ClassifyRequest: {"messages": _send("input", [])},
     RerankRequest: {
-        "truncate_prompt_tokens": _off(),
         "rank_fields": _off(["text"]),
         "max_chunks_per_doc": _send("max_tokens_per_doc"),
+        "overlap_tokens": _off(),
+        "texts": _send("documents", []),
+        "top_k": _send("top_n"),
+        "return_text": _send("return_documents", False),
+        "truncation_side": _off("right"),
+        "truncation_direction": _off("right", "Right"),
     },
-    ScoreRequest: {"truncate_prompt_tokens": _off()},
+    ScoreRequest: {"truncation_side": _off("right")},
+}
+_IN_THE_TEXTS = "the words that the model wants before a text, in the text itself"
+_CUT = "truncate_prompt_tokens, with -1 for as many tokens as fit"
+# Fields of vLLM, TEI, llama.cpp, Jina, Cohere and Voyage that change the numbers that are made of texts.
+_UNAVAILABLE_TO_POOLING: dict[str, RefusedField] = {
+    "task": _send(_IN_THE_TEXTS),
+    "input_type": _send(_IN_THE_TEXTS),
+    "prompt_name": _send(_IN_THE_TEXTS),
+    "prompt": _send(_IN_THE_TEXTS),
+    "instruction": _send(_IN_THE_TEXTS, ""),
+    "instruct": _send(_IN_THE_TEXTS, ""),
+    "chat_template": _off(""),
+    "pooling": _off(),
+    "pooling_type": _off(),
+    "softmax": _send("use_activation", True),
+    "truncate": _send(_CUT, False, "NONE"),
+    "truncation": _send(_CUT, False),
+    "lora": _send(_ADAPTER, []),
+    "images": _off([]),
 }
 
 # These change no text at OpenAI, and none here.
@@ -211,7 +241,8 @@ _NOT_OF_NAMES = re.compile(r"[^A-Za-z0-9_.-]")
 @cache
 def unavailable(schema: type[ModelRequest]) -> Mapping[str, RefusedField]:
     """The fields of a body that ask for something that this version does not do."""
-    everywhere = _UNAVAILABLE_EVERYWHERE if issubclass(schema, GenerationRequest) else {}
+    others = {GenerationRequest: _UNAVAILABLE_EVERYWHERE, PoolingRequest: _UNAVAILABLE_TO_POOLING}
+    everywhere = next((fields for kind, fields in others.items() if issubclass(schema, kind)), {})
     of_others = {name: field for name, field in everywhere.items() if name not in schema.model_fields}
     return of_others | _UNAVAILABLE.get(schema, {})
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from app.api.schemas.fields import Documents, NonEmpty, NumSamples, NumTokens, Texts
-from app.api.schemas.requests import QueuedRequest
+from app.api.schemas.fields import Documents, Natural, NonEmpty, Texts, TokenBudget
+from app.api.schemas.requests import PoolingRequest
+from app.errors import InvalidRequest
 
 
 def _not_empty(value: Any) -> Any:
@@ -16,14 +17,24 @@ def _not_empty(value: Any) -> Any:
     return value
 
 
-class RankingRequest(QueuedRequest):
+class RankingRequest(PoolingRequest):
     """What the two endpoints have in common."""
 
-    max_tokens_per_doc: NumTokens | None = None  # a longer document is cut, also to what the model has room for
+    max_tokens_per_doc: TokenBudget | None = None  # a longer document is cut, also to what the model has room for
+    raw_scores: bool = False  # another name, as at TEI: `use_activation` is false
+
+    @property
+    def is_activated(self) -> bool:
+        return super().is_activated and not self.raw_scores
 
     @property
     def sides(self) -> tuple[list[str], list[str]]:
         """The texts that are compared: each of the first, or the only one, with one of the second."""
+        raise NotImplementedError
+
+    @property
+    def side_params(self) -> tuple[str, str]:
+        """The fields that the two sides come from."""
         raise NotImplementedError
 
     def encoded_size(self, size: int) -> int:
@@ -37,20 +48,58 @@ class RerankRequest(RankingRequest):
 
     query: NonEmpty
     documents: Annotated[Documents, Field(min_length=1), BeforeValidator(_not_empty)]
-    top_n: NumSamples | None = None
+    top_n: Natural | None = None  # 0: all, as at vLLM
     return_documents: bool = False
 
     @property
     def sides(self) -> tuple[list[str], list[str]]:
         return [self.query], self.documents
 
+    @property
+    def side_params(self) -> tuple[str, str]:
+        return "query", "documents"
+
+
+# The names of each side of /v1/score, as vLLM has them.
+_FIRSTS = ("text_1", "queries", "data_1")
+_SECONDS = ("text_2", "documents", "items", "data_2")
+
 
 class ScoreRequest(RankingRequest):
-    """The body of POST /v1/score: one text against many, or texts pair by pair."""
+    """The body of POST /v1/score: one text against many, or texts pair by pair. Each side has one of its names."""
 
-    text_1: Texts
-    text_2: Texts
+    model_config = ConfigDict(
+        json_schema_extra={
+            "allOf": [{"oneOf": [{"required": [name]} for name in names]} for names in (_FIRSTS, _SECONDS)]
+        }
+    )
+
+    text_1: Texts | None = None
+    queries: Texts | None = None
+    data_1: Texts | None = None
+    text_2: Texts | None = None
+    documents: Texts | None = None
+    items: Texts | None = None
+    data_2: Texts | None = None
+
+    @model_validator(mode="after")
+    def _each_side_has_one_name(self) -> ScoreRequest:
+        for names in (_FIRSTS, _SECONDS):
+            given = [name for name in names if getattr(self, name) is not None]
+            if not given:
+                raise InvalidRequest(f"{names[0]} is required", param=names[0])
+            if len(given) > 1:
+                raise InvalidRequest(f"{' and '.join(given)} are names of the same texts; send one", param=given[1])
+        return self
+
+    @property
+    def side_params(self) -> tuple[str, str]:
+        first, second = (
+            next(name for name in names if getattr(self, name) is not None) for names in (_FIRSTS, _SECONDS)
+        )
+        return first, second
 
     @property
     def sides(self) -> tuple[list[str], list[str]]:
-        return self.text_1, self.text_2
+        first, second = self.side_params
+        return getattr(self, first), getattr(self, second)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
-from app.api.schemas.conversation import Conversation, ToolChoiceObject
+from app.api.schemas.conversation import Conversation, Messages, ToolChoiceObject
 from app.api.schemas.fields import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_DETOKENIZED,
@@ -25,6 +25,7 @@ from app.api.schemas.fields import (
     AsInt,
     Documents,
     JoinedText,
+    KeptTokens,
     LengthOfChat,
     ListOf,
     Natural,
@@ -33,6 +34,7 @@ from app.api.schemas.fields import (
     NumTokens,
     ReasoningEffort,
     Schema,
+    TemplateVariables,
     Texts,
     TokenBudget,
     TokenId,
@@ -207,9 +209,7 @@ class GenerationRequest(QueuedRequest):
     include_stop_str_in_output: bool = False
     no_stop_trim: bool = False  # the same by its name at SGLang
     # Keep this many, at the end unless `truncation_side` is "right"; -1: as many as fit.
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_TOKENS), AsInt] | None = Field(
-        None, json_schema_extra={"not": {"const": 0}}
-    )
+    truncate_prompt_tokens: KeptTokens = None
     truncation_side: Literal["left", "right"] = "left"  # the side that `truncate_prompt_tokens` cuts off
     prompt_logprobs: Natural | None = None
     return_token_ids: bool = False
@@ -233,11 +233,6 @@ class GenerationRequest(QueuedRequest):
             raise InvalidRequest(
                 "prompt_logprobs cannot be streamed; leave out stream, or use echo with logprobs of /v1/completions",
                 param="prompt_logprobs",
-            )
-        if self.truncate_prompt_tokens == 0:
-            raise InvalidRequest(
-                "truncate_prompt_tokens is 0, which leaves no prompt; it must be at least 1, or -1 for as many as fit",
-                param="truncate_prompt_tokens",
             )
         return self
 
@@ -425,20 +420,66 @@ class CompletionRequest(GenerationRequest):
         return "logprobs", self.logprobs
 
 
-class EmbeddingsRequest(QueuedRequest):
-    """The body of POST /v1/embeddings."""
+class PoolingRequest(QueuedRequest):
+    """The fields of the endpoints that make numbers of whole texts."""
 
-    input: Prompts
-    encoding_format: Literal["float", "base64"] = "float"
-    dimensions: NumTokens | None = None  # keep this many numbers at the start, normalised again
+    # Keep this many of a text's tokens, with those that the tokenizer puts around it; -1: as many as the model reads.
+    truncate_prompt_tokens: KeptTokens = None
+    use_activation: bool = True  # false: the numbers as they are before the last function, as at vLLM
+    activation: bool = True  # an older name for it
+
+    @property
+    def is_activated(self) -> bool:
+        """Whether vectors are normalised, and scores have gone through the model's function."""
+        return self.use_activation and self.activation
+
+
+class TextsRequest(PoolingRequest):
+    """The fields of the endpoints that make numbers of texts alone."""
+
+    truncation_side: Literal["left", "right"] = "right"  # the side that `truncate_prompt_tokens` cuts off
     add_special_tokens: bool = True
 
 
-class ClassifyRequest(QueuedRequest):
+class EmbeddingsRequest(TextsRequest):
+    """The body of POST /v1/embeddings: texts, or a conversation, of which the vector is made."""
+
+    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["input"]}, {"required": ["messages"]}]})
+
+    input: Prompts | None = None
+    messages: Messages | None = None
+    add_generation_prompt: bool = False
+    continue_final_message: bool = False
+    chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: NumTokens | None = None  # keep this many numbers at the start, normalised again
+    normalize: bool = True  # another name for `use_activation`
+
+    @model_validator(mode="after")
+    def _has_one_input(self) -> EmbeddingsRequest:
+        if self.input is None and self.messages is None:
+            raise InvalidRequest("input is required", param="input")
+        if self.input is not None and self.messages is not None:
+            raise InvalidRequest("input and messages are both there; send one of them", param="messages")
+        return self
+
+    @property
+    def is_activated(self) -> bool:
+        return super().is_activated and self.normalize
+
+    def as_chat(self) -> ChatRequest:
+        """The chat whose prompt the vector is made of. Raises InvalidRequest."""
+        shared = ("messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+        given = {name: getattr(self, name) for name in shared}
+        if "add_special_tokens" in self.model_fields_set:  # of a conversation the template writes them
+            given["add_special_tokens"] = self.add_special_tokens
+        return ChatRequest.checked(given)
+
+
+class ClassifyRequest(TextsRequest):
     """The body of POST /v1/classify."""
 
     input: Texts
-    add_special_tokens: bool = True
 
 
 class TokenizeTextRequest(ModelRequest):
