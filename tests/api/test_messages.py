@@ -204,6 +204,46 @@ def test_calls_and_what_came_of_them_go_back_to_the_model(tools_tokenizer: Token
     assert without.json["input_tokens"] == len(tools_tokenizer.encode_chat(chat))
 
 
+TEXT = {"type": "text", "text": "Here it is."}
+
+
+@pytest.mark.parametrize(
+    ("block", "text"),
+    [
+        ({"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "A dog."}}, "A dog."),
+        (
+            {"type": "document", "title": "Dogs", "context": "Page 1", "citations": {"enabled": False},
+             "source": {"type": "content", "content": [TEXT, TEXT]}},
+            "Dogs\nPage 1\nHere it is.\nHere it is.",
+        ),
+        (
+            {"type": "search_result", "source": "https://dogs", "title": "Dogs", "content": [TEXT]},
+            "Dogs\nhttps://dogs\nHere it is.",
+        ),
+    ],
+)  # fmt: skip
+def test_documents_and_search_results_are_read_as_their_texts(
+    tools_tokenizer: Tokenizer, block: dict[str, Any], text: str
+) -> None:
+    service = Service(tools_tokenizer, say(tools_tokenizer, "3"), max_model_len=2000)
+    assert ask(service, messages=[{"role": "user", "content": [block, TEXT]}]).status == 200
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [block, TEXT]}
+    assert ask(service, messages=[{"role": "user", "content": [result]}]).status == 200
+    asked = [service.tokenizer.decode(each.prompt_token_ids) for each in service.generate.requests]
+    assert all(f"{text}\nHere it is." in each for each in asked)
+
+
+def test_a_reference_to_a_tool_is_read_as_its_name(tools_tokenizer: Tokenizer) -> None:
+    service = Service(tools_tokenizer, say(tools_tokenizer, "3"), max_model_len=2000)
+    found = [{"type": "tool_reference", "tool_name": "get_weather"}, {"type": "tool_reference", "tool_name": "f"}]
+    messages = [
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "search", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": found}]},
+    ]
+    assert ask(service, messages=messages).status == 200
+    assert "get_weather\nf" in service.tokenizer.decode(service.request.prompt_token_ids)
+
+
 @pytest.mark.parametrize(
     ("choice", "chat_choice"),
     [
@@ -246,14 +286,22 @@ def test_the_form_of_the_text_is_that_of_a_chat(service: Service) -> None:
     [
         ({"max_tokens": None}, "max_tokens is required"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "a block of type 'image'"),
-        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "a block of type 'document'"),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]},
+         "messages[0].content[0].source is required"),
+        ({"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "base64", "data": ""}}]}]},
+         'messages[0].content[0].source should have the type "text" or "content"; this server reads no PDF files'),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_reference", "tool_name": "f"}]}]},
+         "a block of type 'tool_reference'"),
+        ({"messages": [{"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}
+        ]}]}, "messages[0].content[0].content has a block of type 'image' at 0; this server takes text, document"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]},
          "has the role user, which has no tool_use blocks"),
         ({"messages": [{"role": "system", "content": "Hi"}]}, "messages[0].role"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
         ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice of type tool needs a name"),
-        ({"stop_sequences": list("abcde")}, "stop_sequences has 5 strings"),
+        ({"stop_sequences": ["a"] * 129}, "stop_sequences has 129 strings; this server accepts at most 128"),
         ({"stop": ["a"]}, "send stop_sequences"),
         ({"n": 2}, "n is not supported"),
         ({"mcp_servers": [{}]}, "mcp_servers is not supported"),

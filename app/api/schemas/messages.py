@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -30,11 +30,14 @@ from app.errors import InvalidRequest
 
 _ROLES: Mapping[str, tuple[str, ...]] = {  # of the messages that may have a block of each type
     "text": ("user", "assistant"),
+    "document": ("user",),
+    "search_result": ("user",),
     "tool_use": ("assistant",),
     "tool_result": ("user",),
     "thinking": ("assistant",),
     "redacted_thinking": ("assistant",),
 }
+_OF_RESULTS = ("text", "document", "search_result", "tool_reference")  # the types of blocks in a result
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -56,6 +59,79 @@ class TextBlock(ContentBlock):
     text: str
 
 
+def _tag(block: Any) -> str:
+    return f"#{block['type'] if isinstance(block, dict) else block.type}"
+
+
+def _has_text(value: Any) -> Any:
+    """Checks before the union does: the union's own error would not say that the server reads no files."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in ("text", "content"):
+        raise ValueError(
+            'should have the type "text" or "content"; this server reads no PDF files, images or addresses'
+        )
+    return value
+
+
+class PlainTextSource(Schema):
+    type: Literal["text"]
+    data: str
+
+    @property
+    def text(self) -> str:
+        return self.data
+
+
+class ContentSource(Schema):
+    type: Literal["content"]
+    content: JoinedText
+
+    @property
+    def text(self) -> str:
+        return self.content
+
+
+class DocumentBlock(ContentBlock):
+    """A document with a text. The model reads its title, its context and the text, each on lines of its own."""
+
+    type: Literal["document"]
+    source: Annotated[
+        Annotated[PlainTextSource, Tag("#text")] | Annotated[ContentSource, Tag("#content")],
+        Discriminator(_tag),
+        BeforeValidator(_has_text),
+    ]
+    title: str | None = None
+    context: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "\n".join(filter(None, (self.title, self.context, self.source.text)))
+
+
+class SearchResultBlock(ContentBlock):
+    """What a search has found. The model reads its title, its source and its text, each on lines of its own."""
+
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: JoinedText
+
+    @property
+    def text(self) -> str:
+        return "\n".join(filter(None, (self.title, self.source, self.content)))
+
+
+class ToolReferenceBlock(ContentBlock):
+    """A tool that a client's search for tools has found. The model reads its name."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+    @property
+    def text(self) -> str:
+        return self.tool_name
+
+
 class ToolUseBlock(ContentBlock):
     """A call that the model made in an earlier turn."""
 
@@ -70,16 +146,49 @@ class ToolUseBlock(ContentBlock):
         return {"id": self.id, "type": "function", "function": function}
 
 
+def _blocks_of(kinds: Sequence[str]) -> Callable[[Any], Any]:
+    """Checks blocks of these types. A text stands for a block."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, str):
+            return [{"type": "text", "text": value}]
+        if not isinstance(value, list):
+            raise ValueError("should be a string or a list of blocks")
+        if len(value) > MAX_PARTS:
+            raise ValueError(f"has {len(value):,} blocks; at most {MAX_PARTS:,} are accepted")
+        for number, block in enumerate(value):
+            kind = block.get("type") if isinstance(block, dict) else None
+            if not isinstance(kind, str) or kind not in kinds:
+                shown = f"a block of type {kind[:60]!r}" if isinstance(kind, str) else "no block with a type"
+                raise ValueError(f"has {shown} at {number}; this server takes {', '.join(kinds)}")
+        return value
+
+    return check
+
+
+ResultBlock = Annotated[
+    Annotated[TextBlock, Tag("#text")]
+    | Annotated[DocumentBlock, Tag("#document")]
+    | Annotated[SearchResultBlock, Tag("#search_result")]
+    | Annotated[ToolReferenceBlock, Tag("#tool_reference")],
+    Discriminator(_tag),
+]
+
+
 class ToolResultBlock(ContentBlock):
     """The result of such a call. Chat templates have no place for `is_error`."""
 
     type: Literal["tool_result"]
     tool_use_id: str = Field(max_length=MAX_ID_LENGTH)
-    content: JoinedText = ""
+    content: Annotated[
+        ListOf[ResultBlock],
+        BeforeValidator(_blocks_of(_OF_RESULTS), json_schema_input_type=str | list[ResultBlock]),
+    ] = Field(default_factory=list)
     is_error: bool = False
 
     def for_chat(self) -> dict[str, Any]:
-        return {"role": "tool", "tool_call_id": self.tool_use_id, "content": self.content}
+        content = "\n".join(block.text for block in self.content)
+        return {"role": "tool", "tool_call_id": self.tool_use_id, "content": content}
 
 
 class ThinkingBlock(Schema):
@@ -97,38 +206,35 @@ class RedactedThinkingBlock(Schema):
     data: str = ""
 
 
-AnyBlock = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
+AnyBlock = (
+    TextBlock
+    | DocumentBlock
+    | SearchResultBlock
+    | ToolUseBlock
+    | ToolResultBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+)
 MessageBlock = Annotated[
     Annotated[TextBlock, Tag("#text")]
+    | Annotated[DocumentBlock, Tag("#document")]
+    | Annotated[SearchResultBlock, Tag("#search_result")]
     | Annotated[ToolUseBlock, Tag("#tool_use")]
     | Annotated[ToolResultBlock, Tag("#tool_result")]
     | Annotated[ThinkingBlock, Tag("#thinking")]
     | Annotated[RedactedThinkingBlock, Tag("#redacted_thinking")],
-    Discriminator(lambda block: f"#{block['type'] if isinstance(block, dict) else block.type}"),
+    Discriminator(_tag),
 ]
-
-
-def _blocks(value: Any) -> Any:
-    """The content of a message: a text stands for a block."""
-    if isinstance(value, str):
-        return [{"type": "text", "text": value}]
-    if not isinstance(value, list):
-        raise ValueError("should be a string or a list of blocks")
-    if len(value) > MAX_PARTS:
-        raise ValueError(f"has {len(value):,} blocks; at most {MAX_PARTS:,} are accepted")
-    for number, block in enumerate(value):
-        kind = block.get("type") if isinstance(block, dict) else None
-        if not isinstance(kind, str) or kind not in _ROLES:
-            shown = f"a block of type {kind[:60]!r}" if isinstance(kind, str) else "no block with a type"
-            raise ValueError(f"has {shown} at {number}; this server takes {', '.join(_ROLES)}")
-    return value
 
 
 class AnthropicMessage(Schema):
     """One turn of a conversation."""
 
     role: Literal["user", "assistant"]
-    content: Annotated[ListOf[MessageBlock], BeforeValidator(_blocks, json_schema_input_type=str | list[MessageBlock])]
+    content: Annotated[
+        ListOf[MessageBlock],
+        BeforeValidator(_blocks_of(tuple(_ROLES)), json_schema_input_type=str | list[MessageBlock]),
+    ]
 
     @model_validator(mode="after")
     def _blocks_are_of_role(self) -> AnthropicMessage:
@@ -238,7 +344,7 @@ class AnthropicPrompt(Schema):
 
 def _text_of(blocks: Sequence[AnyBlock]) -> str | None:
     """The texts, joined as the parts of a chat message are; None where there are none."""
-    texts = [block.text for block in blocks if isinstance(block, TextBlock)]
+    texts = [block.text for block in blocks if isinstance(block, TextBlock | DocumentBlock | SearchResultBlock)]
     return "\n".join(texts) if texts else None
 
 
