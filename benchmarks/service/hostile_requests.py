@@ -32,6 +32,7 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/completions": {
         "prompt": ["one two", "three"], "max_tokens": 2, "logprobs": 1, "echo": True, "best_of": 1, "stop": "y",
         "stop_token_ids": [7], "bad_words": ["bad"], "ignore_eos": True, "truncate_prompt_tokens": 50, "priority": 0,
+        "truncation_side": "right", "no_stop_trim": True,
         "stream": True, "stream_options": {"include_usage": True}, "user": "a-user", "deadline_s": 30,
     },
     "/v1/responses": {
@@ -39,17 +40,23 @@ VALID: dict[str, dict[str, Any]] = {
         "text": {"format": {"type": "text"}}, "metadata": {"a": "b"}, "store": False, "documents": ["one"],
     },
     "/v1/messages": {
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "system": "Be short.",
+        "messages": [{"role": "user", "content": [
+            {"type": "document", "source": {"type": "text", "data": "one"}, "title": "two"},
+            {"type": "text", "text": "Hi"},
+        ]}], "system": "Be short.",
         "max_tokens": 2, "stop_sequences": ["x"], "metadata": {"user_id": "a"}, "tool_choice": {"type": "none"},
         "tools": [{"name": "look", "input_schema": {"type": "object"}}], "stream": True,
     },
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "Hi"}], "system": "Be short."},
-    "/v1/embeddings": {"input": ["one", "two"], "encoding_format": "base64", "dimensions": 4},
+    "/v1/embeddings": {
+        "input": ["one", "two"], "encoding_format": "base64", "dimensions": 4, "normalize": False,
+        "truncate_prompt_tokens": 3, "truncation_side": "left",
+    },
     "/v1/rerank": {
         "query": "one", "documents": ["one two", {"text": "three"}], "top_n": 1, "return_documents": True,
-        "max_tokens_per_doc": 5,
+        "max_tokens_per_doc": 5, "truncate_prompt_tokens": -1, "use_activation": False,
     },
-    "/v1/score": {"text_1": "one", "text_2": ["one two", "three"]},
+    "/v1/score": {"queries": "one", "documents": ["one two", "three"], "truncate_prompt_tokens": 9},
     "/v1/classify": {"input": ["one", "two three"], "add_special_tokens": True},
     "/v1/decisions": {
         "input": [{"role": "user", "content": "one two"}],

@@ -127,12 +127,13 @@ def test_tokens_around_a_text_stay_when_it_is_cut() -> None:
     encoder = Service(Tokenizer(tiny_tokenizer()), embed, pooling=Pooling.MEAN, max_model_len=5)
     for most, side, kept in (
         (4, "right", (1, 5, 6, 2)), (4, "left", (1, 8, 9, 2)), (-1, "right", (1, 5, 6, 7, 2)), (3, "left", (1, 9, 2)),
+        (2, "left", (1, 2)),
     ):  # fmt: skip
         ask(encoder, input="w5 w6 w7 w8 w9", truncate_prompt_tokens=most, truncation_side=side)
         assert encoder.generate.requests[-1].prompt_token_ids == kept
-    refused = ask(encoder, input="w5 w6 w7 w8 w9", truncate_prompt_tokens=2)
+    refused = ask(encoder, input="w5 w6 w7 w8 w9", truncate_prompt_tokens=1)
     assert (refused.status, refused.error["param"]) == (400, "truncate_prompt_tokens")
-    assert "is 2; the tokenizer puts 2 tokens around each text" in refused.error["message"]
+    assert "is 1; the tokenizer puts 2 tokens around each text, so it must be at least 2" in refused.error["message"]
     assert ask(encoder, input="w5 w6 w7 w8 w9").error["code"] == "context_length_exceeded"
 
 

@@ -79,7 +79,7 @@ class _Cut:
         self._around = model.tokenizer.added_around if add_special_tokens else ((), ())
 
     def __call__(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """The token ids that are left. Raises InvalidRequest where there is no room for any of the text."""
+        """The token ids that are left, as transformers cuts. Raises InvalidRequest for fewer than stay of any text."""
         if self._most is None or len(token_ids) <= self._most:
             return token_ids
         before, after = self._around
@@ -87,13 +87,14 @@ class _Cut:
             before, after = (), ()  # these were given as ids
         text = token_ids[len(before) : len(token_ids) - len(after)]
         room = self._most - len(before) - len(after)
-        if room < 1:
+        if room < 0:
+            around = len(before) + len(after)
             raise InvalidRequest(
-                f"truncate_prompt_tokens is {self._most:,}; the tokenizer puts {len(before) + len(after)} tokens "
-                f"around each text, so it must be more",
+                f"truncate_prompt_tokens is {self._most:,}; the tokenizer puts {around} tokens around each text, so it "
+                f"must be at least {around}",
                 param="truncate_prompt_tokens",
             )
-        return (*before, *(text[-room:] if self._at_begin else text[:room]), *after)
+        return (*before, *(text[len(text) - room :] if self._at_begin else text[:room]), *after)
 
 
 def _check_length(num_tokens: int, max_model_len: int, param: str) -> None:
