@@ -40,8 +40,9 @@ def prepare_embeddings(body: EmbeddingsRequest, model: ServedModel, context: Req
 
 
 def _encoded_chat(body: EmbeddingsRequest, model: ServedModel) -> EncodedText:
-    cut = _Cut(body, model, body.as_chat().add_special_tokens)
-    prompt = cut(encode_chat(body.as_chat(), model, None, may_be_longer=body.truncate_prompt_tokens is not None))
+    chat = body.as_chat()
+    whole = encode_chat(chat, model, None, may_be_longer=body.truncate_prompt_tokens is not None)
+    prompt = _Cut(body, model, chat.add_special_tokens)(whole)
     _check_length(len(prompt), model.facts.max_model_len, "messages")
     return EncodedText(prompt)
 
@@ -144,8 +145,7 @@ async def vectors_of(
     Each has the length 1, unless `are_normalised` is false. Numbers that are all 0 stay so: the first few of a vector
     may be, in bfloat16 above all.
     """
-    make = normalised if are_normalised else _as_computed
-    return await results_of(state, lambda _, numbers: make(numbers, dimensions))
+    return await results_of(state, lambda _, numbers: first_numbers(numbers, dimensions, are_normalised=are_normalised))
 
 
 async def results_of(state: ResponseState, make: Callable[[int, Vector], T]) -> list[T]:
@@ -165,20 +165,16 @@ async def results_of(state: ResponseState, make: Callable[[int, Vector], T]) -> 
     return [results[index] for index in range(len(state.outputs))]
 
 
-def normalised(numbers: Vector, dimensions: int | None) -> Vector:
-    """The first numbers of a vector, made a vector of length 1. Raises Failure when the whole has no direction."""
-    kept = _checked(numbers)[:dimensions]
-    return (kept / (math.sqrt(kept @ kept) or 1.0)).astype(np.float32)
+def first_numbers(numbers: Vector, dimensions: int | None, *, are_normalised: bool = True) -> Vector:
+    """The first numbers of a vector, by default made a vector of length 1.
 
-
-def _as_computed(numbers: Vector, dimensions: int | None) -> Vector:
-    """The first numbers of a vector. Raises Failure when the whole has no direction."""
-    return _checked(numbers)[:dimensions].astype(np.float32)
-
-
-def _checked(numbers: Vector) -> npt.NDArray[np.float64]:
+    Raises Failure when the whole has no direction.
+    """
     exact = numbers.astype(np.float64)
     length = math.sqrt(exact @ exact)
     if not (math.isfinite(length) and length):
         raise Failure(f"the model gave a vector of length {length}")
-    return exact
+    kept = exact[:dimensions]
+    if are_normalised:
+        kept = kept / (math.sqrt(kept @ kept) or 1.0)
+    return kept.astype(np.float32)
