@@ -32,6 +32,7 @@ EVERYWHERE = frozenset(
         "disk",
         "batches",
         "json_pieces",
+        "records",
         "output_lengths",
         "rank",
         "usage",

@@ -79,6 +79,11 @@ class ApiConfig(Settings):
     share_prefixes: bool = Field(
         False, description="cached prefixes serve all keys: faster, but times tell one what another has sent"
     )
+    store_responses: bool = Field(
+        False,
+        description="a response (/v1/responses) is stored unless its body has `store: false`, as at OpenAI; needs "
+        "`batches`",
+    )
 
     @field_validator("allowed_origins")
     @classmethod

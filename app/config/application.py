@@ -50,4 +50,6 @@ class ApplicationConfig(Settings):
     @model_validator(mode="after")
     def _branches_agree(self) -> ApplicationConfig:
         check_branches(self.models, self.pipelines)
+        if self.api.store_responses and self.batches is None:
+            raise ValueError("api.store_responses needs the folder of `batches`; set `batches`, or leave it out")
         return self

@@ -25,6 +25,12 @@ BODIES = {
     "chat": (CHAT, TALK | {"stream_options": {"include_usage": True}}),
     "two choices": (CHAT, TALK | {"n": 2}),
     "calls": (CHAT, TALK | {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+    "log-probabilities": (
+        CHAT,
+        TALK
+        | {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+        | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    ),
     "completion": (COMPLETION, {"prompt": ["Hi", "Ho"], "echo": True, "max_tokens": 100}),
 }
 every_body = pytest.mark.parametrize(("path", "fields"), BODIES.values(), ids=BODIES)

@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import sqlite3
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, closing
 from itertools import islice
@@ -15,10 +16,11 @@ from typing import Any
 
 import openai
 import pytest
+from msgspec import structs
 
 from app.api.stored_answers import StoredEvents
 from app.batches import AnswerPart, BatchLimits
-from app.engine.request import Request, TokenDelta
+from app.engine.request import Request, TokenDelta, TokenLogprobs
 from app.errors import Overloaded, Unavailable
 from app.jobs.catalog import Catalog
 from app.jobs.local_service import LocalBatchService
@@ -56,9 +58,19 @@ class Gated:
         try:
             for step in _merged(list(self.script(request)), self._at_once):
                 await self.places.acquire()
-                yield delta(request, step)
+                yield (
+                    _likely(request, step)
+                    if request.sampling.logprobs and isinstance(step, tuple)
+                    else delta(request, step)
+                )
         finally:
             self.num_open -= 1
+
+
+def _likely(request: Request, step: tuple[int, ...]) -> TokenDelta:
+    """The tokens with log-probabilities, which depend on the token alone."""
+    told = [TokenLogprobs(-token / 7, 1, (token, token + 1), (-token / 7, float("-inf"))) for token in step]
+    return structs.replace(delta(request, step), logprobs=tuple(told))
 
 
 def _merged(steps: Sequence[Any], at_once: int) -> Iterator[Any]:
@@ -558,3 +570,148 @@ async def test_it_expires(tokenizer: Tokenizer, tmp_path: Path) -> None:
         assert (await ask(app, "GET", f"/v1/responses/{response['id']}")).status == 404
         with closing(sqlite3.connect(tmp_path / "batches.sqlite3")) as connection:
             await until(lambda: connection.execute("SELECT count(*) FROM answers").fetchone() == (0,))
+
+
+async def test_a_conversation_outlives_the_responses_that_it_goes_through(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    gate = Gated(tokenizer)
+    gate.open()
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        first = await begin(app, input="one")
+        second = await begin(app, input="two", previous_response_id=first["id"])
+        for _ in range(2):
+            answer = await ask(app, "DELETE", f"/v1/responses/{first['id']}")
+            first_status = answer.status
+        assert first_status == 404, "it is deleted once"
+        refused = await ask(
+            app, "POST", "/v1/responses", {"input": "x", "store": True, "previous_response_id": first["id"]}
+        )
+        assert (refused.status, refused.error["code"]) == (400, "previous_response_not_found")
+        third = await begin(app, input="three", previous_response_id=second["id"], store=False)
+        fourth = await begin(app, input="three", previous_response_id=second["id"])
+        turns = ["one", "3 4 5.", "two", "3 4 5.", "three"]
+        chat = [{"role": ("user", "assistant")[at % 2], "content": turn} for at, turn in enumerate(turns)]
+        assert [each.prompt_token_ids for each in gate.requests[-2:]] == [tokenizer.encode_chat(chat)] * 2
+        assert third["output"][0]["content"] == fourth["output"][0]["content"]
+        # Its file has its own input only, and the last response takes the text of the others with it.
+        assert all(file.stat().st_size < 2500 for file in (tmp_path / "responses").iterdir())
+        for response in (second, fourth):
+            assert len(list((tmp_path / "responses").iterdir())) == 3
+            assert (await ask(app, "DELETE", f"/v1/responses/{response['id']}")).status == 200
+        assert not list((tmp_path / "responses").iterdir())
+
+
+async def test_items_are_listed_over_all_turns(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    gate = Gated(tokenizer)
+    gate.open()
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        response = await begin(app, input="0")
+        for number in range(1, 4):
+            response = await begin(app, input=f"{2 * number}", previous_response_id=response["id"])
+
+        async def page(query: str) -> Any:
+            return (await ask(app, "GET", f"/v1/responses/{response['id']}/input_items", query=query)).json
+
+        texts = ["0", "3 4 5.", "2", "3 4 5.", "4", "3 4 5.", "6"]
+        for order, expected in (("asc", texts), ("desc", texts[::-1])):
+            after, listed = "", []
+            while True:
+                got = await page(f"order={order}&limit=2{after}")
+                listed += [item["content"][0]["text"] for item in got["data"]]
+                after = f"&after={got['last_id']}"
+                if not got["has_more"]:
+                    break
+            assert listed == expected
+        unknown = await ask(app, "GET", f"/v1/responses/{response['id']}/input_items", query="after=item_9_resp_x")
+        assert (unknown.status, unknown.error["param"]) == (404, "after")
+
+
+@pytest.mark.parametrize("store", [False, True])
+async def test_a_conversation_that_is_too_long_is_refused_or_cut(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: bool
+) -> None:
+    monkeypatch.setattr("app.api.stored_answers.MAX_REQUEST_BYTES", 1000)
+    gate = Gated(tokenizer)
+    gate.open()
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        first = await begin(app, input="one " * 250)
+        second = await begin(app, input="two", previous_response_id=first["id"])
+        num_requests = len(gate.requests)
+        body = {"input": "three", "previous_response_id": second["id"], "store": store}
+        refused = await ask(app, "POST", "/v1/responses", body)
+        assert (refused.status, refused.error["code"]) == (400, "context_length_exceeded")
+        assert len(gate.requests) == num_requests, "nothing is computed"
+        await begin(app, **body | {"truncation": "auto"})
+        turns = ["two", "3 4 5.", "three"]
+        chat = [{"role": ("user", "assistant")[at % 2], "content": turn} for at, turn in enumerate(turns)]
+        assert gate.requests[-1].prompt_token_ids == tokenizer.encode_chat(chat)
+
+
+async def test_a_response_is_stored_unless_it_says_no_where_the_service_says_so(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    gate = Gated(tokenizer)
+    gate.open()
+    async with served(kept_by(tokenizer, gate), tmp_path, store_responses=True) as app:
+        for fields, status in (({}, 200), ({"store": False}, 404), ({"store": True}, 200)):
+            response = (await ask(app, "POST", "/v1/responses", {"input": "Hi"} | fields)).json
+            assert response["store"] == (status == 200)
+            assert (await ask(app, "GET", f"/v1/responses/{response['id']}")).status == status
+
+
+async def test_a_storage_that_fails_while_it_is_taken_up_is_tried_again(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.jobs.kept_responses.STORAGE_PAUSE_S", 0.001)
+    gate = Gated(tokenizer)
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        begun = await begin(app, background=True)
+        await until(lambda: gate.num_open)
+    failures = [sqlite3.OperationalError("disk I/O error"), OSError(errno.ENOSPC, "full")]
+    count = Catalog.count_response_attempt
+
+    def failing(catalog: Catalog, response_id: str, *, by: int = 1) -> None:
+        if failures:
+            raise failures.pop()
+        count(catalog, response_id, by=by)
+
+    monkeypatch.setattr(Catalog, "count_response_attempt", failing)
+    gate.open()
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        assert (await ended(app, begun["id"]))["status"] == "completed"
+    assert not failures
+
+
+async def test_it_fails_at_once_where_its_room_comes_too_late(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    gate = Gated(tokenizer)
+    gate.refusals = [Overloaded("the budget of this month is spent", retry_after_s=20 * 86_400.0)]
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        begun = await begin(app, background=True)
+        response = await ended(app, begun["id"])
+        assert response["error"] == {"code": "rate_limit_exceeded", "message": "the budget of this month is spent"}
+        assert (await begin(app, background=True))["status"] in ("queued", "in_progress"), "its place is free"
+
+
+async def test_one_that_has_just_ended_cannot_be_cancelled(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, is_ending, may_return = Gated(tokenizer), threading.Event(), threading.Event()
+    end_response = Catalog.end_response
+
+    def slowly(catalog: Catalog, response_id: str, *arguments: Any) -> None:
+        end_response(catalog, response_id, *arguments)
+        is_ending.set()
+        may_return.wait(60)
+
+    monkeypatch.setattr(Catalog, "end_response", slowly)
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        begun = await begin(app, background=True)
+        gate.open()
+        await until(is_ending.is_set)
+        path = f"/v1/responses/{begun['id']}"
+        cancelling = asyncio.create_task(ask(app, "POST", path + "/cancel", {}))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        may_return.set()
+        answer = await cancelling
+        assert (answer.status, "is completed" in answer.error["message"]) == (400, True)
+        assert (await ask(app, "GET", path)).json["status"] == "completed"

@@ -497,6 +497,7 @@ async def served(
     limits: RequestLimits | None = None,
     batch_limits: BatchLimits = BatchLimits(),  # noqa: B008 - frozen
     client: WebhookClient | None = None,
+    store_responses: bool = False,
     **settings: Any,
 ) -> AsyncIterator[Any]:
     """The app with these API keys. Their limits count for lines by themselves, as in a process of their own."""
@@ -504,7 +505,7 @@ async def served(
     handler, of_items = (
         RequestHandler(
             service.models,
-            ApiConfig(),
+            ApiConfig(store_responses=store_responses),
             authenticator=ring(keys) if keys else None,
             pipelines=service.pipelines,
             limits=limits or RequestLimits(),

@@ -86,7 +86,7 @@ class KeptResponseRoutes(RouteGroup):
         new = NewResponse(
             owner=context.reservation.account.name,
             path=path,
-            body=to_json(body | seed),
+            body=to_json({"store": True} | body | seed),
             headers={name: value for name, value in context.headers.items() if name.startswith(_CONTEXT_HEADERS)},
             request_id=context.request_id,
             response_id=f"{KEPT_AT[path]}{uuid.uuid4().hex}",  # a client's own request id may have any character

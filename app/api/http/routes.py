@@ -165,7 +165,7 @@ class _Computed:
             if headers.get(LAST_EVENT_HEADER):
                 await self._kept.go_on(path, context, scope, receive, send)
                 return
-            if body.get("store"):
+            if body.get("store", path == RESPONSES_PATH and handler.config.store_responses):
                 await self._kept.answer(path, body, context, scope, receive, send)
                 return
             if path == RESPONSES_PATH and body.get("previous_response_id") is not None:
