@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +17,7 @@ def test_pieces_of_any_size_give_the_same_records(contents: list[bytes], cuts: l
     data = b"".join(map(record, contents))
     places = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
     reader = RecordReader()
-    read = [each for begin, end in zip(places, places[1:], strict=False) for each in list(reader.feed(data[begin:end]))]
+    read = [each for begin, end in pairwise(places) for each in list(reader.feed(data[begin:end]))]
     assert read == contents
 
 

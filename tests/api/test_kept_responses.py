@@ -629,11 +629,11 @@ async def test_items_are_listed_over_all_turns(tokenizer: Tokenizer, tmp_path: P
 async def test_a_conversation_that_is_too_long_is_refused_or_cut(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: bool
 ) -> None:
-    monkeypatch.setattr("app.api.stored_answers.MAX_REQUEST_BYTES", 1000)
+    monkeypatch.setattr("app.api.stored_answers.MAX_REQUEST_BYTES", 1200)
     gate = Gated(tokenizer)
     gate.open()
     async with served(kept_by(tokenizer, gate), tmp_path) as app:
-        first = await begin(app, input="one " * 250)
+        first = await begin(app, input="one " * 230)
         second = await begin(app, input="two", previous_response_id=first["id"])
         num_requests = len(gate.requests)
         body = {"input": "three", "previous_response_id": second["id"], "store": store}
