@@ -226,8 +226,12 @@ class Request:
 
     @property
     def prefix_salt(self) -> str:
-        """Only requests of one prefix salt share KV: keys and values follow from the adapter, too."""
-        return self.cache_salt if self.adapter is None else f"{self.adapter.digest}\n{self.cache_salt}"
+        """Only requests of one prefix salt share KV: keys and values follow from the adapter, too.
+
+        The first line end separates the digest, which has none, from the salt, which the client writes. It is there
+        without an adapter as well: otherwise a client could write an adapter's digest into the salt of another request.
+        """
+        return f"{'' if self.adapter is None else self.adapter.digest}\n{self.cache_salt}"
 
     @property
     def may_wait(self) -> bool:
