@@ -26,13 +26,12 @@ from app.api.prepared_request import (
 from app.api.request_context import TIMINGS_HEADER, RequestContext, asks_for
 from app.api.schemas.conversation import template_messages, template_tools
 from app.api.schemas.requests import ChatRequest, CompletionRequest, GenerationRequest, QueuedRequest
-from app.engine.request import Grammar, Pooling, Request, SamplingParams
+from app.engine.request import MIN_TEMPERATURE, MIN_TOP_P, Grammar, Pooling, Request, SamplingParams
 from app.errors import ContextTooLong, InvalidRequest
 from app.text import Reasoning, Tokenizer
 from app.text.text_pairs import EncodedText
 
 SEED_MASK = 2**63 - 1
-LEAST_TOP_P = 1e-6  # less than the likeliest token of any vocabulary has
 # A text with more characters for each token of the context is counted before it is encoded: it is hardly one that fits.
 USUAL_CHARACTERS_PER_TOKEN = 16
 # Bytes of a text of which only the end is wanted, or the number of tokens: it is encoded in a second.
@@ -98,9 +97,9 @@ def shared_fields(body: GenerationRequest, model: ServedModel, context: RequestC
         grammar = tools.grammar
     sampling = {
         "min_tokens": body.min_tokens,
-        "temperature": body.temperature,
+        "temperature": body.temperature if body.temperature >= MIN_TEMPERATURE else 0.0,
         "top_k": max(0, body.top_k),
-        "top_p": max(body.top_p, LEAST_TOP_P),
+        "top_p": max(body.top_p, MIN_TOP_P),
         "min_p": body.min_p,
         "presence_penalty": body.presence_penalty,
         "frequency_penalty": body.frequency_penalty,

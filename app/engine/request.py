@@ -17,6 +17,10 @@ MAX_PRIORITY = 100  # priorities go from -100 to 100
 MAX_TENANT_LENGTH = 256
 MAX_SESSION_LENGTH = 256
 MAX_DEADLINE_S = 86_400.0
+# Below these, float32 numbers of the samplers overflow or vanish: logits divided by the temperature become infinite.
+# A lower temperature means greedy. A lower top-p, such as 0, means this one: the likeliest token of any vocabulary has
+# more, so only that one is left.
+MIN_TEMPERATURE, MIN_TOP_P, MIN_REPETITION_PENALTY = 1e-5, 1e-6, 0.01
 MAX_GRAMMAR_CHARACTERS = 131_072
 
 
@@ -124,14 +128,14 @@ class SamplingParams:
 
     max_tokens: int  # 0: the prompt is computed and nothing is generated
     min_tokens: int = 0
-    temperature: float = 1.0  # 0 is greedy
+    temperature: float = 1.0  # 0 is greedy; else at least MIN_TEMPERATURE
     top_k: int = 0  # 0 keeps all
-    top_p: float = 1.0
+    top_p: float = 1.0  # at least MIN_TOP_P
     min_p: float = 0.0
     seed: int = 0  # 0 <= seed < 2**63; the same seed gives the same tokens anywhere
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = 1.0  # at least MIN_REPETITION_PENALTY
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias)
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False  # of a grammar: not before it must end
@@ -228,10 +232,12 @@ class Request:
     def prefix_salt(self) -> str:
         """Only requests of one prefix salt share KV: keys and values follow from the adapter, too.
 
-        The first line end separates the digest, which has none, from the salt, which the client writes. It is there
-        without an adapter as well: otherwise a client could write an adapter's digest into the salt of another request.
+        The first line end separates the digest, which has none, from the salt, which the client writes. A salt without
+        an adapter has it as well: otherwise a client could write an adapter's digest into it.
         """
-        return f"{'' if self.adapter is None else self.adapter.digest}\n{self.cache_salt}"
+        if self.adapter is None:
+            return self.cache_salt and f"\n{self.cache_salt}"
+        return f"{self.adapter.digest}\n{self.cache_salt}"
 
     @property
     def may_wait(self) -> bool:

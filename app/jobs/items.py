@@ -29,9 +29,10 @@ MAX_LISTED_ERRORS = 100
 
 # Columns of a plain row that mean what they mean in a body; any other column is the user's own and left alone.
 SAMPLING_COLUMNS = (
-    "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "stop_token_ids",
-    "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "ignore_eos",
-    "response_format", "structured_outputs", "allowed_token_ids", "bad_words",
+    "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop",
+    "stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "ignore_eos",
+    "response_format", "structured_outputs", "allowed_token_ids", "bad_words", "thinking_token_budget",
+    "reasoning_effort",
 )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence as Several
 from concurrent.futures import Future
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import fields
 from itertools import chain, count
 from typing import Any
 
@@ -29,11 +30,16 @@ from app.engine.model_runner import ModelRunner
 from app.engine.observer import StepObserver
 from app.engine.request import (
     Adapter,
+    Address,
     FinishReason,
+    Grammar,
+    GrammarKind,
     ModelInfo,
     Pooling,
+    PrefixAt,
     Request,
     SamplingParams,
+    Thought,
     TokenDelta,
     TokenLogprobs,
 )
@@ -540,6 +546,28 @@ def make_request(
         pooling=pooling,
         adapter=adapter,
     )
+
+
+def make_full_request() -> Request:
+    """A request without any field at its default. A new field without a value here fails, and so reaches all tests."""
+    grammar = Grammar(GrammarKind.REGEX, "a+", True, "regex", Thought("<think>", "</think>", True, max_tokens=3))
+    sampling = SamplingParams(
+        max_tokens=9, min_tokens=1, temperature=0.5, top_k=3, top_p=0.5, min_p=0.25, seed=2**62, presence_penalty=0.5,
+        frequency_penalty=0.25, repetition_penalty=1.5, logit_bias=((3, -1.5),), stop_token_ids=(7, 8),
+        ignore_eos=True, grammar=grammar, allowed_token_ids=(3, 4), bad_words=((5, 6),), logprobs=2, prompt_logprobs=1,
+        logprob_token_ids=(9,),
+    )  # fmt: skip
+    request = Request(
+        request_id="full", prompt_token_ids=(5, 6, 7), sampling=sampling, generated_token_ids=(8,),
+        prediction_token_ids=(8, 9), pooling=Pooling.MEAN, second_text_at=1, num_scored_tokens=2, cache_salt="salt",
+        priority=-3, tenant="ä", deadline_s=9.5, group="group", preset="preset", is_background=True, session="session",
+        no_queue=True, adapter=Adapter(name="sql", path="/sql", digest="12ab"),
+        prefix_at=PrefixAt(Address("127.0.0.1", 1, "secret"), 2),
+    )  # fmt: skip
+    for each in (request, sampling, grammar):
+        kept = [field.name for field in fields(each) if getattr(each, field.name) == field.default]
+        assert not kept, f"give {', '.join(kept)} of {type(each).__name__} a value here"
+    return request
 
 
 class Outcome:

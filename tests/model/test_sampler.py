@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from app.engine.batch import ScheduledSequence, StepBatch, StepResult
 from app.engine.model_runner import ModelRunner
+from app.engine.request import MIN_REPETITION_PENALTY, MIN_TEMPERATURE, MIN_TOP_P
 from app.model.sampler import Sampler, gumbel_noise
 from tests.kit.engine import build_fake_engine, make_request, run_to_end
 from tests.kit.models import scheduled
@@ -57,6 +58,25 @@ def test_greedy_takes_the_likeliest(num_rows: int) -> None:
     logits = random_logits(num_rows)
     taken = sample(logits, [item(temperature=0.0)] * num_rows)
     assert (taken.dtype, taken.tolist()) == (torch.long, logits.argmax(-1).tolist())
+
+
+# The ends of the ranges that requests may have: no number of a sampler may become infinite, or vanish.
+AT_THE_ENDS: list[dict[str, float]] = [
+    {"temperature": MIN_TEMPERATURE},
+    {"temperature": MIN_TEMPERATURE, "top_p": 0.9, "top_k": 5, "min_p": 0.1},
+    {"temperature": MIN_TEMPERATURE, "repetition_penalty": MIN_REPETITION_PENALTY},
+    {"temperature": MIN_TEMPERATURE, "repetition_penalty": 10.0, "top_p": 0.5},
+    {"temperature": 2.0, "top_p": MIN_TOP_P},
+    {"temperature": 2.0, "top_p": MIN_TOP_P, "repetition_penalty": MIN_REPETITION_PENALTY},
+]
+
+
+@pytest.mark.parametrize("sampling", AT_THE_ENDS, ids=str)
+def test_the_likeliest_is_drawn_at_the_ends_of_the_ranges(sampling: dict[str, float]) -> None:
+    logits = random_logits(9) * 500
+    items = [item(position=row + 1, seed=row, prompt=(0, 1, 2), **sampling) for row in range(9)]
+    expected = Sampler().adjust(logits, range(9), items).argmax(-1)
+    assert sample(logits, items).tolist() == expected.tolist()
 
 
 def softmax(*logits: float) -> list[float]:

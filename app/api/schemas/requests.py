@@ -46,7 +46,7 @@ from app.api.schemas.fields import (
     _unless_false,
     as_int,
 )
-from app.engine.request import MAX_DEADLINE_S, MAX_PRIORITY, MAX_TENANT_LENGTH
+from app.engine.request import MAX_DEADLINE_S, MAX_PRIORITY, MAX_TENANT_LENGTH, MIN_REPETITION_PENALTY
 from app.errors import InvalidRequest
 
 ChatT = TypeVar("ChatT", bound="ChatRequest")
@@ -169,7 +169,7 @@ class GenerationRequest(QueuedRequest):
     min_p: float = Field(0.0, ge=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, gt=0, le=10)
+    repetition_penalty: float = Field(1.0, ge=MIN_REPETITION_PENALTY, le=10)
     logit_bias: Annotated[
         dict[int, float],
         BeforeValidator(_bias),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,7 +26,14 @@ from app.engine.trace.entries import (
 from app.engine.trace.recorder import StepRecorder
 from tests.engine.test_invariants import FailingOnDemand
 from tests.engine.test_overlapped_engine import LateRunner
-from tests.kit.engine import FakeClock, build_fake_engine, expected_tokens, make_request, run_to_end
+from tests.kit.engine import (
+    FakeClock,
+    build_fake_engine,
+    expected_tokens,
+    make_full_request,
+    make_request,
+    run_to_end,
+)
 
 
 class Kept:
@@ -162,9 +170,11 @@ def test_every_entry_is_a_line_that_reads_back_the_same() -> None:
     kept.engine.reconfigure(SchedulerConfig.model_validate({"strategy": "static", "policy": "sjf"}))
     kept.engine.abort(odd.request_id)
     run_to_end(kept.engine, make_request(), clock=kept.clock)
+    kept.entries.append(Arrival(9, 101.0, make_full_request()))
     lines = [to_line(entry) for entry in kept.entries]
     assert [to_line(parse(line)) for line in lines] == lines
     arrival = parse(lines[0])
     assert arrival == Arrival(0, 100.0, odd)
+    assert parse(lines[-1]) == Arrival(9, 101.0, replace(make_full_request(), prefix_at=None)), "it has a secret"
     with pytest.raises(ValueError, match="unknown entry"):
         parse('{"nonsense": 1}')

@@ -18,6 +18,7 @@ from app.model.cpu.library import ThreadPool, library
 from app.model.cpu.sampling import NativeSampler
 from app.model.sampler import Sampler, gumbel_noise
 from tests.kit.models import scheduled
+from tests.model.test_sampler import AT_THE_ENDS
 
 FILTERS = [
     {},
@@ -62,6 +63,13 @@ def test_the_same_tokens_as_the_plain_sampler(native: NativeSampler, filters: di
     expected, got = (way.draw(logits, rows, sequences) for way in (PLAIN, native))
     assert (expected != got).sum() <= 1
     assert len(set(got.tolist())) > 20
+
+
+@pytest.mark.parametrize("sampling", AT_THE_ENDS, ids=str)
+def test_the_same_tokens_at_the_ends_of_the_ranges(native: NativeSampler, sampling: dict[str, float]) -> None:
+    logits = torch.randn(9, 1003, generator=torch.Generator().manual_seed(0)) * 1000
+    sequences = [scheduled(1, row, seed=row, prompt=(0, 1, 2), **sampling) for row in range(9)]
+    assert native.sample(logits, sequences).tolist() == PLAIN.sample(logits, sequences).tolist()
 
 
 def test_what_is_masked_is_never_drawn_and_ties_go_to_the_first(native: NativeSampler) -> None:

@@ -18,6 +18,7 @@ from app.engine.logit_adjustments import LogitAdjustments
 from app.model.logprobs import compute_logprobs
 from app.model.sampler import Sampler, gumbel_noise
 from tests.kit.models import DEVICE, scheduled
+from tests.model.test_sampler import AT_THE_ENDS
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
 
@@ -109,6 +110,13 @@ def test_the_same_tokens_of_other_numbers(filters: dict[str, float], dtype: torc
     logits = (torch.randn(3, 203, device=DEVICE) * torch.tensor([[0.3], [3.0], [30.0]], device=DEVICE)).to(dtype)
     items = [item(position=n, temperature=0.7, seed=n * 7919, **filters) for n in range(1, 4)]
     assert TritonSampler(DEVICE, tile=128).sample(logits, items).tolist() == sample(logits, items).tolist()
+
+
+@pytest.mark.parametrize("sampling", AT_THE_ENDS, ids=str)
+def test_the_same_tokens_at_the_ends_of_the_ranges(sampling: dict[str, float]) -> None:
+    logits = torch.randn(2, VOCAB_SIZE, generator=torch.Generator().manual_seed(0)).to(DEVICE) * 1000
+    items = [item(seed=row, **sampling) for row in range(2)]
+    assert triton().sample(logits, items).tolist() == sample(logits, items).tolist()
 
 
 def test_the_noise_is_the_same_function() -> None:
