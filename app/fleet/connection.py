@@ -214,6 +214,8 @@ class FrameReader(asyncio.Protocol):
         try:
             for frame in self._decoder.feed(data):
                 self._check(frame)
+                if frame.number == 0:
+                    self._registry.note_fields(self._replica_id, frame.known_fields)
                 self._registry.note(self._replica_id, frame.report, frame.prefixes)
                 if frame.report.is_short_of_memory:
                     self._on_short()

@@ -122,7 +122,7 @@ class Fleet:
                     raise
                 except Overloaded as full:
                     avoid |= {in_flight.replica_id}
-                    if avoid.issuperset(self._open_replica_ids(in_flight.needs_weights)):
+                    if avoid.issuperset(self._open_replica_ids(in_flight)):
                         await self._wait_for_room(in_flight, full)
                         avoid = frozenset()
                 finally:
@@ -178,10 +178,10 @@ class Fleet:
             if in_flight.num_attempts:
                 in_flight.seconds_left(self._clock())  # raises where none is left
             weights = in_flight.needs_weights
-            replica_ids = self._open_replica_ids(weights)
+            replica_ids = self._open_replica_ids(in_flight)
             if not replica_ids and in_flight.request.no_queue and in_flight.lost_at is None:
                 raise Overloaded("no replica is there now, and this request is not to wait; try again shortly")
-            replica_ids = replica_ids or await self._wait_for_replicas(weights)
+            replica_ids = replica_ids or await self._wait_for_replicas(in_flight)
             sent = in_flight.begin_attempt(self._clock())
             try:
                 decision = self._registry.place(sent, replica_ids, avoid=avoid)
@@ -277,33 +277,41 @@ class Fleet:
 
     # ------------------------------------------------------------------ the replicas
 
-    def _open_replica_ids(self, weights: int) -> list[str]:
-        """The replicas that take requests now, for tokens of these weights; 0: for any."""
-        found = filter(self._is_open, self._registry.replica_ids)
-        return [each for each in found if not weights or self._registry.has_weights(each, weights)]
+    def _open_replica_ids(self, in_flight: InFlightRequest) -> list[str]:
+        """The replicas that take requests now, have the weights of its tokens and know all of its fields."""
+        weights, request, registry = in_flight.needs_weights, in_flight.request, self._registry
+        found = [each for each in filter(self._is_open, registry.replica_ids)
+                 if registry.unknown_field(each, request) is None]  # fmt: skip
+        return [each for each in found if not weights or registry.has_weights(each, weights)]
 
     def _is_open(self, replica_id: str) -> bool:
         connection = self._connections.get(replica_id)
         return connection is not None and connection.is_open
 
-    async def _wait_for_replicas(self, weights: int) -> list[str]:
-        """Wait until a replica takes requests, as for `_open_replica_ids`; returns all that do.
+    async def _wait_for_replicas(self, in_flight: InFlightRequest) -> list[str]:
+        """Wait until a replica takes the request, as for `_open_replica_ids`; returns all that do.
 
         Raises Unavailable when there is none for too long, Overloaded when too many requests wait for one.
         """
         seconds = self._limits.place_timeout_s
         try:
             async with asyncio.timeout(seconds):
-                while not (replica_ids := self._open_replica_ids(weights)):
+                while not (replica_ids := self._open_replica_ids(in_flight)):
                     if self._registry.replica_ids:
                         await self._changed.wait()
                     else:
                         await self._wake()
                 return replica_ids
         except TimeoutError:
-            if weights and self._open_replica_ids(0):
+            for replica_id in filter(self._is_open, self._registry.replica_ids):
+                unknown = self._registry.unknown_field(replica_id, in_flight.request)
+                if unknown is None:  # so it is the weights
+                    raise Unavailable(
+                        "the replica of this request was lost, and the others have other weights; send it again"
+                    ) from None
                 raise Unavailable(
-                    "the replica of this request was lost, and the others have other weights; send it again"
+                    f"this request needs {unknown}, which the replicas that are there do not know yet, as an update "
+                    f"goes on; send it again"
                 ) from None
             raise Unavailable(f"no replica was there to take this request for {seconds:g} s; send it again") from None
 
@@ -345,7 +353,7 @@ class Fleet:
             return
         leaving = [each for each in self._in_flight.values() if each.replica_id == replica_id]
         for in_flight in leaving:
-            if self._open_replica_ids(in_flight.needs_weights):
+            if self._open_replica_ids(in_flight):
                 in_flight.fail(RequestLeft(f"it takes no requests since {after_s:g} s", reason="ending"))
         if leaving:
             logger.info("replica %s is about to end: its %d requests go on elsewhere", replica_id, len(leaving))
@@ -396,7 +404,7 @@ class Fleet:
             may_leave = in_flight.prefixes_at is not None and in_flight.num_times_short < _MAX_TIMES_SHORT
             if in_flight.replica_id != replica_id or not (in_flight.num_tokens and may_leave):
                 continue
-            others = {*self._open_replica_ids(in_flight.needs_weights)} - {replica_id}
+            others = {*self._open_replica_ids(in_flight)} - {replica_id}
             roomy = self._registry.have_room(in_flight.request, in_flight.num_tokens, others)
             if roomy:
                 in_flight.num_times_short += 1

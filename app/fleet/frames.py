@@ -6,13 +6,18 @@ msgpack holds plain values only, so what comes over a socket can run no code. A 
 length. Fields travel by position, those of a request by name: a reader ignores fields that it does not know and takes
 the default of fields that are missing. So replicas and ingresses of neighbouring versions understand each other as long
 as new fields have a default and are added at the end. Any other change needs a new FRAME_VERSION.
+
+A replica that ignored a field of a request would draw other tokens than the client asks for. So a replica names the
+fields that it knows in its first frame, and an ingress sends a request only to a replica that knows all fields of it.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any, Generic, TypeVar, get_args, get_type_hints
 
 import msgspec
 
@@ -39,6 +44,7 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     deltas: tuple[TokenDelta, ...]  # at most one for each request; empty in a heartbeat
     view: EngineSnapshot | None = None  # while its ingress watches
     prefixes: PrefixChanges | None = None  # since the frame before; all of them in the first
+    known_fields: tuple[str, ...] = ()  # of requests, as in `REQUEST_FIELDS`; only in the first, for it is long
 
 
 class SubmitRequest(msgspec.Struct, frozen=True, array_like=True, tag=0):
@@ -61,6 +67,53 @@ class WatchEngine(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 Message = SubmitRequest | AbortRequest | WatchEngine
 ReceivedT = TypeVar("ReceivedT", Frame, Message)
+
+
+def _fields_of(kind: type[Any], prefix: str = "") -> Iterator[str]:
+    hints = get_type_hints(kind)
+    for field in fields(kind):
+        yield prefix + field.name
+        hint = hints[field.name]
+        for part in get_args(hint) or (hint,):
+            if isinstance(part, type) and is_dataclass(part):
+                yield from _fields_of(part, f"{prefix}{field.name}.")
+            elif isinstance(part, type) and issubclass(part, Enum):
+                yield from (f"{prefix}{field.name}={each.value}" for each in part)
+
+
+def used_fields(value: Any, prefix: str = "") -> Iterator[str]:
+    """The fields of a request that are not at their defaults, as in `REQUEST_FIELDS`."""
+    for field in fields(value):
+        item = getattr(value, field.name)
+        if item == field.default:
+            continue
+        yield prefix + field.name
+        if is_dataclass(item):
+            yield from used_fields(item, f"{prefix}{field.name}.")
+        elif isinstance(item, Enum):
+            yield f"{prefix}{field.name}={item.value}"
+
+
+# The fields of a request that this version knows, those inside others with a dot, and each value of an enumeration.
+REQUEST_FIELDS = frozenset(_fields_of(Request))
+
+# Those that a replica knows which names none: it is of 418a799 or before. No field is ever added here.
+FIRST_REQUEST_FIELDS = frozenset(
+    """
+    request_id prompt_token_ids sampling sampling.max_tokens sampling.min_tokens sampling.temperature
+    sampling.top_k sampling.top_p sampling.min_p sampling.seed sampling.presence_penalty
+    sampling.frequency_penalty sampling.repetition_penalty sampling.logit_bias sampling.stop_token_ids
+    sampling.ignore_eos sampling.grammar sampling.grammar.kind sampling.grammar.kind=json_schema
+    sampling.grammar.kind=regex sampling.grammar.kind=choice sampling.grammar.kind=grammar
+    sampling.grammar.kind=text sampling.grammar.kind=tags sampling.grammar.text sampling.grammar.is_lenient
+    sampling.grammar.param sampling.grammar.thought sampling.grammar.thought.begin sampling.grammar.thought.end
+    sampling.grammar.thought.is_open sampling.grammar.thought.max_tokens sampling.allowed_token_ids
+    sampling.bad_words sampling.logprobs sampling.prompt_logprobs sampling.logprob_token_ids generated_token_ids
+    prediction_token_ids pooling pooling=last pooling=mean pooling=cls pooling=score second_text_at
+    num_scored_tokens cache_salt priority tenant deadline_s group preset is_background session no_queue adapter
+    adapter.name adapter.path adapter.digest prefix_at
+    """.split()
+)
 
 
 def report_of(

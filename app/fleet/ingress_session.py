@@ -14,7 +14,7 @@ from app.engine.request import FinishReason, Request, TokenDelta, UnreadDelta, a
 from app.engine.snapshot import EngineSnapshot
 from app.errors import CarouselError, Failure, traceback_of
 from app.fleet.dispatch import ReplicaReport
-from app.fleet.frames import Frame
+from app.fleet.frames import REQUEST_FIELDS, Frame
 from app.fleet.prefix_feed import PrefixReader
 
 logger = logging.getLogger(__name__)
@@ -193,7 +193,8 @@ class IngressSession:
         deltas, self._deltas = self._deltas, {}
         merged = tuple(map(as_delta, deltas.values()))
         report = structs.replace(self._report(), num_own=len(self._open))
-        frame = Frame(self._next_number, report, merged, self._view, self._prefixes.take())
+        known_fields = () if self._next_number else tuple(sorted(REQUEST_FIELDS))
+        frame = Frame(self._next_number, report, merged, self._view, self._prefixes.take(), known_fields)
         self._view = None
         self._next_number += 1
         self._sent_at = asyncio.get_running_loop().time()

@@ -26,6 +26,7 @@ from app.fleet.dispatch import (
     near_adapter,
     of_group,
 )
+from app.fleet.frames import FIRST_REQUEST_FIELDS, REQUEST_FIELDS, used_fields
 from app.output_lengths import OutputLengths
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class ReplicaRegistry:
         self._retry_times = RetryTimes()
         self._weights = 0  # the digest that a replica has reported last
         self._differing: frozenset[str] = frozenset()  # replicas that were told of
+        self._unknown_fields: dict[str, frozenset[str]] = {}  # of requests, by replica that does not know them all
         self.last_decision: Decision | None = None
         self._decisions: dict[str, Decision] = {}  # the last one for each replica
         self.on_replicas: Callable[[Collection[str]], None] = lambda replica_ids: None
@@ -242,6 +244,7 @@ class ReplicaRegistry:
         self._adapters_sent = {key: each for key, each in self._adapters_sent.items() if each in replica_ids}
         self._decisions = {each: self._decisions[each] for each in replica_ids if each in self._decisions}
         self._prefixes.keep_only(replica_ids)
+        self._unknown_fields = {key: each for key, each in self._unknown_fields.items() if key in replica_ids}
         self.on_replicas(self.replica_ids)
 
     def note(self, replica_id: str, report: ReplicaReport, prefixes: PrefixChanges | None = None) -> None:
@@ -255,6 +258,20 @@ class ReplicaRegistry:
         self._ledger.note(replica_id, report, now=self._clock())
         if report.weights != self._weights:
             self._note_weights(replica_id, report.weights)
+
+    def note_fields(self, replica_id: str, known: Collection[str]) -> None:
+        """A replica has said which fields of requests it knows. None: it is of a version that does not say so."""
+        unknown = REQUEST_FIELDS.difference(known or FIRST_REQUEST_FIELDS)
+        self._unknown_fields.pop(replica_id, None)
+        if unknown:
+            self._unknown_fields[replica_id] = unknown
+
+    def unknown_field(self, replica_id: str, request: Request) -> str | None:
+        """A field of the request that a replica of another version would ignore; None: it knows them all."""
+        unknown = self._unknown_fields.get(replica_id)
+        if unknown is None:  # as nearly always: the fields of a request are not looked at
+            return None
+        return next((name for name in used_fields(request) if name in unknown), None)
 
     def has_weights(self, replica_id: str, weights: int) -> bool:
         """Whether a replica can go on with tokens of these weights, as far as both are known (0: not)."""

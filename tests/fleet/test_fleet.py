@@ -11,7 +11,7 @@ import pytest
 
 from app.engine.async_engine import AsyncEngine
 from app.engine.device_lease import DeviceLease
-from app.engine.request import ALL_BLOCKS, Adapter, Address, PrefixAt, Request
+from app.engine.request import ALL_BLOCKS, Adapter, Address, Grammar, GrammarKind, PrefixAt, Request
 from app.engine.sleep_controller import SleepController
 from app.engine.stats import SleepState
 from app.errors import (
@@ -25,9 +25,10 @@ from app.errors import (
     UnsupportedAdapter,
 )
 from app.fleet.dispatch import DECODE, PREFILL, Group
+from app.fleet.frames import FIRST_REQUEST_FIELDS, REQUEST_FIELDS
 from app.fleet.replica_registry import MIN_FETCHED_TOKENS
 from tests.engine.test_engine_logprobs import check as check_logprobs
-from tests.kit.engine import FakeClock, build_fake_engine, make_request, next_token, tokens_of
+from tests.kit.engine import FakeClock, build_fake_engine, make_full_request, make_request, next_token, tokens_of
 from tests.kit.fleet import LocalFleet, LocalReplica, adapted_token, check
 from tests.waiting import until
 
@@ -771,3 +772,40 @@ async def test_a_fleet_that_is_closed_is_still_described() -> None:
         await local.answer(make_request())
         local.fleet.close()  # with the service, while viewers of the page are connected
         assert [each["state"] for each in local.fleet.describe()] == ["lost", "lost"]
+
+
+OF_THE_VERSION_BEFORE = tuple(REQUEST_FIELDS - {"sampling.min_p", "sampling.grammar.kind=regex"})
+
+
+async def test_a_request_never_goes_to_a_replica_that_would_ignore_a_field_of_it() -> None:
+    async with LocalFleet(1) as local:
+        newer = local.replicas[0]
+        older = local.join_another()
+        older.known_fields = OF_THE_VERSION_BEFORE
+        await until(lambda: len(local.registry.reports) == 2)
+        requests = [make_request(min_p=0.5) for _ in range(6)]
+        plain = [make_request() for _ in range(6)]
+        await check([*requests, *plain], local.start([*requests, *plain]))
+        assert {each.request_id for each in requests} <= {each.request_id for each in newer.served}
+        assert older.served, "it takes the others"
+
+
+async def test_a_request_whose_field_no_replica_knows_is_refused_with_the_name_of_the_field() -> None:
+    async with LocalFleet(1, place_timeout_s=0.01) as local:
+        local.transport.leave("r0")
+        older = local.join_another()
+        older.known_fields = OF_THE_VERSION_BEFORE
+        await local.answer(make_request())
+        with pytest.raises(Unavailable, match=r"needs sampling\.min_p, which the replicas that are there do not know"):
+            await local.answer(make_request(min_p=0.5))
+        with pytest.raises(Unavailable, match=r"needs sampling\.grammar\.kind=regex"):
+            await local.answer(make_request(grammar=Grammar(GrammarKind.REGEX, "a")))
+        assert [each.sampling.min_p for each in older.served] == [0.0]
+
+
+async def test_a_replica_that_names_no_fields_has_those_of_the_last_version_that_named_none() -> None:
+    async with LocalFleet(1) as local:
+        local.registry.note_fields("r0", ())
+        newer = REQUEST_FIELDS - FIRST_REQUEST_FIELDS
+        unknown = local.registry.unknown_field("r0", make_full_request())
+        assert unknown in newer if newer else unknown is None

@@ -10,20 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.engine.request import FinishReason, Grammar, GrammarKind, Pooling, Queued, Thought, TokenDelta, TokenLogprobs
+from app.engine.request import FinishReason, Grammar, GrammarKind, Queued, Thought, TokenDelta, TokenLogprobs
 from app.errors import CarouselError, DeadlineMissed, Failure, InvalidRequest, Overloaded
 from app.fleet import Frame
 from app.fleet.dispatch import ReplicaReport
 from app.fleet.frames import (
     FRAME_VERSION,
+    REQUEST_FIELDS,
     AbortRequest,
     InvalidFrame,
     SubmitRequest,
     encode,
     frame_decoder,
     message_decoder,
+    used_fields,
 )
-from tests.kit.engine import make_request
+from tests.kit.engine import make_full_request, make_request
 from tests.kit.fleet import make_report
 
 REPORT = make_report(group="blue", num_requests=3)
@@ -123,9 +125,18 @@ REQUEST = make_request(
 
 
 def test_a_request_arrives_as_it_was_sent() -> None:
-    request = replace(REQUEST, generated_token_ids=(8,), pooling=Pooling.MEAN, is_background=True, session="mine")
-    messages = [SubmitRequest(request), AbortRequest("one")]
+    messages = [SubmitRequest(make_full_request()), AbortRequest("one")]
     assert message_decoder().feed(b"".join(map(encode, messages))) == messages
+
+
+def test_a_request_names_the_fields_that_are_not_at_their_defaults() -> None:
+    assert set(used_fields(make_request())) == {
+        "request_id", "prompt_token_ids", "sampling", "sampling.max_tokens", "sampling.temperature",
+    }  # fmt: skip
+    full = set(used_fields(make_full_request()))
+    assert full <= REQUEST_FIELDS
+    assert {name for name in REQUEST_FIELDS - full if "=" not in name} == set()
+    assert {"pooling=mean", "sampling.grammar.kind=regex"} <= full
 
 
 def test_fields_of_a_newer_ingress_are_ignored_and_those_that_an_older_one_does_not_send_have_their_defaults() -> None:
@@ -167,7 +178,7 @@ def test_fields_of_a_newer_replica_are_ignored() -> None:
     """A rolling update of code loses no stream: new fields are added at the end."""
     report = [*msgspec.to_builtins(REPORT), "new", 5]
     delta = [*msgspec.to_builtins(TokenDelta("one", (6, 7))), {"new": [1]}, 3]
-    assert frame_decoder().feed(framed([4, report, [delta], None, None, "new"])) == [
+    assert frame_decoder().feed(framed([4, report, [delta], None, None, [], "new"])) == [
         Frame(4, REPORT, (TokenDelta("one", (6, 7)),))
     ]
 

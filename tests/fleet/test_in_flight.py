@@ -13,7 +13,7 @@ from app.errors import CarouselError, DeadlineMissed, DeviceFault, EngineStopped
 from app.fleet.dispatch import Candidate, Decision
 from app.fleet.dispatch.decision import Scoring
 from app.fleet.in_flight import InFlightRequest, ReplicaLost
-from tests.kit.engine import make_request
+from tests.kit.engine import make_full_request, make_request
 
 
 def begun(request: Request | None = None) -> InFlightRequest:
@@ -161,3 +161,8 @@ async def test_a_reader_that_waits_is_woken_by_a_failure_and_by_nothing_after_it
     in_flight.fail(EngineStopped("later"))
     with pytest.raises(ReplicaLost, match="gone"):
         await reader
+
+
+def test_a_later_attempt_has_all_fields_of_the_request() -> None:
+    request = make_full_request()
+    assert begun(request).begin_attempt(1.5) == replace(request, request_id="full.1", deadline_s=8.0)

@@ -98,6 +98,7 @@ class LocalReplica:
         self.stream: LocalStream | None = None
         self.is_watched: bool | None = None  # as it was told last
         self.sends_views = True
+        self.known_fields: tuple[str, ...] | None = None  # in place of all that this version knows
         self.reported: dict[str, Any] = {}  # in place of what is so
 
     def _load_adapter(self, adapter: Adapter, make_room: Callable[[], None]) -> int:
@@ -152,6 +153,8 @@ class LocalStream(asyncio.Transport):
         self._carrying = [asyncio.ensure_future(self._carry_frames()), asyncio.ensure_future(self._carry_messages())]
 
     def send(self, frame: Frame) -> None:
+        if self._replica.known_fields is not None:
+            frame = structs.replace(frame, known_fields=self._replica.known_fields)
         self._to_reader.put_nowait(bytes([self._replica.frame_version]) + encode(frame)[1:])
 
     def write(self, data: Any) -> None:
