@@ -123,6 +123,25 @@ def granted_memory(groups: str, root: Path) -> int:
     return int(min(map(_limit, _folders(groups, root, "memory")), default=_NO_LIMIT))
 
 
+def available_memory() -> int | None:
+    """Bytes that this process can take now without swapping, and without being killed for them; None: not known.
+
+    Linux estimates them for the machine, and a control group of this process may have less left.
+    """
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    of_machine = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    return None if of_machine is None else min(of_machine, memory_left(_own_groups(), _ROOT))
+
+
+def memory_left(groups: str, root: Path) -> int:
+    """The least that some control groups, and those above them, have left of their limits; arguments as above."""
+    folders = _folders(groups, root, "memory")
+    return int(min((_limit(each) - _used(each) for each in folders if _limit(each) < _NO_LIMIT), default=_NO_LIMIT))
+
+
 def _own_groups() -> str:
     try:
         return Path("/proc/self/cgroup").read_text()
@@ -149,6 +168,17 @@ def _limit(folder: Path) -> int:
         except (OSError, ValueError):  # `max` is no number
             continue
     return _NO_LIMIT
+
+
+def _used(folder: Path) -> int:
+    """Of memory, in bytes, without pages of files that were not used lately: Linux takes those when it needs some."""
+    for usage, inactive in (("memory.current", "inactive_file"), ("memory.usage_in_bytes", "total_inactive_file")):
+        try:
+            counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            return max(0, int((folder / usage).read_text()) - int(counts.get(inactive, 0)))
+        except (OSError, ValueError):
+            continue
+    return 0
 
 
 def _quota(folder: Path) -> float:

@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app import cores
-from app.cores import NearCpus, granted_cores, near_cpus, num_cores, own_nodes, share_of_cpus
+from app.cores import (
+    NearCpus,
+    available_memory,
+    granted_cores,
+    memory_left,
+    near_cpus,
+    num_cores,
+    own_nodes,
+    share_of_cpus,
+)
 
 
 def write(root: Path, name: str, **files: str) -> None:
@@ -39,6 +48,30 @@ def test_version_1_has_two_files_and_minus_one_for_no_limit(tmp_path: Path) -> N
     groups = "5:memory:/job\n4:cpu,cpuacct:/{}\n"
     assert granted_cores(groups.format("job"), tmp_path) == 3
     assert granted_cores(groups.format("other"), tmp_path) == math.inf
+
+
+def test_memory_that_is_left_is_that_of_the_fullest_group(tmp_path: Path) -> None:
+    write(tmp_path, "pods", memory__max="1000", memory__current="700", memory__stat="anon 600\ninactive_file 50")
+    write(tmp_path, "pods/one", memory__max="max", memory__current="600")
+    write(tmp_path, "pods/two", memory__max="300", memory__current="100", memory__stat="anon 100")
+    assert memory_left("0::/pods/one\n", tmp_path) == 350, "pages of files that nobody uses are given back"
+    assert memory_left("0::/pods/two\n", tmp_path) == 200
+    assert memory_left("0::/elsewhere\n", tmp_path) == memory_left("", tmp_path) == 2**63
+
+
+def test_memory_that_is_left_in_version_1(tmp_path: Path) -> None:
+    files = {"memory__limit_in_bytes": "1000", "memory__usage_in_bytes": "900"}
+    write(tmp_path, "memory/job", **files, memory__stat="inactive_file 1\ntotal_inactive_file 300")
+    assert memory_left("5:memory:/job\n", tmp_path) == 400
+
+
+def test_available_memory_is_what_the_machine_and_the_groups_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "memory_left", lambda *_: 2**60)
+    of_machine = available_memory()
+    assert of_machine is not None
+    assert 0 < of_machine < 2**60
+    monkeypatch.setattr(cores, "memory_left", lambda *_: 5)
+    assert available_memory() == 5
 
 
 @pytest.mark.parametrize(("granted", "found"), [(0.5, 1), (1.0, 1), (1.1, 2), (64.0, 3), (math.inf, 3)])

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from app.config import GIB, CacheConfig
+from app.cores import memory_of_machine
 from app.errors import InvalidSetup
 
 # By `cache.dtype`; each has a float32 scale for each token and KV head, of its key and of its value.
@@ -177,3 +178,18 @@ def num_blocks_that_fit(
             f"model"
         )
     return num_blocks
+
+
+def check_host_memory(config: CacheConfig, num_bytes: int) -> None:
+    """Raise InvalidSetup for KV memory on a CPU that is larger than all memory which this process may have.
+
+    Before any of it is taken: a process that grows beyond the limit of its control group is killed without a word.
+    """
+    most = memory_of_machine()
+    if num_bytes > most:
+        given = f"memory_gib={config.memory_gib:g}" if config.num_blocks is None else f"num_blocks={config.num_blocks}"
+        raise InvalidSetup(
+            f"cache.{given}: KV memory of {num_bytes / GIB:.2f} GiB does not fit into {most / GIB:.2f} GiB, which this "
+            f"process may have for everything, by the machine and by its control groups. Lower it, or raise the limit "
+            f"of the container"
+        )

@@ -17,7 +17,7 @@ from app.disk import cache_folder
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.graph_runner import GraphModelRunner
 from app.model.device import check_kv_device, device_of, dtype_of, refused_quantization, warn_of_turns
-from app.model.kv_cache import block_bytes, num_blocks_that_fit
+from app.model.kv_cache import block_bytes, check_host_memory, num_blocks_that_fit
 from app.model.location import resolve_model_path
 from app.model.memory import refusing_to_run_short
 from app.model.parallel.group import RankGroup
@@ -60,16 +60,20 @@ def load_runner(
     if draft is None and not keeps_all:  # a draft model's KV memory lies in the same blocks
         model = model.giving_back()
     is_measured = model.device.type == "cuda" and config.cache.num_blocks is None
+    draft_bytes = 0 if draft is None else block_bytes(config.cache, draft.in_block, dtype=draft.dtype)
     num_blocks = num_blocks_that_fit(
         config.cache,
         model.in_block,
         dtype=model.dtype,
         num_groups=model.groups.num_groups,
         gpu_bytes=bytes_for_kv(config, model, gpu_share) if is_measured else None,
-        draft_bytes=0 if draft is None else block_bytes(config.cache, draft.in_block, dtype=draft.dtype),
+        draft_bytes=draft_bytes,
     )
     if group is not None:
         num_blocks = group.minimum(num_blocks)
+    if model.device.type == "cpu":
+        of_block = block_bytes(config.cache, model.in_block, dtype=model.dtype) + draft_bytes
+        check_host_memory(config.cache, num_blocks * of_block)
     loaded = _with_kv_memory(config, model, num_blocks, num_threads)
     if of_draft is None or draft is None:
         return loaded

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from app.config import GIB, EngineConfig
+from app.cores import available_memory
 from app.errors import InvalidSetup
-from app.model.cpu.kv_cache import available_bytes
 from app.model.cuda.fp8 import LEAST_CAPABILITY
 from app.model.memory import GpuMemory
 from app.model.planned_memory import PlannedAdapters, PlannedMemory, planned_cpu_memory, planned_memory
@@ -116,13 +116,13 @@ class CpuPlan:
     """What each replica has of the memory of a machine, computed by its CPUs. The replicas share their weights."""
 
     def __init__(self, config: EngineConfig, memory: str, adapters: PlannedAdapters, *, num_replicas: int = 1) -> None:
-        """memory: of the machine, such as 16GiB; empty for what this machine has available now.
+        """memory: of the machine, such as 16GiB; empty for as much as this process can have now.
 
         Raises InvalidSetup and UnsupportedModel as `planned_cpu_memory` does.
         """
         if config.cache.dtype == "fp8":
             raise InvalidSetup("--cache-dtype fp8: only a GPU has it; a CPU has int8")
-        num_bytes = bytes_of(memory, option="--cpu") if memory else available_bytes()
+        num_bytes = bytes_of(memory, option="--cpu") if memory else available_memory()
         if num_bytes is None:
             raise InvalidSetup("--cpu: this system does not say how much memory it has; name it, such as --cpu 16GiB")
         self._config = config

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import torch
 
 from app.config import GIB, CacheConfig
+from app.cores import available_memory
+from app.errors import InvalidSetup, first_line
 from app.model.cpu.library import DTYPES, LANES, ThreadPool, in_large_pages, library
-from app.model.kv_cache import LayerShape
+from app.model.kv_cache import LayerShape, block_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +56,19 @@ class NativeKVCache:
         num_blocks: int,
         dtype: torch.dtype,
     ) -> NativeKVCache:
-        """By the settings, with its memory provided by these threads."""
+        """By the settings, with its memory provided by these threads.
+
+        Raises InvalidSetup where the system does not give as much address space.
+        """
         in_int8 = config.dtype == "int8"
-        pages = cls(layers, num_blocks=num_blocks, block_size=config.block_size, dtype=dtype, in_int8=in_int8)
+        try:
+            pages = cls(layers, num_blocks=num_blocks, block_size=config.block_size, dtype=dtype, in_int8=in_int8)
+        except RuntimeError as error:
+            num_bytes = num_blocks * block_bytes(config, layers, dtype=dtype)
+            raise InvalidSetup(
+                f"the system does not give {num_bytes / GIB:.2f} GiB for KV memory: {first_line(error)}. Set a smaller "
+                f"cache.memory_gib or cache.num_blocks"
+            ) from error
         pages.provide(threads)
         return pages
 
@@ -69,13 +80,13 @@ class NativeKVCache:
     def provide(self, threads: ThreadPool) -> None:
         """Have the system provide all of it now, so that a process does not grow and no memory limit is met later.
 
-        With a warning, it is left to be provided as it is used where the machine has less: it could swap.
+        With a warning, it is left to be provided as it is used where this process has less: it could swap or be killed.
         """
-        num_bytes, available = sum(tensor.nbytes for tensor in self.tensors), available_bytes()
+        num_bytes, available = sum(tensor.nbytes for tensor in self.tensors), available_memory()
         if available is not None and num_bytes > available:
             logger.warning(
-                "KV memory is %.2f GiB, of which the machine has %.2f GiB now; it will run out if all of it is used. "
-                "Set a smaller cache.memory_gib",
+                "KV memory is %.2f GiB, and this process can have %.2f GiB now, by the machine and its control groups; "
+                "memory will run out if all of it is used. Set a smaller cache.memory_gib",
                 num_bytes / GIB, available / GIB,
             )  # fmt: skip
             return
@@ -98,12 +109,3 @@ class NativeKVCache:
             sizes = " and ".join(sorted(f"{layer.key_dim} (keys), {layer.value_dim} (values)" for layer in odd))
             return f"its heads have {sizes} numbers; keys need a multiple of 2, values one of {LANES}"
         return "the native code could not be built (no C++ compiler?)" if library() is None else None
-
-
-def available_bytes() -> int | None:
-    """Memory that can be used without swapping, as Linux estimates it; None elsewhere."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
