@@ -41,6 +41,11 @@ class FairShares:
         """The tenant's counter."""
         return self._counters.get(tenant, 0.0)
 
+    @property
+    def waiting(self) -> Collection[str]:
+        """The tenants of which something waits."""
+        return self._num_waiting.keys()
+
     def num_waiting(self, tenant: str) -> int:
         """What of the tenant waits, in all queues."""
         return self._num_waiting.get(tenant, 0)

@@ -90,6 +90,10 @@ class SchedulingPolicy(ABC):
     def joined(self, sequence: Sequence) -> None:
         """A sequence has started to run, for the first time or after a preemption."""
 
+    def has_new_order(self, running: Several[Sequence]) -> bool:
+        """Whether the order keys of running sequences are to be made again. Asked before each step."""
+        return False
+
     def computed(self, batch: StepBatch, num_kept: Several[int] = ()) -> None:
         """A step has been computed, and its results are processed. `num_kept`: as in `StepResult`."""
 
@@ -190,13 +194,27 @@ class EarliestDeadlineFirst(FairShare):
 
     refuses_late = True
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_by_deadline = True  # one tenant is alone, as far as was known before the last step
+
+    def has_new_order(self, running: Several[Sequence]) -> bool:
+        waiting = self.shares.waiting  # an idle tenant has no part in any order
+        is_alone = len(waiting) < 2 and len({*waiting, *_tenants_of(running)}) < 2
+        before, self._is_by_deadline = self._is_by_deadline, is_alone
+        return is_alone != before
+
     def foreground_key(self, sequence: Sequence) -> OrderKey:
         # Of one tenant alone, the running one with the latest deadline is preempted first; its counter says nothing.
-        return super().foreground_key(sequence) if len(self.shares) > 1 else (0.0, *self.own_key(sequence))
+        return (0.0, *self.own_key(sequence)) if self._is_by_deadline else super().foreground_key(sequence)
 
     def own_key(self, sequence: Sequence) -> OrderKey:
         at = sequence.deadline_at
         return (sequence.arrived_at + DEFAULT_DEADLINE_S if at is None else at, sequence.arrival)
+
+
+def _tenants_of(sequences: Several[Sequence]) -> set[str]:
+    return {each.request.tenant for each in sequences if not each.request.is_background}
 
 
 class _TenantsQueue:

@@ -106,7 +106,11 @@ class Scheduler:
         """When `schedule` has something to do if no request arrives: at once if not after `now`; None: never."""
         if len(self._running) or self._ended:
             return now
-        times = (self._strategy.opens_at(self._view(now)), self._deadlines.next_at, self.fetches.due_at(now))
+        times = (
+            self._strategy.opens_at(self._view(now, self._num_places)),
+            self._deadlines.next_at,
+            self.fetches.due_at(now),
+        )
         return min((at for at in times if at is not None), default=None)
 
     def expires_at(self, now: float) -> float | None:
@@ -238,9 +242,12 @@ class Scheduler:
         self._finish_overdue(now)
         for sequence in self.fetches.collect(now):
             self._wait(sequence)
-        for sequence in self._to_preempt_for_waiting():
+        if self._policy.has_new_order(self._running.in_order):
+            self._running.reorder(self._policy.order_key)
+        num_places = self._num_places
+        for sequence in self._to_preempt_for_waiting(num_places):
             self._preempt(sequence)
-        plan = self._strategy.plan(self._view(now))
+        plan = self._strategy.plan(self._view(now, num_places))
         builder = self._new_builder(plan)
         self._schedule_running(builder, self._taking_part(is_ahead=is_ahead))
         num_running = len(builder.sequences)
@@ -262,10 +269,19 @@ class Scheduler:
         """Whether the next step probably has drafts if it waits for the tokens of the step that is under way."""
         return self.drafter is not None and hopes_for_drafts(self.drafter, self._running, max_rows=self._max_rows)
 
-    def _view(self, now: float) -> SchedulerView:
+    @property
+    def _num_places(self) -> int:
+        """How many sequences may run in the next step.
+
+        Fewer than the limit while some are fetched: those have slots as soon as they come back. More where the limit
+        was lowered below what runs: nothing is preempted for a limit, and a sequence may still take another's place.
+        """
+        return max(self.limits.max_running - len(self.fetches), len(self._running))
+
+    def _view(self, now: float, num_places: int) -> SchedulerView:
         return SchedulerView(
             now=now,
-            max_running=self.limits.max_running - len(self.fetches),  # they have slots as soon as they come back
+            max_running=num_places,
             max_step_tokens=self.limits.max_step_tokens,
             running=self._running.in_order,
             waiting=self._waiting,
@@ -404,7 +420,7 @@ class Scheduler:
         self._policy.joined(sequence)
         self._strategy.joined(sequence)
 
-    def _to_preempt_for_waiting(self) -> list[Sequence]:
+    def _to_preempt_for_waiting(self, num_places: int) -> list[Sequence]:
         """The running sequences to preempt for waiting ones: by the policy, and background for foreground requests."""
         if not (len(self._waiting) and len(self._running) and self._strategy.joins_any_step):
             return []
@@ -412,14 +428,14 @@ class Scheduler:
         if not (self._policy.preempts or self._running.last.request.is_background):
             return []
         first = self._waiting.peek()
-        victims = self._running.to_preempt_for(
-            first, may_preempt=self._policy.may_preempt, max_running=self.limits.max_running
-        )
-        return victims if first.request.is_background else victims + self._more_background_to_preempt(victims)
+        victims = self._running.to_preempt_for(first, may_preempt=self._policy.may_preempt, max_running=num_places)
+        if first.request.is_background:
+            return victims
+        return victims + self._more_background_to_preempt(victims, num_places)
 
-    def _more_background_to_preempt(self, victims: list[Sequence]) -> list[Sequence]:
+    def _more_background_to_preempt(self, victims: list[Sequence], num_places: int) -> list[Sequence]:
         """Background sequences, beside the victims, for the other foreground requests: a burst joins in one step."""
-        num_slots = self.limits.max_running - len(self._running) + len(victims)
+        num_slots = num_places - len(self._running) + len(victims)
         num_missing = self._waiting.num_foreground - num_slots
         if num_slots <= 0 or num_missing <= 0:
             return []

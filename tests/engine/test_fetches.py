@@ -116,6 +116,22 @@ def test_others_run_meanwhile_and_it_keeps_a_slot() -> None:
     side.outcome.check(request, *others)
 
 
+def test_a_foreground_request_takes_the_place_of_background_work_while_another_is_fetched() -> None:
+    side = Side()
+    night = replace(make_request((40,), max_tokens=8), is_background=True)
+    side.engine.add(night)
+    side.step()
+    fetched = side.add()
+    side.step()
+    assert side.engine.stats().num_waiting == 1
+    day = side.add((41,), max_tokens=8)
+    side.step()
+    assert [each.request for each in side.engine.running] == [day], "the other place is of the one that is fetched"
+    side.store.move(100)
+    side.run()
+    side.outcome.check(day, night, fetched)
+
+
 def test_only_what_comes_is_not_computed() -> None:
     side = Side()
     request = side.add()

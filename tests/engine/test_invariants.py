@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 from app.config import SchedulerConfig
-from app.engine.batch import StepBatch, StepResult
+from app.engine.batch import StepBatch, StepLimits, StepResult
 from app.engine.engine import StepError
 from app.engine.observer import StepObserver
 from app.engine.request import FinishReason, Request
@@ -244,6 +244,15 @@ class EngineMachine(RuleBasedStateMachine):
         self.allowed = (max(max_running, self.allowed[0]), max(self.settings["max_step_tokens"], self.allowed[1]))
         self.engine.reconfigure(SchedulerConfig(**self.settings))
         self.runner.batches.clear()
+
+    @rule(max_running=st.integers(1, 6))
+    def limit(self, max_running: int) -> None:
+        """As the tuner does. Nothing is preempted for a limit."""
+        num_running, num_preempted = self.engine.stats().num_running, self.engine.stats().total_preemptions
+        configured = StepLimits.of(SchedulerConfig(**self.settings))
+        self.engine.limit(configured._replace(max_running=min(configured.max_running, max_running)))
+        stats = self.engine.stats()
+        assert (stats.num_running, stats.total_preemptions) == (num_running, num_preempted)
 
     @rule(is_forever=st.booleans())
     def sleep(self, is_forever: bool) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.engine.async_engine import AsyncEngine
+from app.engine.batch import StepLimits
 from app.engine.request import FinishReason, Request, TokenDelta
 from app.errors import Overloaded
 from tests.kit.engine import GatedRunner, TimedEngine, async_engine, make_request, tokens_of
@@ -35,6 +36,46 @@ def test_background_work_gives_its_slots_back_at_the_next_step(policy: str) -> N
     timed.finish().check(*day, *night)
     assert timed.stats.total_preemptions == 2
     assert timed.stats.total_memory_preemptions == 0
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    policy=st.sampled_from(POLICIES),
+    num_night=st.integers(1, 8),
+    num_day=st.integers(1, 6),
+    limit=st.integers(1, 8),
+)
+def test_below_a_lowered_limit_each_arrival_takes_one_place_and_no_more(
+    policy: str, num_night: int, num_day: int, limit: int
+) -> None:
+    timed = TimedEngine(policy=policy, max_running=8, max_step_tokens=64)
+    night = [background((5, n), max_tokens=20) for n in range(2, 2 + num_night)]
+    timed.add(*night)
+    timed.step(2)
+    timed.engine.limit(StepLimits(max_step_tokens=64, prefill_chunk_tokens=64, max_running=limit))
+    day = [make_request((9, n), max_tokens=3) for n in range(2, 2 + num_day)]
+    timed.add(*day)
+    timed.step()
+    num_places = max(limit, num_night)
+    running = [each.request for each in timed.engine.running]
+    assert len(running) == min(num_places, num_night + num_day)
+    assert sum(not each.is_background for each in running) == min(num_day, num_places)
+    assert timed.stats.total_preemptions == max(0, num_night + min(num_day, num_places) - num_places)
+    timed.finish().check(*day, *night)
+
+
+def test_by_priority_too_an_arrival_takes_one_place_below_a_lowered_limit() -> None:
+    timed = TimedEngine(policy="priority", max_running=6, max_step_tokens=64)
+    usual = [make_request((5, n), max_tokens=20) for n in range(2, 8)]
+    timed.add(*usual)
+    timed.step(2)
+    timed.engine.limit(StepLimits(max_step_tokens=64, prefill_chunk_tokens=64, max_running=2))
+    urgent = make_request((9,), priority=-9, max_tokens=3)
+    timed.add(urgent)
+    timed.step()
+    assert urgent in [each.request for each in timed.engine.running]
+    assert timed.stats.total_preemptions == 1
+    timed.finish().check(urgent, *usual)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

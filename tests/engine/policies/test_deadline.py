@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from app.engine.policies import EarliestDeadlineFirst
 from app.engine.request import Request
@@ -54,7 +56,49 @@ def test_of_one_tenant_the_latest_deadline_is_preempted_first_and_of_several_the
     late, early = joined(sequence(0, "one", 60)), joined(sequence(1, "one", 5))
     assert early.order_key < late.order_key
     other = joined(sequence(2, "other", 90))
+    assert policy.has_new_order([late, early, other])
+    assert not policy.has_new_order([late, early, other])
     assert other.order_key < joined(sequence(3, "one", 1)).order_key
+
+
+def test_a_tenant_that_was_there_once_changes_no_order() -> None:
+    """One tenant alone has the order of deadlines again, also among those that were running meanwhile."""
+    timed = TimedEngine(policy="deadline", max_running=4, num_blocks=10)
+    late = make_request((5,) * 6, request_id="late", tenant="one", deadline_s=60, max_tokens=20)
+    timed.add(late)
+    timed.step()
+    timed.add(make_request(request_id="visitor", tenant="other", max_tokens=1))
+    timed.step()
+    timed.add(make_request((6,) * 6, request_id="early", tenant="one", deadline_s=20, max_tokens=20))
+    timed.step()
+    assert [each.request.request_id for each in timed.engine.running] == ["early", "late"]
+    timed.finish()
+    assert list(timed.outcome.reasons) == ["visitor", "early", "late"], "the latest deadline was preempted for memory"
+    assert timed.stats.total_memory_preemptions
+
+
+MOMENTS = st.lists(
+    st.tuples(st.sampled_from(["one", "one", "other"]), st.sampled_from([None, 5.0, 90.0]), st.integers(1, 6)),
+    max_size=12,
+)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(arrivals=MOMENTS)
+def test_one_tenant_alone_is_ordered_by_deadline_whoever_was_there_before(
+    arrivals: list[tuple[str, float | None, int]],
+) -> None:
+    timed = TimedEngine(policy="deadline", max_running=4)
+    scheduler = timed.engine._scheduler
+    assert isinstance(scheduler._policy, EarliestDeadlineFirst)
+    for tenant, deadline_s, num_steps in arrivals:
+        timed.add(make_request(tenant=tenant, deadline_s=deadline_s, max_tokens=9))
+        for _ in range(num_steps):
+            there = [*timed.engine.running, *scheduler.first_waiting(100)]
+            timed.step()
+            if len({each.request.tenant for each in there}) == 1:
+                assert timed.engine.running == sorted(timed.engine.running, key=scheduler._policy.own_key)
+    timed.finish()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
