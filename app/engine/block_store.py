@@ -86,8 +86,8 @@ class BlockStore(ABC):
         """
 
     @abstractmethod
-    def expected_s(self, num_blocks: int) -> float:
-        """How long a fetch of so many blocks that begins now probably takes; 0 before the first."""
+    def expected_s(self, num_blocks: int, request: Request) -> float:
+        """How long a fetch of so many blocks for a request that begins now probably takes; 0 before the first."""
 
     @abstractmethod
     def begin(self, fetch: Fetch) -> None:

@@ -98,7 +98,7 @@ class PrefixFetches:
             return False
         names, token_ids = self._stored_after(parent, sequence, len(cached), store)
         compute_s = len(names) * self._pool.block_size / tokens_per_s if tokens_per_s else inf
-        if not names or store.expected_s(len(names)) >= compute_s:
+        if not names or store.expected_s(len(names), sequence.request) >= compute_s:
             return False
         self._pool.share(cached)
         blocks = self._pool.allocate(len(names))

@@ -7,7 +7,7 @@ import shutil
 import threading
 import time
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from math import inf
@@ -34,7 +34,7 @@ LIST_AGAIN_S = 5.0  # how soon a block that another replica has written is found
 MAX_OFFERED = 100_000  # prefixes that wait to be written; the oldest are forgotten
 MIN_TOKENS = 512  # of a prefix that has come once: chats and agents are longer, what is shorter is soon computed
 
-ItemT = TypeVar("ItemT")
+ItemT = TypeVar("ItemT", Fetch, Prefix)
 Memory = Callable[[], BlockMemory | None]  # None: it is given up
 
 
@@ -56,15 +56,15 @@ class TierStore(BlockStore):
         assert first is not None, "it is not given up before the engine is built"
         self._block_bytes = first.block_bytes
         self._wake = threading.Condition()
-        self._fetches: deque[Fetch] = deque()  # guarded by _wake, as are the next five
+        self._fetches: deque[Fetch] = deque()  # guarded by _wake, as are the next seven
         self._far_fetches: deque[Fetch] = deque()  # from other replicas
         self._offered: deque[Prefix] = deque(maxlen=MAX_OFFERED)
-        self._num_busy = 0  # threads that read or write the memory
+        self._at_work: list[Fetch | Prefix] = []  # of these, what the threads have taken
+        self._num_sending = 0  # blocks that are copied for other replicas
         self._is_closed = False
-        self._num_to_fetch = 0  # blocks
+        self._num_to_fetch: Counter[bool] = Counter()  # blocks, by whether they may come from other replicas
+        self._paces: dict[Address | None, _Pace] = {}  # of the folder (None), and of other replicas
         self._listed = threading.Event()
-        self._block_s = 0.0  # to fetch one, recently
-        self._measured_at = -inf
         self._paused_until = 0.0
         self._has_failed = False  # the last write
         self._peers: PeerServer | None = None
@@ -100,12 +100,17 @@ class TierStore(BlockStore):
             found += 1
         return found
 
-    def expected_s(self, num_blocks: int) -> float:
-        return self._block_s * (self._num_to_fetch + num_blocks) if self._is_measured else 0.0
+    def expected_s(self, num_blocks: int, request: Request) -> float:
+        """Behind the fetches that the same thread has to do."""
+        with self._wake:
+            pace = self._paces.get(_address_of(request))
+            if pace is None or not pace.is_recent:
+                return 0.0
+            return pace.block_s * (num_blocks + self._num_to_fetch[request.prefix_at is not None])
 
     def begin(self, fetch: Fetch) -> None:
         with self._wake:
-            self._num_to_fetch += len(fetch.blocks)
+            self._num_to_fetch[fetch.request.prefix_at is not None] += len(fetch.blocks)
             (self._fetches if fetch.request.prefix_at is None else self._far_fetches).append(fetch)
             self._wake.notify_all()
 
@@ -151,7 +156,10 @@ class TierStore(BlockStore):
             thread.join(timeout=1.0)  # a folder that hangs ends with the process
 
     def _is_idle(self) -> bool:
-        return self._is_closed or not (self._fetches or self._far_fetches or self._offered or self._num_busy)
+        """A fetch that nobody waits for may hang: the memory does not wait for it either (`BlockMemory`)."""
+        fetches = (*self._fetches, *self._far_fetches, *self._at_work)
+        is_fetching = any(isinstance(each, Prefix) or each.is_wanted for each in fetches)
+        return self._is_closed or not (self._offered or self._num_sending or is_fetching)
 
     # ------------------------------------------------------------------ its threads
 
@@ -184,24 +192,18 @@ class TierStore(BlockStore):
     def _working(self, queue: deque[ItemT]) -> Iterator[ItemT | None]:
         """With the first of a queue, if there is any. An error ends the work on it: without its thread no fetch would
         ever be done."""
-        with self._busy():
-            with self._wake:
-                item = queue.popleft() if queue else None
-            try:
-                yield item
-            except Exception as error:
-                logger.error("a block of KV was neither read nor written: %s", traceback_of(error))
-
-    @contextmanager
-    def _busy(self) -> Iterator[None]:
-        """The memory is not given up meanwhile."""
         with self._wake:
-            self._num_busy += 1
+            item = queue.popleft() if queue else None
+            taken = [] if item is None else [item]
+            self._at_work += taken
         try:
-            yield
+            yield item
+        except Exception as error:
+            logger.error("a block of KV was neither read nor written: %s", traceback_of(error))
         finally:
             with self._wake:
-                self._num_busy -= 1
+                for each in taken:
+                    self._at_work.remove(each)
                 self._wake.notify_all()
 
     def _new_buffer(self) -> memoryview:
@@ -224,19 +226,21 @@ class TierStore(BlockStore):
                     began_at = time.perf_counter()
                     if copies is None or not fetch.is_wanted:
                         break
+                    source = None
                     if peer is None and self._is_in_folder(fetch, name, token_ids, content):
                         self.num_read += 1
                     elif fetch.request.prefix_at is None:
                         break
                     else:
-                        peer = peer or self._peer_of(fetch, fetch.request.prefix_at.address)
+                        source = fetch.request.prefix_at.address
+                        peer = peer or self._peer_of(fetch, source)
                         if not peer.read(token_ids, content):
                             break
                         self.num_received += 1
                     if not copies.put(block.block_id, content):
                         break
                     fetch.num_filled += 1
-                    self._measure(time.perf_counter() - began_at)
+                    self._measure(source, time.perf_counter() - began_at)
         except OSError as error:  # the other replica has ended, or does not answer
             if fetch.request.prefix_at is not None:
                 now = time.monotonic()
@@ -247,7 +251,7 @@ class TierStore(BlockStore):
             if peer is not None:
                 peer.close()
             with self._wake:
-                self._num_to_fetch -= len(fetch.blocks)
+                self._num_to_fetch[fetch.request.prefix_at is not None] -= len(fetch.blocks)
             fetch.is_done = True
             if self._folder is not None:
                 minute = this_minute()
@@ -266,15 +270,11 @@ class TierStore(BlockStore):
         wanted = Wanted(self.namespace, request.prefix_salt, token_ids.tobytes(), num_before + fetch.num_filled)
         return BlocksOfPeer(address, wanted)
 
-    @property
-    def _is_measured(self) -> bool:
-        """Whether a fetch has been measured lately: what was slow for a while is tried again."""
-        return time.monotonic() - self._measured_at <= MEASURED_LIFE_S
-
-    def _measure(self, seconds: float) -> None:
-        """Of one block."""
-        self._block_s += (seconds - self._block_s) * (0.1 if self._is_measured else 1.0)
-        self._measured_at = time.monotonic()
+    def _measure(self, source: Address | None, seconds: float) -> None:
+        """Note the time of one block from the folder (None) or another replica. Each has a pace of its own."""
+        with self._wake:
+            self._paces = {key: each for key, each in self._paces.items() if key is None or each.is_recent}
+            self._paces.setdefault(source, _Pace()).note(seconds)
 
     def _keep_all(self, folder: BlockFolder, prefix: Prefix, content: memoryview) -> None:
         """Write its blocks up to the first that the folder has, the first first."""
@@ -328,10 +328,38 @@ class TierStore(BlockStore):
         with self._copies() as copies:
 
             def copy(prefix: Prefix, content: memoryview) -> bool:
-                with self._busy():
+                with self._wake:
+                    self._num_sending += 1
+                try:
                     return _copied(prefix, copies, content)
+                finally:
+                    with self._wake:
+                        self._num_sending -= 1
+                        self._wake.notify_all()
 
             yield copy
+
+
+class _Pace:
+    """How long a block takes from one source: a moving average, for as long as it is recent."""
+
+    def __init__(self) -> None:
+        self.block_s = 0.0
+        self._measured_at = -inf
+
+    @property
+    def is_recent(self) -> bool:
+        """Whether a fetch has been measured lately: what was slow for a while is tried again."""
+        return time.monotonic() - self._measured_at <= MEASURED_LIFE_S
+
+    def note(self, seconds: float) -> None:
+        self.block_s += (seconds - self.block_s) * (0.1 if self.is_recent else 1.0)
+        self._measured_at = time.monotonic()
+
+
+def _address_of(request: Request) -> Address | None:
+    """The other replica that the request's prefix may come from; None: only the folder has it."""
+    return None if request.prefix_at is None else request.prefix_at.address
 
 
 def _copied(prefix: Prefix, copies: BlockCopies | None, content: memoryview) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -11,13 +12,24 @@ from app.engine.model_runner import BlockCopies, BlockMemory
 
 
 class HostBlocks(BlockMemory, BlockCopies):
-    """The tensors of KV memory, in each of which all blocks have as many bytes, one after the other."""
+    """The tensors of KV memory, in each of which all blocks have as many bytes, one after the other.
+
+    A thread that waits for a folder or another replica may hold this for long. It does not keep the memory that is
+    given up meanwhile.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         """The first dimension of each is that of the blocks."""
-        self._tensors = [each.flatten().view(torch.uint8).numpy().data for each in tensors]
         self._sizes = [each.nbytes // len(each) for each in tensors]
         self.block_bytes = sum(self._sizes)
+        self._lock = threading.Lock()
+        # Empty once the memory is given up; guarded by _lock.
+        self._tensors = [each.flatten().view(torch.uint8).numpy().data for each in tensors]
+
+    def leave(self) -> None:
+        """The memory is given up, for good. Waits for the copy of a block."""
+        with self._lock:
+            self._tensors = []
 
     def new_buffer(self) -> memoryview:
         """A thread copies through it: it takes the interpreter's lock a few times for a block, not for each tensor."""
@@ -28,18 +40,20 @@ class HostBlocks(BlockMemory, BlockCopies):
         yield self
 
     def take(self, block_id: int, buffer: memoryview) -> bool:
-        for at, part in self._parts(block_id):
-            buffer[at : at + len(part)] = part
-        return True
+        with self._lock:
+            for at, part in self._parts(block_id):
+                buffer[at : at + len(part)] = part
+            return bool(self._tensors)
 
     def put(self, block_id: int, buffer: memoryview) -> bool:
-        for at, part in self._parts(block_id):
-            part[:] = buffer[at : at + len(part)]
-        return True
+        with self._lock:
+            for at, part in self._parts(block_id):
+                part[:] = buffer[at : at + len(part)]
+            return bool(self._tensors)
 
     def _parts(self, block_id: int) -> Iterator[tuple[int, memoryview]]:
         """The bytes of a block in each tensor, and where in the buffer."""
         at = 0
-        for tensor, size in zip(self._tensors, self._sizes, strict=True):
+        for tensor, size in zip(self._tensors, self._sizes, strict=False):
             yield at, tensor[block_id * size : (block_id + 1) * size]
             at += size

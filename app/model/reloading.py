@@ -47,6 +47,9 @@ class ReloadingRunner(ModelRunner):
 
     def sleep(self) -> None:
         """What the allocator keeps goes back to the system."""
+        memory = self.kv_memory()
+        if memory is not None:
+            memory.leave()  # a thread that waits for a folder may hold it
         self._runner = None
         gc.collect()
         libc = ctypes.CDLL(None)

@@ -74,7 +74,7 @@ class RecordedStore(BlockStore):
     def lookup(self, names: Iterable[bytes], request: Request, *, num_before: int) -> int:
         return sum(1 for _ in islice(names, self._wanted.get(request.request_id, 0)))
 
-    def expected_s(self, num_blocks: int) -> float:
+    def expected_s(self, num_blocks: int, request: Request) -> float:
         return 0.0
 
     def begin(self, fetch: Fetch) -> None:

@@ -121,7 +121,7 @@ class _PeerStore(BlockStore):
         at = request.prefix_at
         return 0 if at is None else sum(1 for _ in islice(names, max(0, at.num_blocks - num_before)))
 
-    def expected_s(self, num_blocks: int) -> float:
+    def expected_s(self, num_blocks: int, request: Request) -> float:
         return self._block_s * num_blocks
 
     def begin(self, fetch: Fetch) -> None:

@@ -159,7 +159,7 @@ def test_it_computes_where_a_fetch_takes_too_long_and_its_blocks_come_back_with_
 
 def test_nothing_is_fetched_where_computing_is_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
     side = Side()
-    monkeypatch.setattr(side.store, "expected_s", lambda num_blocks: 1e9)
+    monkeypatch.setattr(side.store, "expected_s", lambda num_blocks, request: 1e9)
     request = side.add()
     side.run()
     assert side.cached(request) == 0

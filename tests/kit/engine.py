@@ -190,7 +190,7 @@ class SlotStore(BlockStore):
             1 for _ in itertools.takewhile(lambda name: request.generated_token_ids or name in self.blocks, names)
         )
 
-    def expected_s(self, num_blocks: int) -> float:
+    def expected_s(self, num_blocks: int, request: Request) -> float:
         return 0.0
 
     def begin(self, fetch: Fetch) -> None:

@@ -230,11 +230,22 @@ def test_a_replica_goes_on_with_the_prefix_of_another(
 
 
 def test_what_was_slow_once_is_tried_again(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
-    side.store._measure(10.0)
-    assert side.store.expected_s(3) == 30.0
+    request = make_request()
+    side.store._measure(None, 10.0)
+    assert side.store.expected_s(3, request) == 30.0
     monkeypatch.setattr("app.kv_tiers.tier_store.MEASURED_LIFE_S", -1.0)
-    assert side.store.expected_s(3) == 0.0
-    side.store._measure(1.0)
+    assert side.store.expected_s(3, request) == 0.0
+    side.store._measure(None, 1.0)
     monkeypatch.undo()
-    assert side.store.expected_s(3) == 3.0
+    assert side.store.expected_s(3, request) == 3.0
     eventually(lambda: side.store._is_idle())
+
+
+def test_a_slow_replica_makes_neither_the_folder_nor_another_replica_slow(side: Side) -> None:
+    def expected_s(at: PrefixAt | None) -> float:
+        return side.store.expected_s(3, replace(make_request(), prefix_at=at))
+
+    slow, other = (PrefixAt(Address("127.0.0.1", port, "secret"), 3) for port in (1, 2))
+    side.store._measure(None, 0.5)
+    side.store._measure(slow.address, 100.0)
+    assert (expected_s(None), expected_s(slow), expected_s(other)) == (1.5, 300.0, 0.0)

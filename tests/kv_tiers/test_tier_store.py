@@ -216,6 +216,32 @@ def test_a_store_does_not_hold_memory_that_is_given_up(sides: Iterator[Side]) ->
     eventually(memory, lambda found: found is None)
 
 
+def test_memory_is_given_up_while_a_fetch_hangs(sides: Iterator[Side], monkeypatch: pytest.MonkeyPatch) -> None:
+    side = next(sides)
+    names = names_of(side.computed(2))
+    side.store.settle(PATIENCE_S)
+    is_reading, may_go_on, read = threading.Event(), threading.Event(), side.folder.read
+
+    def read_slowly(*given: Any) -> bool:
+        is_reading.set()
+        return may_go_on.wait(PATIENCE_S) and read(*given)
+
+    monkeypatch.setattr(side.folder, "read", read_slowly)
+    blocks, fetch = side.fetched(names)
+    assert is_reading.wait(PATIENCE_S)
+    assert not side.store._is_idle()
+    fetch.is_wanted = False  # as when the engine gives its memory up
+    assert side.store._is_idle(), "nothing waits for the fetch"
+    view = weakref.ref(side.memory._tensors[0])
+    side.memory.leave()
+    assert view() is None, "the thread keeps no memory"
+    fetch.is_wanted = True
+    may_go_on.set()
+    eventually(lambda: fetch.is_done, bool)
+    assert fetch.num_filled == 0
+    assert [side.content(block) for block in blocks] != [{1}, {2}], "it is written nowhere"
+
+
 def test_a_full_folder_is_left_alone_for_a_while_and_told_once(
     sides: Iterator[Side], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

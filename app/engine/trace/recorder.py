@@ -30,6 +30,7 @@ from app.engine.trace.entries import (
     StepFailure,
     StepRecord,
 )
+from app.errors import DeviceFault
 
 
 class StepRecorder(StepObserver):
@@ -117,7 +118,8 @@ class StepRecorder(StepObserver):
         self._failures.append(StepFailure(how, [sequence.arrival for sequence in ending]))
         self._steady = None
         if how is FailureKind.DEVICE:
-            ended = [(self._left(sequence.request.request_id), "error:StepFailed") for sequence in ending]
+            reason = f"error:{DeviceFault.__name__}"  # which the callers get
+            ended = [(self._left(sequence.request.request_id), reason) for sequence in ending]
             self._finish(ended, ended_at=None)
 
     def step_ended(self, step: EndedStep) -> None:
