@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from app.engine.request import Adapter
-from app.errors import Overloaded
+from app.errors import EngineStopped, Overloaded
 from app.fair import FairQueue
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,7 @@ class AdapterStore:
         self._loaded: OrderedDict[str, _Loaded] = OrderedDict()  # by digest, the least recently used first
         self._waiting: FairQueue[_Waiting] = FairQueue()
         self._num_loads = 0
+        self._is_closed = False
         self._lock = threading.Lock()  # of the fields
         # One at a time: each may need the place that another would free.
         self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapters")
@@ -77,18 +78,28 @@ class AdapterStore:
     def hold_soon(self, adapter: Adapter, *, tenant: str = "") -> Future[HeldAdapter]:
         """What `hold` returns or raises, once the tenant has had its turn; at once of an adapter that is loaded.
 
-        It may be cancelled until then.
+        It may be cancelled until then. Raises EngineStopped after `close`.
         """
         held: Future[HeldAdapter] = Future()
         with self._lock:
+            if self._is_closed:
+                raise EngineStopped("the engine loads no more adapters, as it has stopped")
             loaded = self._take(adapter.digest, tenant) if adapter.digest in self._loaded else None
             if loaded is None:
                 self._waiting.push(tenant, _Waiting(adapter, tenant, held))
-        if loaded is None:
-            self._loader.submit(self._load_next)
-        else:
+                self._loader.submit(self._load_next)
+        if loaded is not None:
             held.set_result(loaded)
         return held
+
+    def close(self) -> None:
+        """Load nothing more. Requests that wait for an adapter end with EngineStopped. Safe to call twice."""
+        with self._lock:
+            self._is_closed = True
+            self._loader.shutdown(wait=False, cancel_futures=True)
+            left = list(iter(self._next, None))
+        for waiting in left:
+            waiting.held.set_exception(EngineStopped("the engine stopped before this adapter was loaded"))
 
     def _load_next(self) -> None:
         """Load what the next of all that wait needs, if any. Called as often as something began to wait."""

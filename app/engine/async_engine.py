@@ -31,6 +31,7 @@ from app.errors import (
     CarouselError,
     DeviceFault,
     EngineStopped,
+    Failure,
     InvalidRequest,
     Overloaded,
     UnsupportedAdapter,
@@ -91,7 +92,11 @@ class AsyncEngine:
         prepared: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(prepared,), name="engine", daemon=True)
         self._thread.start()
-        prepared.result()
+        try:
+            prepared.result()
+        except BaseException:
+            self.shutdown()
+            raise
         if sleeper is not None:
             sleeper.listen(self._turns_changed)
 
@@ -207,7 +212,7 @@ class AsyncEngine:
                 raise InvalidRequest(f"a request with the id {request.request_id} is being served", param="request_id")
             subscription = _Subscription(asyncio.get_running_loop(), receiver)
             arrived_at = self._engine.now()
-            enter = partial(self._engine.add_checked, request, arrived_at=arrived_at, matcher=matcher, adapter=adapter)
+            enter = partial(self._enter, request, arrived_at=arrived_at, matcher=matcher, adapter=adapter)
             with self._wake:
                 self._check_room(request, arrived_at)
                 wait_s = self._stats.estimated_wait_s + self.sleep.expected_wake_s
@@ -371,17 +376,9 @@ class AsyncEngine:
     # ------------------------------------------------------------------ the engine's thread
 
     def _run(self, prepared: Future[None]) -> None:
-        if not _resolve(prepared, self._engine.prepare):
-            return
         try:
-            while self._run_commands():
-                if self._rest():
-                    continue  # what came meanwhile goes first: requests may have been cancelled
-                if self._engine.idle_s == 0.0:
-                    self._step_began_at = self._engine.now()
-                    self._step()
-                    self._step_began_at = None
-                    self._rest()
+            if _resolve(prepared, self._engine.prepare):
+                self._serve()
         except Exception as error:
             logger.error("the engine died: %s", traceback_of(error))
         finally:
@@ -392,9 +389,27 @@ class AsyncEngine:
                 if call.set_running_or_notify_cancel():
                     call.set_exception(EngineStopped("the engine stopped before it could be changed"))
             self._fail(list(self._receivers), EngineStopped("the engine stopped before the request was done"))
-            self._engine.close()
-            if self._sleeper is not None:
-                self._sleeper.close()
+            self._close()
+
+    def _serve(self) -> None:
+        """Run commands and steps until the engine is to stop."""
+        while self._run_commands():
+            if self._rest():
+                continue  # what came meanwhile goes first: requests may have been cancelled
+            if self._engine.idle_s == 0.0:
+                self._step_began_at = self._engine.now()
+                self._step()
+                self._step_began_at = None
+                self._rest()
+
+    def _close(self) -> None:
+        """Close the engine and its sleeper. An error of one does not keep the other open."""
+        for part in (self._engine, self._sleeper):
+            try:
+                if part is not None:
+                    part.close()
+            except Exception as error:
+                logger.error("a part of the engine could not be closed: %s", traceback_of(error))
 
     def _rest(self) -> bool:
         """Let the engine sleep or wake if it is time, and return whether it did. It is no step, so none is hung."""
@@ -429,12 +444,33 @@ class AsyncEngine:
             num_entering, num_entering_tokens = self._num_entering, self._num_entering_tokens
         if commands:
             for command in commands:
-                command()
+                self._run_command(command)
             with self._wake:  # from now on `stats` counts these tokens as waiting
                 self._stats = self._engine.stats()
                 self._num_entering -= num_entering
                 self._num_entering_tokens -= num_entering_tokens
         return True
+
+    def _run_command(self, command: Callable[[], None]) -> None:
+        """A command that fails, as no command should, ends no other request."""
+        try:
+            command()
+        except Exception as error:
+            logger.error("a command of the engine failed: %s", traceback_of(error))
+
+    def _enter(
+        self, request: Request, *, arrived_at: float, matcher: Matcher | None, adapter: HeldAdapter | None
+    ) -> None:
+        """Queue a request that was checked. Whatever prevents that ends this request alone."""
+        try:
+            self._engine.add_checked(request, arrived_at=arrived_at, matcher=matcher, adapter=adapter)
+        except Exception as error:
+            is_ours = isinstance(error, CarouselError)  # then nothing was queued, and another may have its id
+            failure = error if isinstance(error, CarouselError) else Failure("the engine could not take this request")
+            self._fail([request.request_id], failure)
+            if (is_ours or self._engine.abort(request.request_id) is None) and adapter is not None:
+                adapter.release()
+            raise
 
     def _reconfigure(self, config: SchedulerConfig) -> None:
         self._engine.reconfigure(config)

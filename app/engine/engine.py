@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Several
+from contextlib import ExitStack
 
 from app.config import SchedulerConfig
 from app.engine.adapter_store import AdapterStore, HeldAdapter
@@ -320,13 +321,19 @@ class Engine:
             observer.woke()
 
     def close(self) -> None:
-        """Let the recorder write what it has, end the runner's processes. The engine must not be used afterwards."""
-        for observer in self._observers:
-            observer.close()
-        store = self._scheduler.fetches.store
-        if store is not None:
-            store.close()
-        self.runner.close()
+        """Let the recorder write what it has, end the runner's processes. The engine must not be used afterwards.
+
+        All parts are closed, also where one raises: what the last one raises is raised then.
+        """
+        with ExitStack() as last_first:
+            last_first.callback(self.runner.close)
+            store = self._scheduler.fetches.store
+            if store is not None:
+                last_first.callback(store.close)
+            if self.adapters is not None:
+                last_first.callback(self.adapters.close)
+            for observer in reversed(self._observers):
+                last_first.callback(observer.close)
 
     def check_health(self) -> None:
         """Raise DeviceLost if no step can be computed any more. Any thread may call."""

@@ -7,7 +7,7 @@ import pytest
 
 from app.engine.adapter_store import AdapterStore
 from app.engine.request import Adapter
-from app.errors import Overloaded, UnsupportedAdapter
+from app.errors import EngineStopped, Overloaded, UnsupportedAdapter
 from tests.waiting import PATIENCE_S, eventually
 
 
@@ -165,3 +165,21 @@ def test_all_that_no_request_uses_are_unloaded_for_sleep() -> None:
     held.release()
     store.hold(adapter("b")).release()
     assert read == ["a", "b", "b"]
+
+
+def test_those_that_wait_when_it_is_closed_hear_of_it_and_its_thread_ends() -> None:
+    store, read, gate = gated_store(2)
+    loading, waiting = (store.hold_soon(adapter(name)) for name in "ab")
+    eventually(lambda: read, bool)
+    store.close()
+    with pytest.raises(EngineStopped):
+        waiting.result(PATIENCE_S)
+    with pytest.raises(EngineStopped):
+        store.hold_soon(adapter("c"))
+    gate.release()
+    loading.result(PATIENCE_S).release()
+    [thread] = store._loader._threads
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    assert read == ["a"]
+    store.close()

@@ -14,12 +14,22 @@ from app.engine.async_engine import AsyncEngine
 from app.engine.batch import DeviceLost, StepBatch, StepResult
 from app.engine.engine import Engine
 from app.engine.request import Adapter, Request
-from app.errors import DeadlineMissed, EngineStopped, InvalidRequest, InvalidSetup, Overloaded, Quarantined, StepFailed
+from app.errors import (
+    DeadlineMissed,
+    EngineStopped,
+    Failure,
+    InvalidRequest,
+    InvalidSetup,
+    Overloaded,
+    Quarantined,
+    StepFailed,
+)
 from tests.engine.test_adapter_store import gated_store
 from tests.kit.engine import (
     CountingRunner,
     FakeClock,
     GatedRunner,
+    MadeMatchers,
     PoisonedRunner,
     async_engine,
     build_fake_engine,
@@ -168,6 +178,80 @@ def test_an_engine_that_cannot_be_prepared_is_not_made() -> None:
     fake.__class__ = UnpreparedEngine
     with pytest.raises(InvalidSetup, match="no memory for graphs"):
         AsyncEngine(fake, max_requests=1)
+
+
+class ClosedParts:
+    """Which parts of an engine were closed; some of them raise."""
+
+    def __init__(self, engine: Engine, *failing: str) -> None:
+        self.names: set[str] = set()
+        self._failing = failing
+        for name, part in (("recorder", engine._observers[0]), ("runner", engine.runner)):
+            self._watch(name, part)
+
+    def _watch(self, name: str, part: Any) -> None:
+        close = part.close
+
+        def noting() -> None:
+            self.names.add(name)
+            close()
+            if name in self._failing:
+                raise OSError(f"the {name} does not close")
+
+        part.close = noting
+
+
+@pytest.mark.parametrize("failing", [(), ("recorder",), ("recorder", "runner")])
+def test_an_engine_that_cannot_be_prepared_is_closed_with_all_its_parts(failing: tuple[str, ...]) -> None:
+    class UnpreparedRunner(CountingRunner):
+        def prepare(self) -> None:
+            raise InvalidSetup("no memory for graphs")
+
+    store, _, _ = gated_store(1)
+    fake, matchers = build_fake_engine(runner=UnpreparedRunner(), adapters=store), MadeMatchers()
+    closed = ClosedParts(fake, *failing)
+    with pytest.raises(InvalidSetup, match="no memory for graphs"):
+        AsyncEngine(fake, max_requests=1, matchers=matchers)
+    assert closed.names == {"recorder", "runner"}
+    assert matchers.is_closed
+    with pytest.raises(EngineStopped):
+        store.hold_soon(Adapter(name="a", path="/a", digest="a"))
+
+
+async def test_a_request_that_the_engine_cannot_take_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, _, gate = gated_store(1)
+    gate.release()
+    with async_engine(adapters=store) as engine:
+        add = engine._engine._scheduler.add
+
+        def fail_once(*given: Any, **named: Any) -> None:
+            monkeypatch.setattr(engine._engine._scheduler, "add", add)
+            raise RuntimeError("nobody thought of this")
+
+        monkeypatch.setattr(engine._engine._scheduler, "add", fail_once)
+        with pytest.raises(Failure, match="could not take this request"):
+            await collect(engine, with_adapter("a"))
+        gate.release()
+        assert len(await collect(engine, with_adapter("b"))) == 4, "the only place for adapters is free"
+        engine.check_health()
+        assert engine.stats().num_waiting == engine.num_requests == 0
+
+
+async def test_a_command_that_fails_ends_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = GatedRunner()
+    with async_engine(runner) as engine:
+
+        def fail(*given: Any) -> None:
+            raise RuntimeError("nobody thought of this")
+
+        request = make_request()
+        answer = asyncio.create_task(collect(engine, request))
+        await asyncio.sleep(0)
+        monkeypatch.setattr(engine._engine, "on_prefixes", fail)
+        engine.on_prefixes(lambda digest, is_held: None)
+        runner.gate.release(100)
+        assert await answer == tokens_of(request)
+        engine.check_health()
 
 
 async def test_shutdown_fails_open_requests_and_refuses_new_ones() -> None:

@@ -437,6 +437,8 @@ class SteppingMatcher:
 class MadeMatchers:
     """Grammars whose text is token ids; a `!` behind them fails after as many tokens as there are."""
 
+    is_closed = False
+
     def matcher_of(self, request: Request) -> Future[Matcher | None]:
         future: Future[Matcher | None] = Future()
         grammar = request.sampling.grammar
@@ -456,7 +458,7 @@ class MadeMatchers:
         """Nothing to read."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        self.is_closed = True
 
 
 class GatedRunner(CountingRunner):
