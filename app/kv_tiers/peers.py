@@ -14,7 +14,7 @@ import struct
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from threading import BoundedSemaphore, Thread
+from threading import BoundedSemaphore, Event, Thread
 
 import msgspec
 
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 # Of connecting, and of each send and receive. A sequence that waits for blocks computes them after less.
 TIMEOUT_S = 1.0
+ACCEPT_PAUSE_S = 0.5  # until the next connection is taken after one could not be
 MAX_SENT_AT_ONCE = 4  # prefixes; a replica that asks for more computes
 MAX_WANTED_BYTES = 16 << 20  # of one question: two million tokens
 
@@ -68,6 +69,7 @@ class PeerServer:
         self._copies = copies
         self._secret = secrets.token_hex(16)
         self._free = BoundedSemaphore(MAX_SENT_AT_ONCE)
+        self._closed = Event()
         self.num_sent = 0  # blocks, since the start
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listening = socket.create_server((host, 0), family=family)
@@ -76,16 +78,23 @@ class PeerServer:
 
     def close(self) -> None:
         """Take no more questions."""
+        self._closed.set()
         with suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)  # which wakes the thread
         self._listening.close()
 
     def _listen(self) -> None:
-        while True:
+        has_failed = False
+        while not self._closed.is_set():
             try:
                 connection, _ = self._listening.accept()
-            except OSError:  # it is closed
-                return
+            except OSError as error:  # it is closed, or this process has too many files open for the moment
+                if not (has_failed or self._closed.is_set()):
+                    logger.warning("a replica that asks for a prefix is not answered, others later are: %s", error)
+                has_failed = True
+                self._closed.wait(ACCEPT_PAUSE_S)
+                continue
+            has_failed = False
             if self._free.acquire(blocking=False):
                 Thread(target=self._answer, args=(connection,), name="kv-peer-writer", daemon=True).start()
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
 import threading
@@ -113,6 +114,22 @@ def test_what_is_no_question_is_hung_up_on_and_others_are_answered(side: Side, a
             connection.shutdown(socket.SHUT_WR)
             assert connection.recv(1) == b""
     assert received(address, wanted(3)) == [1, 2, 3]
+
+
+def test_a_connection_that_cannot_be_taken_is_told_once_and_later_ones_are_taken(
+    side: Side, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("app.kv_tiers.peers.ACCEPT_PAUSE_S", 0.0)
+    accept, failures = socket.socket.accept, iter(range(3))
+
+    def fail_at_first(listening: socket.socket) -> tuple[socket.socket, object]:
+        if next(failures, None) is not None:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listening)
+
+    monkeypatch.setattr(socket.socket, "accept", fail_at_first)
+    assert received(address_of(side), wanted(3)) == [1, 2, 3]
+    assert caplog.text.count("Too many open files") == 1
 
 
 def test_only_so_many_are_answered_at_once(side: Side) -> None:
