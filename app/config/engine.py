@@ -90,7 +90,11 @@ class TierConfig(Settings):
     """A folder beside the KV memory: prefixes are read from it where that is quicker."""
 
     path: str = Field(min_length=1, description="folder, which replicas of a machine share; it holds what prompts hold")
-    max_gib: float = Field(1.0, gt=0, description="GiB of its files, at most; the longest unused are deleted")
+    max_gib: float = Field(
+        1.0,
+        gt=0,
+        description="GiB of its files, of all replicas that share it, at most; the longest unused are deleted",
+    )
 
 
 class CacheConfig(Settings):

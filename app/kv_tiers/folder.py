@@ -5,6 +5,7 @@ after a crash of the machine its checksum tells. It has its tokens: a name that 
 content.
 
     FOLDER/<namespace>/<tenant>/<name>    8 bytes of what the KV memory is of; 8 of the tenant's name; a prefix's name
+    FOLDER/.lock                          held by the process that counts or deletes; the bytes of all files
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from app.disk import take_lock
 logger = logging.getLogger(__name__)
 
 MAGIC = b"carouKV2"
+TOTAL = struct.Struct("<q")  # in the file of the lock
 HEADER = struct.Struct("<8sII")  # magic, bytes of the tokens, checksum of tokens and content
 ROW_BYTES = 4096  # of the content, for its checksum
 NAME = re.compile("[0-9a-f]{40}")
@@ -39,7 +41,7 @@ class BlockFolder:
     may read."""
 
     def __init__(self, path: Path, *, namespace: bytes, max_bytes: int) -> None:
-        """Makes the folder. max_bytes: of all files in it.
+        """Makes the folder. max_bytes: of all files in it, of all processes; each may be writing one more.
 
         Raises OSError where it cannot be written, or where others may write into it: a block is taken for what it says.
         """
@@ -48,7 +50,6 @@ class BlockFolder:
         self._max_bytes = max_bytes
         self._folders: dict[bytes, str] = {}  # by name: the folder that it is in
         self._changed: dict[str, int] = {}  # by folder: when it was changed before it was listed
-        self._others_bytes: int | None = None  # of other namespaces, when they were last counted
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._own.mkdir(mode=0o700, exist_ok=True)
         if not os.access(self._own, os.W_OK | os.X_OK):
@@ -63,9 +64,6 @@ class BlockFolder:
 
     def refresh(self) -> None:
         """Learn what other processes have written and deleted."""
-        if self._others_bytes is None:
-            self._others_bytes = sum(size for files in self._files().values() for _, size, path in files
-                                     if not path.startswith(f"{self._own}/"))  # fmt: skip
         before, self._changed = self._changed, {}
         listed: dict[str, set[bytes]] = {folder: set() for folder in before}  # what is in those that have changed
         with suppress(OSError):
@@ -87,14 +85,13 @@ class BlockFolder:
         folder = self._folder_of(tenant)
         hidden = folder / f".{os.getpid()}"
         header = header_of(token_ids, content)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        num_bytes = len(header) + len(content)
         try:
-            descriptor = os.open(hidden, flags, 0o600)
+            descriptor = self._begun(hidden, num_bytes)
         except FileNotFoundError:
             for each in (self._path, self._own, folder):  # `parents` of mkdir have another mode
                 each.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor = os.open(hidden, flags, 0o600)
-        num_bytes = len(header) + len(content)
+            descriptor = self._begun(hidden, num_bytes)
         try:
             if os.writev(descriptor, (header, content)) != num_bytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(hidden))
@@ -105,8 +102,11 @@ class BlockFolder:
         finally:
             os.close(descriptor)
         self._folders[name] = str(folder)
-        if len(self._folders) * num_bytes + (self._others_bytes or 0) > self._max_bytes:
-            self.make_room()
+
+    def _begun(self, hidden: Path, num_bytes: int) -> int:
+        """The descriptor of a file that is to have so many bytes, for which there is room."""
+        self.make_room(num_bytes)
+        return os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
 
     def _folder_of(self, tenant: str) -> Path:
         return self._own / blake2b(tenant.encode(), digest_size=8).hexdigest()
@@ -147,40 +147,55 @@ class BlockFolder:
             with suppress(OSError):
                 os.utime(os.path.join(folder, name.hex()), ns=(used_at, used_at))
 
-    def make_room(self) -> None:
-        """Delete the blocks that were not used for longest, of the tenant that has most, if there are too many."""
-        lock = take_lock(self._path / ".lock")
-        if lock is None:
-            return  # another process does
+    def make_room(self, num_bytes: int) -> None:
+        """Count a file before it is written. Where all would be too many, delete the blocks that were not used for
+        longest, of the tenant that has most.
+
+        All processes add to one number, so none has to know what the others write. It may be too high: files are
+        counted anew before any is deleted. Raises OSError.
+        """
+        has_deleted = False
+        lock = take_lock(self._path / ".lock", waits=True)
+        assert lock is not None, "it waits"
         try:
-            self._delete_oldest()
+            found = os.pread(lock, TOTAL.size, 0)
+            total = TOTAL.unpack(found)[0] if len(found) == TOTAL.size else None  # a new folder, or an older version's
+            if total is None or total + num_bytes > self._max_bytes:
+                total, has_deleted = self._delete_oldest(num_bytes)
+            os.pwrite(lock, TOTAL.pack(total + num_bytes), 0)
         finally:
             os.close(lock)
+        if has_deleted:
+            self._changed.clear()
+            self.refresh()
 
-    def _delete_oldest(self) -> None:
+    def _delete_oldest(self, num_bytes: int) -> tuple[int, bool]:
+        """Leave room for so many bytes; returns those of the files that are left, and whether any was deleted."""
         files = self._files()
         sizes = {folder: sum(size for _, size, _ in found) for folder, found in files.items()}
-        if sum(sizes.values()) > self._max_bytes:
-            while sum(sizes.values()) > KEPT_SHARE * self._max_bytes:
-                largest = max(sizes, key=sizes.__getitem__)
-                _, size, path = files[largest].pop()
-                _delete(path)
-                sizes[largest] -= size
-                if not files[largest]:
-                    with suppress(OSError):
-                        os.rmdir(largest)
-        self._others_bytes = sum(size for folder, size in sizes.items() if not folder.startswith(f"{self._own}/"))
-        self._changed.clear()
-        self.refresh()
+        total = sum(sizes.values())
+        if total + num_bytes <= self._max_bytes:
+            return total, False
+        while sizes and total + num_bytes > KEPT_SHARE * self._max_bytes:
+            largest = max(sizes, key=sizes.__getitem__)
+            _, size, path = files[largest].pop()
+            _delete(path)
+            total -= size
+            sizes[largest] -= size
+            if not files[largest]:
+                del sizes[largest]
+                with suppress(OSError):
+                    os.rmdir(largest)
+        return total, True
 
     def _files(self) -> dict[str, list[tuple[float, int, str]]]:
         """Last use, bytes and path of the files of all models, by folder; the longest unused last."""
         files: dict[str, list[tuple[float, int, str]]] = {}
-        with suppress(OSError):
-            for namespace in (each for each in os.scandir(self._path) if each.is_dir()):
-                for folder in os.scandir(namespace.path):
-                    files[folder.path] = sorted(map(_use_of, os.scandir(folder.path)), reverse=True)
-        return files
+        for namespace in _entries(self._path):
+            for folder in _entries(namespace.path) if namespace.is_dir() else ():
+                found = filter(None, map(_use_of, _entries(folder.path)))
+                files[folder.path] = sorted(found, reverse=True)
+        return {folder: found for folder, found in files.items() if found}
 
 
 def header_of(token_ids: Sequence[int], content: memoryview) -> bytes:
@@ -205,7 +220,21 @@ def _delete(path: Path | str) -> None:
         os.unlink(path)
 
 
-def _use_of(entry: os.DirEntry[str]) -> tuple[float, int, str]:
-    """Last use, bytes, path. What is being written counts as just used; what a dead process left is old soon."""
-    stat = entry.stat()
+def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
+    """None of a folder that another process has deleted."""
+    try:
+        return list(os.scandir(folder))
+    except OSError:
+        return []
+
+
+def _use_of(entry: os.DirEntry[str]) -> tuple[float, int, str] | None:
+    """Last use, bytes, path; None where it has another name or is deleted by now.
+
+    What is being written counts as just used; what a dead process left is old soon.
+    """
+    try:
+        stat = entry.stat()
+    except OSError:
+        return None
     return stat.st_mtime, stat.st_size, entry.path

@@ -175,9 +175,33 @@ def test_blocks_of_other_models_count_too(tmp_path: Path) -> None:
     folder = folder_in(tmp_path, max_bytes=8 * of_block)
     for number in range(8):
         keep(folder, number)
-    folder.make_room()
-    assert len(files_in(tmp_path)) <= 8
+        assert len(files_in(tmp_path)) <= 8
     assert folder.has(name_of(7))
+
+
+def test_several_writers_keep_the_bound_together_though_none_has_looked_at_the_others(tmp_path: Path) -> None:
+    keep(folder_in(tmp_path), 0)
+    of_block = files_in(tmp_path)[0].stat().st_size
+    writers = [folder_in(tmp_path, max_bytes=10 * of_block, namespace=bytes([n % 2] * 16)) for n in range(4)]
+    most = 0
+    for number in range(1, 60):
+        keep(writers[number % 4], number, tenant=f"tenant {number % 3}")
+        most = max(most, len(files_in(tmp_path)))
+    assert 8 <= most <= 10
+
+
+@pytest.mark.parametrize("left", [b"", b"odd", (1 << 40).to_bytes(8, "little")])
+def test_files_are_counted_anew_where_the_number_is_missing_or_too_high(tmp_path: Path, left: bytes) -> None:
+    folder = folder_in(tmp_path)
+    for number in range(5):
+        keep(folder, number)
+    of_block = files_in(tmp_path)[0].stat().st_size
+    (tmp_path / ".lock").write_bytes(left)
+    other = folder_in(tmp_path, max_bytes=6 * of_block)
+    keep(other, 5)
+    assert len(files_in(tmp_path)) == 6, "all had room"
+    keep(other, 6)
+    assert len(files_in(tmp_path)) == 5
 
 
 def test_a_folder_that_is_deleted_is_made_again(tmp_path: Path) -> None:
