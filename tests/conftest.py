@@ -153,9 +153,8 @@ def smollm2_path() -> str:
 
 @pytest.fixture(scope="module")
 def small_lengths() -> Iterator[None]:
-    """The constants of strategies and policies, scaled down to requests of some ten tokens."""
+    """The constants of policies, scaled down to requests of some ten tokens."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("app.engine.strategies.BUCKET_BOUNDARIES", (4, 8))
         patch.setattr("app.engine.policies.AGEING_TOKENS_PER_S", 100.0)
         patch.setattr("app.engine.policies.MAX_OVERTAKING_S", 0.3)
         patch.setattr("app.engine.policies.AGEING_S", 0.05)

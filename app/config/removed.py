@@ -19,7 +19,8 @@ REMOVED: dict[str, str] = {
     "API keys only those of one key",
     "models[].engine.scheduler.policy.preemption": "leave it out: under `priority`, a waiting request may take "
     "the slot of a running one of a lower class",
-    "models[].engine.scheduler.strategy.selective": "leave it out: it made requests slower",
+    "models[].engine.scheduler.strategy.selective": "leave it out; the strategy bucketed with bounds: [64, 1024] "
+    "batches short prompts apart from long ones",
     "models[].engine.speculation.max_drafts": "leave it out: up to 8 tokens are drafted, fewer where more do not pay",
     "models[].engine.model.backend=attention": "leave it out: auto takes the fastest code for the model",
     "models[].replicas.autoscaling.target_tokens": "leave it out, or write target_s, seconds of work for each replica: "

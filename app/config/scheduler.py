@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, model_validator
+from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, field_validator, model_validator
 
 from app.config.base import Settings, chosen
 from app.config.removed import refuse_removed
@@ -33,9 +34,25 @@ class DynamicConfig(WholeBatchesConfig):
 
 
 class BucketedConfig(WholeBatchesConfig):
-    """Only prompts of one length class share a batch."""
+    """Only prompts of one length class share a batch: selective batching."""
 
     name: Literal["bucketed"] = "bucketed"
+    # Each class holds prompts of up to twice the length of the one before, so that a batch takes at most twice as long
+    # as its shortest prompt needs.
+    bounds: tuple[Annotated[int, Field(ge=1, le=10_000_000)], ...] = Field(
+        (64, 128, 256, 512, 1024, 2048),
+        min_length=1,
+        max_length=64,
+        description="tokens of the longest prompt of each length class, rising; longer prompts are one class more",
+    )
+
+    @field_validator("bounds")
+    @classmethod
+    def _bounds_rise(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        for shorter, longer in pairwise(value):
+            if longer <= shorter:
+                raise ValueError(f"{longer} follows {shorter}; each bound must be larger than the one before")
+        return value
 
 
 class SortedConfig(WholeBatchesConfig):

@@ -23,10 +23,6 @@ from app.config import (
 from app.engine.sequence import Sequence
 from app.engine.waiting_queue import Bucket, WaitingQueue
 
-# Of bucketed batching, in prompt tokens: each class holds prompts of up to twice the length of the one before, so that
-# a batch takes at most twice as long as its shortest prompt needs.
-BUCKET_BOUNDARIES = (64, 128, 256, 512, 1024, 2048)
-
 
 def make_strategy(config: StrategyConfig) -> BatchingStrategy:
     """A new strategy, without the memory of an earlier one."""
@@ -269,14 +265,15 @@ class Dynamic(WholeBatches):
 class Bucketed(WholeBatches):
     """As static, but only prompts of one length class share a batch; each class has its own timer.
 
-    Bucket `n` holds the prompts of at most `BUCKET_BOUNDARIES[n]` tokens, the last one all longer prompts.
+    Bucket `n` holds the prompts of at most `bounds[n]` tokens, the last one all longer prompts.
     """
 
     def __init__(self, config: BucketedConfig) -> None:
         super().__init__(batch_size=config.batch_size, max_wait_s=config.max_wait_ms / 1e3)
+        self._bounds = config.bounds
 
     def bucket_of(self, sequence: Sequence) -> int:
-        return bisect_left(BUCKET_BOUNDARIES, sequence.num_prompt_tokens)
+        return bisect_left(self._bounds, sequence.num_prompt_tokens)
 
 
 class Sorted(WholeBatches):

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("small_lengths")
 STRATEGIES: list[Any] = [
     {"name": "static", "batch_size": 6, "max_wait_ms": 30},
     {"name": "dynamic", "batch_size": 6, "max_batch_tokens": 40, "max_wait_ms": 30},
-    {"name": "bucketed", "batch_size": 6, "max_wait_ms": 30},
+    {"name": "bucketed", "batch_size": 6, "max_wait_ms": 30, "bounds": [4, 8]},
     {"name": "sorted", "batch_size": 6, "max_wait_ms": 30},
     {"name": "adaptive", "max_wait_ms": 30, "target_latency_ms": 200},
     {"name": "continuous"},

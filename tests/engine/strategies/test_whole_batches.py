@@ -7,7 +7,9 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
+from app.config import BucketedConfig, SchedulerConfig
 from app.engine.request import Request
 from tests.kit.engine import TimedEngine, make_request
 
@@ -107,7 +109,7 @@ def test_a_prompt_above_a_dynamic_batchs_tokens_goes_alone() -> None:
     assert bench.step() == ["a"]
 
 
-BUCKETED = {"name": "bucketed", "batch_size": 2, "max_wait_ms": 50}
+BUCKETED = {"name": "bucketed", "batch_size": 2, "max_wait_ms": 50, "bounds": [4, 8]}
 
 
 def test_only_prompts_of_one_length_class_share_a_batch() -> None:
@@ -116,6 +118,29 @@ def test_only_prompts_of_one_length_class_share_a_batch() -> None:
     assert bench.step() == []
     bench.add(*requests("short too", num_tokens=1, max_tokens=1))
     assert bench.step() == ["short", "short too"]
+
+
+def test_the_bounds_of_length_classes_are_those_of_the_settings() -> None:
+    bench = TimedEngine(strategy=BUCKETED | {"bounds": [5]})
+    bench.add(*requests("short", num_tokens=4, max_tokens=1), *requests("middle", num_tokens=5, max_tokens=1))
+    assert bench.step() == ["short", "middle"]
+    usual = TimedEngine(strategy=BUCKETED | {"bounds": BucketedConfig().bounds})
+    usual.add(*requests("64", num_tokens=64, max_tokens=1), *requests("65", num_tokens=65, max_tokens=1))
+    assert usual.step() == []
+
+
+@pytest.mark.parametrize(
+    ("bounds", "words"),
+    [
+        ([64, 64], "64 follows 64; each bound must be larger than the one before"),
+        ([1024, 64], "64 follows 1024"),
+        ([0], "greater than or equal to 1"),
+        ([], "at least 1 item"),
+    ],
+)
+def test_bounds_that_make_no_classes_are_refused(bounds: list[int], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        SchedulerConfig.model_validate({"strategy": {"name": "bucketed", "bounds": bounds}})
 
 
 def test_every_bucket_has_its_own_timer() -> None:
