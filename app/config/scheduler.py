@@ -34,7 +34,7 @@ class DynamicConfig(WholeBatchesConfig):
 
 
 class BucketedConfig(WholeBatchesConfig):
-    """Only prompts of one length class share a batch: selective batching."""
+    """Only prompts of one length class share a batch: selective batching by length."""
 
     name: Literal["bucketed"] = "bucketed"
     # Each class holds prompts of up to twice the length of the one before, so that a batch takes at most twice as long

@@ -465,10 +465,11 @@ class AsyncEngine:
         try:
             self._engine.add_checked(request, arrived_at=arrived_at, matcher=matcher, adapter=adapter)
         except Exception as error:
-            is_ours = isinstance(error, CarouselError)  # then nothing was queued, and another may have its id
             failure = error if isinstance(error, CarouselError) else Failure("the engine could not take this request")
             self._fail([request.request_id], failure)
-            if (is_ours or self._engine.abort(request.request_id) is None) and adapter is not None:
+            # Of a request that is refused nothing was queued, and another may have its id.
+            was_queued = failure is not error and self._engine.abort(request.request_id) is not None
+            if adapter is not None and not was_queued:
                 adapter.release()
             raise
 
