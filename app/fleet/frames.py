@@ -97,6 +97,9 @@ def used_fields(value: Any, prefix: str = "") -> Iterator[str]:
 # The fields of a request that this version knows, those inside others with a dot, and each value of an enumeration.
 REQUEST_FIELDS = frozenset(_fields_of(Request))
 
+# Those that only the choice of a replica looks at: a replica may ignore them.
+DISPATCH_FIELDS = frozenset({"group", "preset", "session", "call"})
+
 # Those that a replica knows which names none: it is of 418a799 or before. No field is ever added here.
 FIRST_REQUEST_FIELDS = frozenset(
     """

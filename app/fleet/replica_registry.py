@@ -26,7 +26,7 @@ from app.fleet.dispatch import (
     near_adapter,
     of_group,
 )
-from app.fleet.frames import FIRST_REQUEST_FIELDS, REQUEST_FIELDS, used_fields
+from app.fleet.frames import DISPATCH_FIELDS, FIRST_REQUEST_FIELDS, REQUEST_FIELDS, used_fields
 from app.output_lengths import OutputLengths
 
 logger = logging.getLogger(__name__)
@@ -261,7 +261,7 @@ class ReplicaRegistry:
 
     def note_fields(self, replica_id: str, known: Collection[str]) -> None:
         """A replica has said which fields of requests it knows. None: it is of a version that does not say so."""
-        unknown = REQUEST_FIELDS.difference(known or FIRST_REQUEST_FIELDS)
+        unknown = REQUEST_FIELDS.difference(known or FIRST_REQUEST_FIELDS, DISPATCH_FIELDS)
         self._unknown_fields.pop(replica_id, None)
         if unknown:
             self._unknown_fields[replica_id] = unknown

@@ -51,8 +51,8 @@ WITHOUT = {
 NOT_OF_ROWS = {
     # what the prompt is, and the columns that have it
     "model", "messages", "prompt", "documents", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs",
-    "add_generation_prompt", "continue_final_message", "add_special_tokens", "truncate_prompt_tokens", "truncation_side",
-    "echo",
+    "add_generation_prompt", "continue_final_message", "add_special_tokens", "truncate_prompt_tokens", "echo",
+    "truncation_side",
     # other names of structured outputs, which columns of data often have
     "regex", "ebnf", "grammar", "json_schema",
     # how and when it runs, and what the answer shows

@@ -25,7 +25,7 @@ from app.errors import (
     UnsupportedAdapter,
 )
 from app.fleet.dispatch import DECODE, PREFILL, Group
-from app.fleet.frames import FIRST_REQUEST_FIELDS, REQUEST_FIELDS
+from app.fleet.frames import DISPATCH_FIELDS, FIRST_REQUEST_FIELDS, REQUEST_FIELDS, used_fields
 from app.fleet.replica_registry import MIN_FETCHED_TOKENS
 from tests.engine.test_engine_logprobs import check as check_logprobs
 from tests.kit.engine import FakeClock, build_fake_engine, make_full_request, make_request, next_token, tokens_of
@@ -806,6 +806,8 @@ async def test_a_request_whose_field_no_replica_knows_is_refused_with_the_name_o
 async def test_a_replica_that_names_no_fields_has_those_of_the_last_version_that_named_none() -> None:
     async with LocalFleet(1) as local:
         local.registry.note_fields("r0", ())
-        newer = REQUEST_FIELDS - FIRST_REQUEST_FIELDS
-        unknown = local.registry.unknown_field("r0", make_full_request())
+        request = make_full_request()
+        newer = set(used_fields(request)) - FIRST_REQUEST_FIELDS - DISPATCH_FIELDS
+        assert local.registry.unknown_field("r0", replace(make_request(), call="c", session="s")) is None
+        unknown = local.registry.unknown_field("r0", request)
         assert unknown in newer if newer else unknown is None

@@ -563,7 +563,7 @@ def make_full_request() -> Request:
         request_id="full", prompt_token_ids=(5, 6, 7), sampling=sampling, generated_token_ids=(8,),
         prediction_token_ids=(8, 9), pooling=Pooling.MEAN, second_text_at=1, num_scored_tokens=2, cache_salt="salt",
         priority=-3, tenant="ä", deadline_s=9.5, group="group", preset="preset", is_background=True, session="session",
-        no_queue=True, adapter=Adapter(name="sql", path="/sql", digest="12ab"),
+        call="call", no_queue=True, adapter=Adapter(name="sql", path="/sql", digest="12ab"),
         prefix_at=PrefixAt(Address("127.0.0.1", 1, "secret"), 2),
     )  # fmt: skip
     for each in (request, sampling, grammar):
