@@ -186,7 +186,6 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"dimensions": 5}, "dimensions", "dimensions is 5; the embeddings of this model have 4"),
         ({"dimensions": 0}, "dimensions", "greater than or equal to 1"),
         ({"encoding_format": "hex"}, "encoding_format", "got 'hex'"),
-        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "not supported"),
     ],
     "rerank": [
         ({"query": None}, "query", "is required"),
@@ -197,10 +196,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"documents": [{"title": "Hi"}]}, "documents", "only strings or objects"),
         ({"documents": ["Hi"] * 2049}, "documents", "2,049 texts; this server accepts 2,048"),
         ({"documents": [{}] * 10_001}, "documents", "10,001 texts; at most 10,000"),
-        ({"top_n": 0}, "top_n", "greater than or equal to 1"),
-        ({"max_tokens_per_doc": 0}, "max_tokens_per_doc", "greater than or equal to 1"),
         ({"rank_fields": ["title"]}, "rank_fields", "not supported"),
-        ({"truncate_prompt_tokens": 3}, "truncate_prompt_tokens", "not supported"),
     ],
     "tokenize": [
         ({"prompt": None}, "prompt", "is required"),
