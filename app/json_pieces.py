@@ -37,11 +37,23 @@ class Rows:
 Encode = Callable[[Any, Callable[[Any], Any]], bytes]  # a value; what stands for a part that is no JSON
 
 
-def _encode(value: Any, fallback: Callable[[Any], Any]) -> bytes:
-    return to_json(value, fallback=fallback)
+def as_json(value: Any, fallback: Callable[[Any], Any] | None = None) -> bytes:
+    """A value as JSON that is one line to every reader. A number that JSON cannot say, such as NaN, is null."""
+    return one_line(to_json(value, fallback=fallback, inf_nan_mode="null"))
 
 
-def json_pieces(value: Any, encode: Encode = _encode) -> Iterator[bytes]:
+def one_line(written: bytes) -> bytes:
+    """The same JSON with U+0085, U+2028 and U+2029 escaped: `str.splitlines` and many clients end a line there."""
+    if written.isascii():
+        return written
+    return (
+        written.replace(b"\xc2\x85", rb"\u0085")
+        .replace(b"\xe2\x80\xa8", rb"\u2028")
+        .replace(b"\xe2\x80\xa9", rb"\u2029")
+    )
+
+
+def json_pieces(value: Any, encode: Encode = as_json) -> Iterator[bytes]:
     """The JSON of a value that may hold `Rows`; one piece where it holds none. `encode` writes all but the rows."""
     found: list[Rows] = []
     mark = secrets.token_hex(16)  # no text of a client has it
@@ -60,7 +72,7 @@ def json_pieces(value: Any, encode: Encode = _encode) -> Iterator[bytes]:
         for step, some in enumerate(rows.some_at_a_time(), 1):
             if some:
                 piece += separator
-                piece += to_json(some)[1:-1]
+                piece += as_json(some)[1:-1]
                 separator = b","
             if len(piece) >= PIECE_BYTES or step % steps_at_once == 0:
                 yield bytes(piece)
@@ -84,7 +96,7 @@ def joined(pieces: Iterable[bytes], *, at_least: int = PIECE_BYTES) -> Iterator[
 
 def event(payload: Mapping[str, Any]) -> bytes:
     """One event: the payload as JSON on one line."""
-    return b"data: %b\n\n" % to_json(payload)
+    return b"data: %b\n\n" % as_json(payload)
 
 
 def named_event(payload: Mapping[str, Any]) -> bytes:

@@ -21,6 +21,7 @@ ALLOWED = {
     "app.culprits": set(),
     "app.fair": set(),
     "app.output_lengths": set(),
+    "app.json_input": {"pydantic_core"},
     "app.json_pieces": {"pydantic_core"},
     "app.fleet.dispatch": {"app.errors", "msgspec"},
     "app.engine": {
@@ -65,12 +66,12 @@ ALLOWED = {
     "app.records": set(),
     "app.batches": {"app.errors", "app.json_pieces", "app.usage", "app.webhooks.receiver", "msgspec"},
     "app.jobs": {
-        "app.batches", "app.config", "app.culprits", "app.disk", "app.errors", "app.fair", "app.json_pieces",
-        "app.records", "app.usage", "app.webhooks", "msgspec", "numpy", "pyarrow", "pydantic_core",
+        "app.batches", "app.config", "app.culprits", "app.disk", "app.errors", "app.fair", "app.json_input",
+        "app.json_pieces", "app.records", "app.usage", "app.webhooks", "msgspec", "numpy", "pyarrow", "pydantic_core",
     },
     "app.api": {
-        "app.batches", "app.webhooks.receiver", "app.config", "app.errors", "app.fair", "app.json_pieces",
-        "app.records", "app.text", "app.metrics", "app.usage", "app.versions", "app.engine.request",
+        "app.batches", "app.webhooks.receiver", "app.config", "app.errors", "app.fair", "app.json_input",
+        "app.json_pieces", "app.records", "app.text", "app.metrics", "app.usage", "app.versions", "app.engine.request",
         "app.engine.snapshot", "msgspec", "numpy", "starlette", "pydantic", "pydantic_core", "python_multipart",
     },
     "app.api.pipelines": {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic_core import to_json
 
-from app.json_pieces import PIECE_BYTES, Rows, joined, json_pieces
+from app.json_pieces import PIECE_BYTES, Rows, as_json, event, joined, json_pieces
 
 
 def test_a_value_without_rows_is_one_piece() -> None:
@@ -58,3 +58,21 @@ def test_short_pieces_are_put_together() -> None:
     assert list(joined([b"ab", b"", b"c"])) == [b"abc"]
     assert list(joined([])) == []
     assert [len(piece) for piece in joined([b"x" * PIECE_BYTES] * 3)] == [PIECE_BYTES] * 3
+
+
+LINE_ENDS = "a\u0085b\u2028c\u2029d\n\r\x0b\x0c\x1c\x1d\x1e\u201c\u00c5"  # all that Python ends a line at, and others
+
+
+@pytest.mark.parametrize(
+    "write",
+    [as_json, event, lambda value: b"".join(json_pieces({"rows": Rows.of([value])}))],
+    ids=["as_json", "event", "json_pieces"],
+)
+def test_no_text_ends_a_line(write: Any) -> None:
+    written = write({"text": LINE_ENDS}).decode().rstrip("\n")
+    assert len(written.splitlines()) == 1
+    assert json.dumps(LINE_ENDS)[1:-1] in json.dumps(json.loads(written.removeprefix("data: ")))
+
+
+def test_a_number_that_json_cannot_say_is_null() -> None:
+    assert as_json({"a": float("inf"), "b": float("nan")}) == b'{"a":null,"b":null}'

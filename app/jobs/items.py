@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, BinaryIO
 
-from pydantic_core import from_json
-
 from app.batches import PIECE_BYTES
 from app.config import shown
 from app.jobs.job import InvalidItem, Item, ItemError
+from app.json_input import read_json
 
 OpenFile = Callable[[], BinaryIO]
 
@@ -74,7 +73,7 @@ def batch_line(value: Mapping[str, Any], urls: Sequence[str]) -> tuple[str, str,
 def json_object(line: bytes) -> dict[str, Any]:
     """The object in a line of JSON. Raises NotAnItem."""
     try:
-        value = from_json(line, allow_inf_nan=False)
+        value = read_json(line)
     except ValueError as error:
         raise NotAnItem("invalid_json_line", f"the line is not valid JSON: {error}") from None
     if not isinstance(value, dict):

@@ -20,7 +20,7 @@ from app.disk import replaced
 from app.jobs.files import FileStore
 from app.jobs.job import OUTPUT_PURPOSE, InvalidItem, Item, ItemOutput, ItemResult, Job, StoredFile
 from app.jobs.results import ResultStore
-from app.json_pieces import Json, json_pieces
+from app.json_pieces import Json, json_pieces, one_line
 
 # A record's columns in their order; `row` is the item's number.
 COLUMNS = ("row", "id", "text", "finish_reason", "prompt_tokens", "completion_tokens", "error")
@@ -28,7 +28,7 @@ COLUMNS = ("row", "id", "text", "finish_reason", "prompt_tokens", "completion_to
 
 def _encode(value: Any, fallback: Callable[[Any], Any]) -> bytes:
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=fallback)
-    return text.encode("utf-8", errors="replace")
+    return one_line(text.encode("utf-8", errors="replace"))
 
 
 _WHY_UNFINISHED = {
@@ -131,7 +131,7 @@ class RecordFormat:
         return ItemResult(
             number=output.number,
             is_error=output.error is not None,
-            line=json.dumps(record, ensure_ascii=False).encode("utf-8", errors="replace"),
+            line=one_line(json.dumps(record, ensure_ascii=False).encode("utf-8", errors="replace")),
             num_input_tokens=output.prompt_tokens,
             num_output_tokens=output.completion_tokens,
         )

@@ -280,6 +280,33 @@ def test_what_is_not_a_json_object_is_a_400(service: Service, body: bytes) -> No
     assert not service.generate.requests
 
 
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "9" * 400])
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/responses", '"input": "Hi", "metadata": {"a": %s}'),
+        (
+            "/v1/responses",
+            '"input": "Hi", "tool_choice": "none", "tools": [{"type": "function", "name": "f", "a": %s}]',
+        ),
+        ("/v1/chat/completions", '"messages": [{"role": "user", "content": "Hi"}], "unknown": [%s]'),
+    ],
+)
+def test_a_number_beyond_float_is_refused_wherever_it_stands(
+    service: Service, path: str, fields: str, number: str
+) -> None:
+    error = service.call("POST", path, f"{{{fields % number}}}".encode()).error
+    assert error["code"] == "invalid_json"
+    assert "beyond the largest float" in error["message"]
+
+
+@pytest.mark.parametrize("schema", ['{"const": 1e999}', '{"const": NaN}', '{"const": "\\ud800"}'])
+def test_a_schema_in_a_string_is_read_as_a_body_is(service: Service, schema: str) -> None:
+    error = service.chat(structured_outputs={"json": schema}).error
+    assert error["param"] == "structured_outputs.json"
+    assert "is not JSON" in error["message"]
+
+
 def test_a_body_over_the_limit_is_a_413_by_its_header_or_while_it_is_read(tokenizer: Tokenizer) -> None:
     service = Service(tokenizer, say(tokenizer, "3"), max_body_bytes=1024)
     small = json.dumps({"prompt": "Hi"}).encode()

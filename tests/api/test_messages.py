@@ -171,6 +171,12 @@ def test_arguments_that_break_off_are_an_object_as_far_as_they_go(tools_tokenize
     assert (message["content"][0]["input"], message["stop_reason"]) == ({"a": [1, 2]}, "max_tokens")
 
 
+def test_a_number_beyond_float_in_arguments_is_null(tools_tokenizer: Tokenizer) -> None:
+    answer = ask(calling(tools_tokenizer, CALL.replace("1", "[1e999, 2]")), tools=[TOOL])
+    assert answer.json["content"][0]["input"] == {"a": [None, 2]}
+    assert b"Infinity" not in answer.body
+
+
 def test_calls_and_what_came_of_them_go_back_to_the_model(tools_tokenizer: Tokenizer) -> None:
     service = calling(tools_tokenizer, "1")
     uses = [{"type": "tool_use", "id": f"c{n}", "name": "f", "input": {"a": n}} for n in (1, 2)]

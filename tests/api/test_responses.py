@@ -46,6 +46,22 @@ def test_a_response(service: Service) -> None:
     assert usage["input_tokens_details"]["cached_tokens"] == 2
 
 
+@pytest.mark.parametrize(
+    ("metadata", "param"),
+    [
+        ({"a": 1}, "metadata.a"),
+        ({"a": {"b": "c"}}, "metadata.a"),
+        ({f"k{number}": "v" for number in range(17)}, "metadata"),
+        ({"k" * 65: "v"}, "metadata"),
+        ({"k": "v" * 513}, "metadata"),
+    ],
+)
+def test_metadata_are_16_short_strings_as_at_openai(service: Service, metadata: Any, param: str) -> None:
+    assert ask(service, metadata=metadata).error["param"] == param
+    most = {f"{number:064}": "v" * 512 for number in range(16)}
+    assert ask(service, metadata=most).json["metadata"] == most
+
+
 def test_it_is_the_chat_that_it_looks_like(service: Service) -> None:
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},

@@ -63,6 +63,7 @@ def test_several_models_are_allowed_and_none_is_named(tmp_path: Path) -> None:
         (b"[1]", "invalid_json_line", None),
         (b"\xff\xfe{}", "invalid_json_line", None),
         (b'{"custom_id": NaN}', "invalid_json_line", None),
+        (b'{"custom_id": "x", "body": {"prompt": "y", "zzz": [1e999]}}', "invalid_json_line", None),
         (b"[" * 1500, "invalid_json_line", None),
         (jsonl(input_line("x", custom_id=None)), "missing_required_parameter", "custom_id"),
         (jsonl(input_line("x", body=None)), "missing_required_parameter", "body"),
@@ -110,7 +111,7 @@ def test_messages_show_no_more_than_a_glance_of_what_was_sent(tmp_path: Path) ->
 # Rows of files
 
 
-@pytest.mark.parametrize("line", [b'{"id": "a"', b"[1, 2]", b"\xff\xfe", b'{"id": NaN}'])
+@pytest.mark.parametrize("line", [b'{"id": "a"', b"[1, 2]", b"\xff\xfe", b'{"id": NaN}', b'{"a": -1e999}'])
 def test_a_broken_line_is_a_row_named_by_its_place(line: bytes) -> None:
     row = row_from_line(line, number=4, place="input.jsonl:5")
     assert row.fields is None

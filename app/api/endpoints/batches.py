@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -15,28 +15,14 @@ from app.api.http.guard import owner_of
 from app.api.http.operations import OF_A_LIST, OF_GENERATION, Operation, RouteGroup, page_query
 from app.api.prepared_request import RequestLimits
 from app.api.request_context import asks_for
-from app.api.schemas.fields import MAX_ID_LENGTH, Schema
+from app.api.schemas.fields import MAX_ID_LENGTH, Metadata, Schema
 from app.api.schemas.parameters import STRICT_HEADER, ignored_header, refuse_unknown
 from app.batches import BatchService, NewBatch
 from app.webhooks.receiver import WebhookReceiver
 
-MAX_METADATA, MAX_KEY_LENGTH, MAX_VALUE_LENGTH = 16, 64, 512
 MAX_URL_LENGTH, MAX_SECRET_LENGTH = 2048, 256
 MAX_BATCHES_OF_PAGE = 100
 _BODY_LIMITS = RequestLimits(max_body_bytes=64 * 1024, body_timeout_s=60)
-
-
-def _short_metadata(metadata: dict[str, str]) -> dict[str, str]:
-    for key, value in metadata.items():
-        if len(key) > MAX_KEY_LENGTH or len(value) > MAX_VALUE_LENGTH:
-            raise ValueError(
-                f"may have keys of {MAX_KEY_LENGTH} and values of {MAX_VALUE_LENGTH} characters; "
-                f"{key[:40]!r} has {len(key):,} and {len(value):,}"
-            )
-    return metadata
-
-
-Metadata = Annotated[dict[str, str], Field(max_length=MAX_METADATA), AfterValidator(_short_metadata)]
 
 
 def _text(value: Any) -> Any:

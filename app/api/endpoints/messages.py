@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from app.api.endpoints.chat import prepare_chat
 from app.api.http.errors import MESSAGES_PATH, error_body
@@ -201,7 +201,8 @@ class _ToolUse:
 def _object_of(arguments: str) -> dict[str, Any]:
     """The arguments as an object: of those that break off, as far as they go; of those that are no object, none."""
     try:
-        value = from_json(arguments, allow_partial=True)
+        # A model may write a number that becomes infinite, which no JSON can say: it is null.
+        value = from_json(to_json(from_json(arguments, allow_partial=True), inf_nan_mode="null"))
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}

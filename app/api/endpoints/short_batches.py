@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from app.api.endpoints.batch_results import encoded_json, result, results_of, speed
-from app.api.endpoints.batches import Metadata, WebhookRequest
+from app.api.endpoints.batches import WebhookRequest
 from app.api.endpoints.files import upload
 from app.api.handler import RequestHandler, SharedBody
 from app.api.http.answers import JsonAnswer
@@ -22,7 +22,7 @@ from app.api.http.guard import owner_of, reservation_of
 from app.api.http.operations import EVENTS, OF_A_LIST, OF_GENERATION, TEXT, Operation, RouteGroup
 from app.api.http.sse import EventResponse, WhileConnected
 from app.api.request_context import RequestContext, asks_for, with_deadline
-from app.api.schemas.fields import MAX_PROMPTS, Schema
+from app.api.schemas.fields import MAX_PROMPTS, Metadata, Schema
 from app.api.schemas.parameters import STRICT_HEADER, refuse_unknown
 from app.batches import PIECE_BYTES, Answered, BatchService, JobState, NewBatch, NewFile
 from app.errors import CarouselError, InvalidRequest

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from app.api.auth.limits import Reservation
@@ -19,6 +18,7 @@ from app.api.prepared_request import RequestLimits
 from app.api.request_context import headers_of
 from app.api.threads import MAX_SMALL_SIZE, BodyThreads
 from app.errors import BodyTooLarge, BodyTooSlow, InvalidRequest, UnsupportedMediaType
+from app.json_input import read_json
 
 _ENCODINGS = ("gzip", "deflate")
 PATIENCE_S = 10.0
@@ -88,9 +88,8 @@ def _unpacked(packed: bytes | bytearray, encoding: str, max_bytes: int) -> bytes
 
 
 def _object_of(body: bytes | bytearray) -> dict[str, Any]:
-    # Strict where json.loads is not: no NaN, no lone surrogates, bounded depth.
     try:
-        value = from_json(body, allow_inf_nan=False)
+        value = read_json(body)
     except ValueError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):

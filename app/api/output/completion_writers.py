@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
 
-from pydantic_core import to_json
-
 from app.api.http.errors import error_body
 from app.api.output.answer import Answer, ChoiceOutput, tool_call
 from app.api.output.choices import ChoiceDelta
@@ -16,7 +14,7 @@ from app.api.output.response_state import ResponseState, Writer
 from app.api.output.token_details import CHAT_LOGPROBS, COMPLETION_LOGPROBS, DetailsWriter, LogprobsForm
 from app.api.output.tool_calls import ToolCallDelta
 from app.api.prepared_request import AnswerFacts
-from app.json_pieces import DONE, Json, event, event_pieces, joined
+from app.json_pieces import DONE, Json, as_json, event, event_pieces, joined
 
 
 class Format(Protocol):
@@ -196,7 +194,7 @@ class ChunkWriter:
             if not piece.text:
                 return ()
             before, after = self._around_text.get(piece.index) or self._around_text_of(piece.index)
-            return (b"%b%b%b" % (before, to_json(piece.text), after),)
+            return (b"%b%b%b" % (before, as_json(piece.text), after),)
         if self._details is not None:
             return self._detailed_events(piece, self._details)
         if piece.says_nothing:
@@ -231,7 +229,7 @@ class ChunkWriter:
         marked = ChoiceDelta(index, text, num_tokens=1, num_cached_tokens=0)
         [choice] = self._form.chunk_choices(marked, is_first=False)
         # The last mark: nothing that follows the text is a string, but a name before it might be the mark.
-        before, mark, after = event(self._chunk(choice, marked)).rpartition(to_json(text))
+        before, mark, after = event(self._chunk(choice, marked)).rpartition(as_json(text))
         assert mark, "the text of an event is in it"
         self._around_text[index] = before, after
         return before, after

@@ -13,6 +13,7 @@ from app.api.json_structure import is_longer
 from app.api.schemas.requests import GenerationRequest, ResponseFormat, StructuralTag, StructuredOutputs
 from app.engine.request import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind
 from app.errors import InvalidRequest
+from app.json_input import read_json
 from app.json_pieces import Json
 
 Content = list[Any]  # the parts of a tag, as app/grammar/tags.py describes them
@@ -111,8 +112,8 @@ def _object(given: dict[str, Any] | str, param: str) -> dict[str, Any]:
     if len(given) > MAX_GRAMMAR_CHARACTERS:
         raise _too_long(f"{len(given):,}", param)
     try:
-        schema = json.loads(given)
-    except (ValueError, RecursionError) as error:
+        schema = read_json(given.encode())
+    except ValueError as error:
         raise InvalidRequest(f"{param} is not JSON: {error}", param=param) from None
     if not isinstance(schema, dict):
         raise InvalidRequest(f"{param} should be a JSON object", param=param)

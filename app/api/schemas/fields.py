@@ -39,6 +39,7 @@ MAX_PROMPTS = 10_000
 MAX_TOOLS = 128
 MAX_TOOLS_SIZE = 524_288
 MAX_DETOKENIZED = 1_000_000
+MAX_METADATA, MAX_KEY_LENGTH, MAX_VALUE_LENGTH = 16, 64, 512
 TOOL_CHOICES = ("none", "auto", "required")
 
 
@@ -200,6 +201,19 @@ TokenBudget = Annotated[int, Field(ge=0, le=MAX_TOKENS), AsInt]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]  # as OpenAI names them
 ToolChoice = Annotated[Literal["none", "auto", "required"] | T, BeforeValidator(_tool_choice)]
 TemplateVariables = Annotated[dict[str, Any], Field(max_length=64)]
+
+
+def _short_metadata(metadata: dict[str, str]) -> dict[str, str]:
+    for key, value in metadata.items():
+        if len(key) > MAX_KEY_LENGTH or len(value) > MAX_VALUE_LENGTH:
+            raise ValueError(
+                f"may have keys of {MAX_KEY_LENGTH} and values of {MAX_VALUE_LENGTH} characters; "
+                f"{key[:40]!r} has {len(key):,} and {len(value):,}"
+            )
+    return metadata
+
+
+Metadata = Annotated[dict[str, str], Field(max_length=MAX_METADATA), AfterValidator(_short_metadata)]
 
 
 class TextObject(BaseModel):

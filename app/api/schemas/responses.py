@@ -21,6 +21,7 @@ from app.api.schemas.fields import (
     MAX_TOOLS,
     MAX_TOOLS_SIZE,
     ListOf,
+    Metadata,
     Natural,
     NonEmpty,
     NumSamples,
@@ -34,8 +35,6 @@ from app.api.schemas.fields import (
 )
 from app.api.schemas.requests import ChatRequest, GenerationRequest, OutputSchema, without_user
 from app.errors import InvalidRequest
-
-MAX_METADATA_SIZE = 16_384  # 16 values of 512 characters are OpenAI's limit
 
 
 class InputText(Schema):
@@ -273,8 +272,7 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
     reasoning: ReasoningOptions = ReasoningOptions()
     include: ListOf[Includable] = Field(default_factory=list, max_length=16)
     top_logprobs: Natural | None = None
-    # Returned unchanged.
-    metadata: Annotated[dict[str, Any], not_larger(MAX_METADATA_SIZE)] = Field(default_factory=dict, max_length=16)
+    metadata: Metadata = Field(default_factory=dict)  # returned unchanged
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
     previous_response_id: str | None = Field(None, max_length=MAX_ID_LENGTH)
     background: bool = False  # the answer comes before the response

@@ -1,0 +1,48 @@
+"""The one reader of JSON that clients send: bodies, lines of files, schemas in strings."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from pydantic_core import from_json
+
+_DIGITS = bytes(ord("0") if chr(byte).isdecimal() else byte for byte in range(128)) + bytes(range(128, 256))
+_EXPONENTS = (b"0e0", b"0E0", b"0e+0", b"0E+0")
+_MANY_DIGITS = b"0" * 309  # a number below the largest float has 309 digits at most
+_MAX_INTEGER = 2**1024  # all integers from here on are beyond the largest float
+
+
+def read_json(text: bytes | bytearray) -> Any:
+    """The value of a JSON text.
+
+    Raises ValueError, with the place, for a text that is no JSON, NaN, Infinity, half of a surrogate pair, nesting that
+    is too deep, and a number beyond the largest float: it would become infinite, which no JSON can say.
+    """
+    value = from_json(text, allow_inf_nan=False)
+    if _may_be_beyond_float(text) and (place := _place_beyond_float(value)) is not None:
+        raise ValueError(f"the number at {place or 'the top'} is beyond the largest float, about 1.8e308")
+    return value
+
+
+def _may_be_beyond_float(text: bytes | bytearray) -> bool:
+    """Whether a number of the text may be: a number with an exponent, or many digits in a row. Strings count too.
+
+    To look at every value takes several times as long as to parse it, and next to no text has such a number.
+    """
+    digits = text.translate(_DIGITS)
+    return any(exponent in digits for exponent in _EXPONENTS) or _MANY_DIGITS in digits
+
+
+def _place_beyond_float(value: Any) -> str | None:
+    """Where the first number beyond the largest float is, as `metadata.a[0]`; None where there is none."""
+    found: list[tuple[str, Any]] = [("", value)]
+    while found:
+        place, one = found.pop()
+        if isinstance(one, dict):
+            found += [(f"{place}.{name}" if place else name, inner) for name, inner in reversed(one.items())]
+        elif isinstance(one, list):
+            found += [(f"{place}[{index}]", inner) for index, inner in reversed([*enumerate(one)])]
+        elif (isinstance(one, float) and math.isinf(one)) or (isinstance(one, int) and abs(one) >= _MAX_INTEGER):
+            return place[:100]
+    return None
