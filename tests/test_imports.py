@@ -23,14 +23,15 @@ ALLOWED = {
     "app.output_lengths": set(),
     "app.json_input": {"pydantic_core"},
     "app.json_pieces": {"pydantic_core"},
+    "app.json_schema": set(),
     "app.fleet.dispatch": {"app.errors", "msgspec"},
     "app.engine": {
         "app.config", "app.culprits", "app.errors", "app.fair", "app.output_lengths", "app.versions", "msgspec",
     },
     "app.child_process": set(),
     "app.grammar": {
-        "app.child_process", "app.config", "app.errors", "app.fair", "app.engine.matcher", "app.engine.request",
-        "llguidance", "transformers",
+        "app.child_process", "app.config", "app.errors", "app.fair", "app.json_schema", "app.engine.matcher",
+        "app.engine.request", "llguidance", "transformers",
     },
     "app.fleet": {
         "app.fleet.dispatch", "app.culprits", "app.errors", "app.fair", "app.output_lengths",
@@ -71,8 +72,9 @@ ALLOWED = {
     },
     "app.api": {
         "app.batches", "app.webhooks.receiver", "app.config", "app.errors", "app.fair", "app.json_input",
-        "app.json_pieces", "app.records", "app.text", "app.metrics", "app.usage", "app.versions", "app.engine.request",
-        "app.engine.snapshot", "msgspec", "numpy", "starlette", "pydantic", "pydantic_core", "python_multipart",
+        "app.json_pieces", "app.json_schema", "app.records", "app.text", "app.metrics", "app.usage", "app.versions",
+        "app.engine.request", "app.engine.snapshot", "msgspec", "numpy", "starlette", "pydantic", "pydantic_core",
+        "python_multipart",
     },
     "app.api.pipelines": {
         "app.api", "app.config", "app.disk", "app.errors", "app.engine.request", "app.json_pieces", "app.metrics",

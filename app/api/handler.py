@@ -27,7 +27,7 @@ from app.api.pipelines import Pipeline, PipelineRun
 from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel, SharedFields
 from app.api.request_context import RequestContext
 from app.api.request_trace import RequestTrace, Tracer
-from app.api.schemas.parameters import UnknownFields, ignored_header, parse
+from app.api.schemas.parameters import UnknownFields, ignored_fields, ignored_header, parse
 from app.api.schemas.requests import ChatRequest, GenerationRequest, ModelRequest, QueuedRequest
 from app.api.stored_answers import RecordedAnswer, with_history
 from app.api.threads import MAX_SMALL_SIZE, BodyThreads
@@ -106,7 +106,7 @@ class RequestHandler:
                 context.request_id = parsed.request_id
             target = self.names.answering(parsed, account)
         state = await self._respond(endpoint, parsed, target, context, size)
-        state.ignored_header = ignored_header(body, endpoint.schema)
+        state.ignored = ignored_fields(body, endpoint.schema)
         return state
 
     async def _respond(

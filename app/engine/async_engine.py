@@ -50,6 +50,11 @@ class DeltaReceiver(Protocol):
         ...
 
 
+def ignored_by(matcher: Matcher | None) -> tuple[str, ...]:
+    """The places of keywords that a request's grammar does not keep, as its first delta has them."""
+    return () if matcher is None else tuple(matcher.ignored_keywords)
+
+
 class AsyncEngine:
     """Serves one engine to any number of concurrent callers, in any event loop of this process."""
 
@@ -120,6 +125,7 @@ class AsyncEngine:
         stream = _Stream()
         matcher = await self.matcher_of(request)
         queued: Queued | None = self.submit(request, stream, matcher, await self.adapter_of(request))
+        ignored = ignored_by(matcher)
         has_ended = False
         try:
             while not has_ended:
@@ -127,8 +133,8 @@ class AsyncEngine:
                 has_ended = delta.finish_reason is not None
                 if delta.error is not None:
                     raise delta.error
-                yield structs.replace(delta, queued=queued)
-                queued = None
+                yield structs.replace(delta, queued=queued, ignored=ignored)
+                queued, ignored = None, ()
         finally:
             if not has_ended:  # otherwise another request may have this id by now
                 self.abort(request.request_id)

@@ -15,6 +15,11 @@ class Matcher(Protocol):
     """The state of one request's grammar: which tokens may follow the generated ones."""
 
     @property
+    def ignored_keywords(self) -> Sequence[str]:
+        """Places of keywords of its schemas that it does not keep, for the client."""
+        ...
+
+    @property
     def failure(self) -> str | None:
         """Why it can no longer tell which tokens may follow, for the client; the request ends. None: it can."""
         ...
@@ -70,6 +75,7 @@ class TokenSet:
     """The same tokens at every step."""
 
     failure: str | None = None
+    ignored_keywords: Sequence[str] = ()
 
     def __init__(self, token_ids: Iterable[int], *, vocab_size: int) -> None:
         self._allowed = _bits_of(tuple(token_ids), vocab_size)

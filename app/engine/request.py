@@ -98,7 +98,7 @@ class Grammar:
 
     kind: GrammarKind
     text: str
-    is_lenient: bool = False  # unsupported keywords of a schema are ignored, not refused
+    is_lenient: bool = False  # keywords of a schema that cannot be kept are passed over, not refused
     param: str = "structured_outputs"  # the request's field, for error messages
     thought: Thought | None = None  # before the output
 
@@ -300,13 +300,14 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     times: EngineTimes | None = None  # with the first token of a stream
     num_accepted: int = 0  # tokens of the request's prediction that were drafted and are among `token_ids`
     num_rejected: int = 0  # that were drafted, and something else was drawn
+    ignored: tuple[str, ...] = ()  # on the first delta: places of keywords that its grammar does not keep
 
 
 class MergedDelta:
     """Consecutive deltas of one request that become one. Until then a token takes four bytes here."""
 
     def __init__(self, first: TokenDelta, *others: TokenDelta) -> None:
-        self._queued = first.queued
+        self._queued, self._ignored = first.queued, first.ignored
         self._times: EngineTimes | None = None
         self._token_ids = array("I")
         self._logprobs: list[TokenLogprobs] = []
@@ -331,6 +332,7 @@ class MergedDelta:
             self._last,
             token_ids=tuple(self._token_ids),
             queued=self._queued,
+            ignored=self._ignored,
             logprobs=tuple(self._logprobs),
             prompt_logprobs=tuple(self._prompt_logprobs),
             times=self._times,

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from msgspec import structs
 
-from app.engine.async_engine import AsyncEngine
+from app.engine.async_engine import AsyncEngine, ignored_by
 from app.engine.request import FinishReason, Request, TokenDelta, UnreadDelta, as_delta, with_next
 from app.engine.snapshot import EngineSnapshot
 from app.errors import CarouselError, Failure, traceback_of
@@ -100,7 +100,7 @@ class IngressSession:
             return
         request_id = request.request_id
         self._open.add(request_id)
-        self._deltas[request_id] = TokenDelta(request_id, (), queued=queued)
+        self._deltas[request_id] = TokenDelta(request_id, (), queued=queued, ignored=ignored_by(matcher))
         # The delta that says that a request is queued waits so long for the request's first token, to save a frame.
         queued_delay_s = 0.05
         if self._queued_timer is None:

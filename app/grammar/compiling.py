@@ -6,8 +6,10 @@ A separate process runs this code first (`sandbox_worker.py`). Only its result r
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -15,6 +17,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from app.engine.request import GrammarKind
+from app.grammar.schemas import Drops, ErrorOf, SchemaKeeper, exact, shown
 from app.grammar.tags import larks_of_tags
 
 # Without it llguidance would encode fixed texts with the tokenizer, which is not available here.
@@ -25,6 +28,86 @@ _STEP_FUEL, _STEP_ITEMS, _MAX_STATES = 50_000, 20_000, 50_000
 
 class Unusable(Exception):
     """No text matches this grammar, or matching takes too long; the message says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A grammar in the language of matchers (Lark), tried; a grammar of tags has one for each of them."""
+
+    larks: list[str]
+    dropped: list[str]  # places of keywords of its schemas that it does not keep; "..." ends a list that is cut
+
+
+def compiled(
+    tokenizer: LLTokenizer, kind: GrammarKind, text: str, *, is_lenient: bool, special: Mapping[str, int]
+) -> Compiled:
+    """A grammar that some texts match. `special`: the model's special tokens by their texts.
+
+    A schema is compiled as it is first. Where that fails, what cannot be kept of it is found: a lenient one goes
+    without, and for another Unusable is raised with the place. Raises Unusable for all other reasons, too.
+    """
+    if kind not in (GrammarKind.JSON_SCHEMA, GrammarKind.TAGS):
+        return Compiled(_tried(tokenizer, larks_of(kind, text, is_lenient=is_lenient, special=special)), [])
+    is_one = kind is GrammarKind.JSON_SCHEMA
+    forms = {"schemas": [{"schema": _schema(text), "is_lenient": is_lenient}]} if is_one else json.loads(text)
+    dropped = _drop(forms, exact)
+
+    def tried(*, with_lenience: bool) -> list[str]:
+        schemas = [form | {"is_lenient": with_lenience and form["is_lenient"]} for form in forms["schemas"]]
+        if is_one:
+            larks = [f"start: {_schema_rule(schemas[0])}{_OPTIONS}"]
+        else:
+            larks = larks_of(kind, json.dumps(forms | {"schemas": schemas}), is_lenient=is_lenient, special=special)
+        try:
+            return _tried(tokenizer, larks)
+        except Unusable as unusable:
+            raise Unusable(_IN_OUR_TEXT.sub("", str(unusable))) from unusable
+
+    try:
+        return Compiled(tried(with_lenience=False), _cut(dropped))
+    except Unusable:
+        if not (more := _drop(forms, SchemaKeeper(_error_of(LLTokenizer("byte"))).kept)):
+            raise
+    return Compiled(tried(with_lenience=True), _cut(dropped + more))
+
+
+def _cut(places: list[str]) -> list[str]:
+    max_named = 20
+    return places if len(places) <= max_named else [*places[:max_named], "..."]
+
+
+def _drop(forms: dict[str, Any], keep: Callable[[dict[str, Any]], tuple[dict[str, Any], Drops]]) -> list[str]:
+    """Have each schema kept in this way; the places of what was dropped. Raises Unusable where one is not lenient."""
+    dropped: list[str] = []
+    for form in forms["schemas"]:
+        form["schema"], drops = keep(form["schema"])
+        name = form.get("name", "")
+        if drops and not form["is_lenient"]:
+            place, why = next(iter(drops.items()))
+            raise Unusable(f"{shown(place, name)}: {why}")
+        dropped += [shown(place, name) for place in drops]
+    return dropped
+
+
+# The place of an error in the text that is made of a schema, which says nothing to a client.
+_IN_OUR_TEXT = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
+
+
+def _error_of(tokenizer: LLTokenizer) -> ErrorOf:
+    def error_of(schema: dict[str, Any]) -> str | None:
+        try:
+            new_matcher(tokenizer, f"start: {_json_rule(schema, False)}{_OPTIONS}")
+        except Unusable as unusable:
+            return _IN_OUR_TEXT.sub("", str(unusable))
+        return None
+
+    return error_of
+
+
+def _tried(tokenizer: LLTokenizer, larks: list[str]) -> list[str]:
+    for lark in larks:
+        walk(new_matcher(tokenizer, lark))
+    return larks
 
 
 def larks_of(kind: GrammarKind, text: str, *, is_lenient: bool, special: Mapping[str, int]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import sys
 import threading
@@ -37,9 +38,7 @@ MAX_CACHED_S = 5.0
 # Two tenants' grammars are compiled at the same time: one that sends only expensive ones delays no other.
 _NUM_THREADS = 2
 
-# The first is the cache salt: where prefixes are not shared, grammars are not. The last is the mark of a thought's end.
-Key = tuple[str, GrammarKind, str, bool, str]
-
+Key = bytes  # a digest: to keep the texts of grammars that are refused would take hundreds of megabytes
 
 Begin = Callable[[LLMatcher], GrammarMatcher]  # of one request, with a copy of a matcher at its beginning
 Begun = GrammarMatcher | TaggedMatcher | None  # None: any text
@@ -49,6 +48,8 @@ Begun = GrammarMatcher | TaggedMatcher | None  # None: any text
 class _Compiled:
     begin: Callable[[Begin], Begun]
     end_token_ids: tuple[int, ...]  # the model's
+    num_characters: int  # of its text
+    ignored_keywords: Sequence[str] = ()
     thought: ThoughtText | None = None
     matched: MatchingTime = field(default_factory=MatchingTime)
 
@@ -217,13 +218,13 @@ class Grammars:
     def _remember(self, key: Key, compiled: _Compiled) -> None:
         self._forget(key)
         self._compiled[key] = compiled
-        self._num_characters += len(key[2])
+        self._num_characters += compiled.num_characters
         while len(self._compiled) > self._limits.max_cached or self._num_characters > MAX_CACHED_CHARACTERS:
             self._forget(next(iter(self._compiled)))
 
     def _forget(self, key: Key) -> None:
-        if self._compiled.pop(key, None) is not None:
-            self._num_characters -= len(key[2])
+        if (forgotten := self._compiled.pop(key, None)) is not None:
+            self._num_characters -= forgotten.num_characters
 
     # ------------------------------------------------------------------ the compiling threads
 
@@ -249,7 +250,8 @@ class Grammars:
         tools = self._tools_made_once()
         if tools is None:
             raise InvalidRequest("no grammar can be matched by this model's tokenizer", param=grammar.param)
-        compiled = _Compiled(self._form(tools, grammar), tools.vocabulary.eos_token_ids)
+        form, ignored = self._form(tools, grammar)
+        compiled = _Compiled(form, tools.vocabulary.eos_token_ids, len(grammar.text), ignored)
         if grammar.thought is not None:
             with self._making_tools:
                 compiled.thought = ThoughtText(tools.table, grammar.thought)
@@ -257,19 +259,20 @@ class Grammars:
             self._remember(key, compiled)
         return compiled
 
-    def _form(self, tools: _Tools, grammar: Grammar) -> Callable[[Begin], Begun]:
+    def _form(self, tools: _Tools, grammar: Grammar) -> tuple[Callable[[Begin], Begun], Sequence[str]]:
+        """What begins the output, and the keywords of schemas that it does not keep."""
         if grammar.kind is GrammarKind.TEXT:
-            return lambda begin: None
+            return lambda begin: None, ()
         with tools.sandbox() as sandbox:
-            larks = sandbox.compile(grammar)
-        matchers = [new_matcher(tools.tokenizer, lark) for lark in larks]
+            compiled = sandbox.compile(grammar)
+        matchers = [new_matcher(tools.tokenizer, lark) for lark in compiled.larks]
         for matcher in matchers:
             matcher.compute_bitmask()  # the first takes longest, and would else be waited for in a step
         if grammar.kind is GrammarKind.TAGS:
             tags = read_tags(grammar.text)
             if tags[0].trigger:
-                return self._in_free_text(tools, tags, matchers)
-        return lambda begin: begin(matchers[0].deep_copy())
+                return self._in_free_text(tools, tags, matchers), compiled.dropped
+        return lambda begin: begin(matchers[0].deep_copy()), compiled.dropped
 
     def _tools_made_once(self) -> _Tools | None:
         """What grammars are compiled with; None where the tokenizer cannot be used. Any thread may call."""
@@ -298,9 +301,9 @@ class Grammars:
         return begun
 
     def _refuse(self, key: Key, reason: str) -> None:
-        max_remembered_refusals = 1024
+        max_remembered_refusals, max_length = 1024, 600  # with their keys: well below a megabyte
         with self._lock:
-            self._refused[key] = reason
+            self._refused[key] = reason[:max_length]
             if len(self._refused) > max_remembered_refusals:
                 self._refused.popitem(last=False)
 
@@ -330,6 +333,8 @@ class Grammars:
         else:
             begun = begin_output()
         assert begun is not None, "only behind a thought may be any text"
+        if grammar is not None:
+            begun.ignored_keywords = tuple(f"{grammar.param}.{each}" for each in compiled.ignored_keywords)
         for token_id in request.generated_token_ids:
             begun.advance(token_id)
         begun.catch_up()
@@ -342,8 +347,14 @@ class Grammars:
 
 
 def _key(request: Request, grammar: Grammar) -> Key:
+    """Of its text and what it is compiled with. Requests that share no prefixes, by their salts, share no grammars."""
     end_of_thought = "" if grammar.thought is None else grammar.thought.end
-    return (request.cache_salt, grammar.kind, grammar.text, grammar.is_lenient, end_of_thought)
+    digest = hashlib.sha256()
+    for part in (request.cache_salt, grammar.kind, grammar.text, str(grammar.is_lenient), end_of_thought):
+        written = part.encode("utf-8", errors="surrogatepass")
+        digest.update(len(written).to_bytes(8))
+        digest.update(written)
+    return digest.digest()
 
 
 def _refusal(grammar: Grammar, reason: str) -> InvalidRequest:

@@ -22,6 +22,7 @@ class LazyMatcher(ABC):
     def __init__(self) -> None:
         self._drawn: list[int] = []  # not consumed yet
         self._allowed: bytes | None = None  # behind all of them, once it is known
+        self.ignored_keywords: Sequence[str] = ()  # see `Matcher`
 
     def allowed(self) -> bytes:
         """See `Matcher`."""

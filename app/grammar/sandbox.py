@@ -12,7 +12,7 @@ from typing import IO, Any
 from app.child_process import child_command, child_environment
 from app.engine.request import Grammar
 from app.errors import Failure
-from app.grammar.compiling import Unusable
+from app.grammar.compiling import Compiled, Unusable
 from app.grammar.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
@@ -44,8 +44,8 @@ class Sandbox:
         self._process: subprocess.Popen[bytes] | None = None
         self._is_interrupted = False
 
-    def compile(self, grammar: Grammar) -> list[str]:
-        """The grammar in Lark, after it has been compiled and tried; with tags, one grammar for each tag.
+    def compile(self, grammar: Grammar) -> Compiled:
+        """The grammar, compiled and tried.
 
         Raises:
             Unusable: it cannot be compiled within the limits.
@@ -60,7 +60,7 @@ class Sandbox:
             logger.warning("a grammar is compiled once more: %s", killed)
             return self._compile_once(grammar)
 
-    def _compile_once(self, grammar: Grammar) -> list[str]:
+    def _compile_once(self, grammar: Grammar) -> Compiled:
         process = self._living() or self._start()
         stdin, stdout = _pipes_of(process)
         wanted = {"kind": grammar.kind, "text": grammar.text, "is_lenient": grammar.is_lenient}
@@ -75,8 +75,7 @@ class Sandbox:
         answer: dict[str, Any] = json.loads(line)
         if "unusable" in answer:
             raise Unusable(answer["unusable"])
-        larks: list[str] = answer["larks"]
-        return larks
+        return Compiled(**answer)
 
     def interrupt(self) -> None:
         """Kill the worker; the grammar that it compiles is not tried again. Any thread may call."""

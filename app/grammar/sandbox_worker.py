@@ -4,7 +4,7 @@ Some grammars make a compiler overflow its stack, take gigabytes, or run for min
 by its limits or by a crash, and `sandbox.py` starts another.
 
 It reads a line of settings and the vocabulary from its standard input, then one grammar a line. It writes one line for
-each: the grammar in Lark (one for each tag where it has tags), or why it cannot be used.
+each: a `Compiled` of `compiling.py`, or why the grammar cannot be used.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from llguidance import LLTokenizer
 
 from app.child_process import step_back
 from app.engine.request import GrammarKind
-from app.grammar.compiling import Unusable, larks_of, new_matcher, walk
+from app.grammar.compiling import Unusable, compiled
 from app.grammar.vocabulary import Vocabulary
 
 # By the clock, for the start and for each grammar: a machine where CPU time is short may take long, but not for ever.
@@ -64,14 +65,12 @@ def _answer_all(tokenizer: LLTokenizer, special: Mapping[str, int], timeout_s: f
 def _answer(tokenizer: LLTokenizer, special: Mapping[str, int], wanted: dict[str, Any]) -> dict[str, Any]:
     kind = GrammarKind(wanted["kind"])
     try:
-        larks = larks_of(kind, wanted["text"], is_lenient=wanted["is_lenient"], special=special)
-        for lark in larks:
-            walk(new_matcher(tokenizer, lark))
+        made = compiled(tokenizer, kind, wanted["text"], is_lenient=wanted["is_lenient"], special=special)
     except Unusable as reason:
         return {"unusable": str(reason)}
     except (MemoryError, RecursionError):
         return {"unusable": "it is too deep or too large to be compiled; make it simpler"}
-    return {"larks": larks}
+    return asdict(made)
 
 
 def _die_first() -> None:

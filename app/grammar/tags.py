@@ -1,7 +1,7 @@
 """Grammars of the kind TAGS: free text, in which each trigger begins a piece that must match a grammar.
 
 The text of such a grammar is a JSON object of lists. `schemas` has objects with a `schema` and `is_lenient`, `larks`
-objects with a `lark`, which is a grammar, and the `name` of what it is for, and `tags` objects with
+objects with a `lark`, which is a grammar; both have the `name` of what they are for. `tags` has objects with
 
     trigger     the text that begins the piece; once it is complete, the rest of the piece must follow. A grammar of one
                 tag may have an empty trigger: then there is no free text

@@ -137,7 +137,7 @@ async def test_with_tools_and_a_model_to_parse_it_is_a_document_or_a_call(app: A
                 assert isinstance(message.parsed, Warmth)
                 assert not message.tool_calls
         assert kinds == {True, False}
-        broken: Any = {"type": "json_schema", "json_schema": {"name": "b", "schema": {"type": "nonsense"}}}
+        broken: Any = {"type": "json_schema", "json_schema": {"name": "b", "schema": {"enum": []}}}
         for tool, param in ((WEATHER, "tools"), (TIME, "response_format")):
             with pytest.raises(openai.BadRequestError) as refused:
                 await client.chat.completions.create(**asked(tools=[tool], response_format=broken))
@@ -155,16 +155,30 @@ async def test_strict_tools_leave_what_is_no_call_as_it_is(app: Any) -> None:
             assert texts[0] == texts[1]
 
 
-async def test_a_schema_that_cannot_be_kept_is_a_bad_request(app: Any) -> None:
+@pytest.mark.parametrize(
+    ("choice", "name"), [("required", "f."), ({"type": "function", "function": {"name": "f"}}, "")], ids=str
+)
+async def test_a_keyword_that_cannot_be_kept_is_passed_over_and_named_or_a_bad_request(
+    app: Any, choice: Any, name: str
+) -> None:
+    mail = {"type": "string", "pattern": r"^(?!\.)[^@]{1,9}@[^@]{1,9}$", "maxLength": 9}
+    parameters = {"properties": {"to": mail}, "required": ["to"], "additionalProperties": False}
+    place = f"{name}properties.to.pattern"
+
     async with openai_client(app) as client:
-        broken: Any = {
-            "type": "function",
-            "function": {"name": "f", "parameters": {"properties": {"a": {"type": "b"}}}},
-        }
-        for choice in ("required", {"type": "function", "function": {"name": "f"}}):
-            with pytest.raises(openai.BadRequestError) as refused:
-                await client.chat.completions.create(**asked(tools=[broken], tool_choice=choice))
-            assert refused.value.param == "tools"
+        for strict in (False, None, True):
+            function = {"name": "f", "parameters": parameters, "strict": strict}
+            tool = {"type": "function", "function": function}
+            one: Any = asked(tools=[tool], tool_choice=choice, parallel_tool_calls=False)
+            if strict:
+                with pytest.raises(openai.BadRequestError, match=f"{place}: .*look-around") as refused:
+                    await client.chat.completions.create(**one)
+                assert refused.value.param == "tools"
+            else:
+                answer = await client.chat.completions.with_raw_response.create(**one)
+                assert answer.headers["x-carousel-ignored"] == f"tools.{place}"
+                [call] = answer.parse().choices[0].message.tool_calls
+                assert len(json.loads(call.function.arguments)["to"]) <= 9
 
 
 def test_references_of_a_moved_schema_lead_into_it() -> None:
@@ -172,9 +186,16 @@ def test_references_of_a_moved_schema_lead_into_it() -> None:
         "$ref": "#/$defs/a",
         "anyOf": [{"$ref": "#"}, {"$ref": "https://elsewhere"}],
         "$defs": {"a": {"type": "null"}},
+        "properties": {"enum": {"$ref": "#/components/b"}, "x": {"const": {"$ref": "#"}, "default": {"$ref": "#"}}},
+        "components": {"b": {"items": {"$ref": "#"}, "enum": [{"$ref": "#"}]}},
     }
     assert moved(schema, "#/$defs/7") == {
         "$ref": "#/$defs/7/$defs/a",
         "anyOf": [{"$ref": "#/$defs/7"}, {"$ref": "https://elsewhere"}],
         "$defs": {"a": {"type": "null"}},
+        "properties": {
+            "enum": {"$ref": "#/$defs/7/components/b"},
+            "x": {"const": {"$ref": "#"}, "default": {"$ref": "#"}},  # data
+        },
+        "components": {"b": {"items": {"$ref": "#/$defs/7"}, "enum": [{"$ref": "#"}]}},
     }

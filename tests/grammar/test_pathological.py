@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import subprocess
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
@@ -98,6 +100,25 @@ def test_other_threads_run_while_a_large_grammar_is_compiled_and_matched(vocabul
         before = neighbour.num_ticks
         walk(new_matcher(tokenizer, lark))
         assert neighbour.num_ticks - before > 10  # it takes a fifth of a second, and more on a busy machine
+
+
+def test_what_is_remembered_of_refused_grammars_is_small(vocabulary: Vocabulary) -> None:
+    with closing(Grammars(lambda: vocabulary)) as grammars:
+        grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, "("))).exception()  # starts what stays
+        tracemalloc.start()
+        try:
+            before, _ = tracemalloc.get_traced_memory()
+            for number in range(10):
+                large = Grammar(GrammarKind.REGEX, f"({'é' * 100_000}{number}")
+                first, again = (grammars.matcher_of(request_for(large)).exception() for _ in range(2))
+                assert str(first) == str(again)
+                assert isinstance(first, InvalidRequest)
+                del first, again, large
+            gc.collect()
+            after, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert after - before < 100_000  # the texts have two megabytes
 
 
 @pytest.mark.parametrize(

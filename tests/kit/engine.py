@@ -403,6 +403,7 @@ class SteppingMatcher:
         self._fails_after = fails_after
         self.num_advanced = 0
         self.failure: str | None = None
+        self.ignored_keywords: Several[str] = ()
 
     def allowed(self) -> bytes:
         if self.num_advanced == self._fails_after:

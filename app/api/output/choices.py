@@ -37,6 +37,7 @@ class ChoiceDelta(Struct, gc=False):  # one for every token, never in a circle; 
     num_reasoning_tokens: int = 0  # of the tokens
     num_accepted: int = 0  # of the tokens, those that were drafted from the request's prediction
     num_rejected: int = 0  # tokens of the prediction that were drafted in vain
+    ignored: tuple[str, ...] = ()  # on the first delta: places of keywords that the grammar does not keep
 
     @property
     def says_nothing(self) -> bool:
@@ -95,6 +96,7 @@ def _join(last: ChoiceDelta, delta: ChoiceDelta) -> None:
     last.num_cached_tokens = max(last.num_cached_tokens, delta.num_cached_tokens)
     last.finish_reason, last.stop_reason = delta.finish_reason, delta.stop_reason
     last.queued, last.times = last.queued or delta.queued, last.times or delta.times
+    last.ignored = last.ignored or delta.ignored
     for call in delta.calls:
         if last.calls and call.name is None and call.number == last.calls[-1].number:
             *others, begun = last.calls
@@ -151,6 +153,7 @@ async def _choice_pieces(prepared: PreparedRequest, index: int) -> AsyncGenerato
                     num_reasoning_tokens=added.num_reasoning_tokens,
                     num_accepted=delta.num_accepted,
                     num_rejected=delta.num_rejected,
+                    ignored=delta.ignored,
                 )
                 if added.finish_reason is not None:
                     _end(piece, delta, added, request)
@@ -164,7 +167,9 @@ def _parts(delta: TokenDelta) -> Iterator[TokenDelta]:
     """The delta in parts: its prompt tokens' scores, then its tokens. The end is in the last."""
     for at in range(0, len(delta.prompt_logprobs), MAX_TOKENS_AT_ONCE):
         scores = delta.prompt_logprobs[at : at + MAX_TOKENS_AT_ONCE]
-        yield TokenDelta(delta.request_id, (), queued=delta.queued, prompt_logprobs=scores, times=delta.times)
+        yield TokenDelta(
+            delta.request_id, (), queued=delta.queued, prompt_logprobs=scores, times=delta.times, ignored=delta.ignored
+        )
     last = max(0, len(delta.token_ids) - 1) // MAX_TOKENS_AT_ONCE * MAX_TOKENS_AT_ONCE
     for at in range(0, last, MAX_TOKENS_AT_ONCE):
         some = slice(at, at + MAX_TOKENS_AT_ONCE)
@@ -175,6 +180,7 @@ def _parts(delta: TokenDelta) -> Iterator[TokenDelta]:
             queued=delta.queued,
             logprobs=delta.logprobs[some],
             times=delta.times,
+            ignored=delta.ignored,
         )
     yield structs.replace(delta, token_ids=delta.token_ids[last:], logprobs=delta.logprobs[last:], prompt_logprobs=())
 

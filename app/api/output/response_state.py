@@ -16,6 +16,7 @@ from app.api.output.choices import ChoiceDelta, generate_choices
 from app.api.prepared_request import AnswerFacts, PreparedRequest
 from app.api.request_context import RequestContext
 from app.api.request_trace import RequestTrace
+from app.api.schemas.parameters import header_of_ignored
 from app.engine.request import EngineTimes, Queued
 from app.json_pieces import Json
 from app.metrics import CallMetrics, RequestMetrics
@@ -43,8 +44,7 @@ class ResponseState(Answer):
     is_streamed: bool = False  # as the body asks
     shows_loads: bool = False  # to an admin only
     pipeline_headers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    # It names the fields of the body that have no effect.
-    ignored_header: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    ignored: tuple[str, ...] = ()  # fields of the body without effect; then keywords of schemas that are not kept
 
     @classmethod
     def begin(
@@ -123,7 +123,7 @@ class ResponseState(Answer):
         sees the loads of all replicas too, which other clients' requests cause.
         """
         own = {} if self.writer is None else self.writer.headers
-        headers, queued = {**own, **self.pipeline_headers, **self.ignored_header}, self.queued
+        headers, queued = {**own, **self.pipeline_headers, **header_of_ignored(self.ignored)}, self.queued
         if queued is not None:
             headers["x-carousel-queue-position"] = str(queued.position)
             headers["x-carousel-estimated-wait-ms"] = str(round(queued.estimated_wait_s * 1e3))
@@ -152,6 +152,8 @@ class ResponseState(Answer):
 
     def _note_replica(self, piece: ChoiceDelta) -> None:
         if piece.queued is not None:
+            if piece.ignored and self.queued is None:
+                self.ignored += piece.ignored
             self.queued = self.queued or piece.queued
             self.metrics.placed(piece.index, piece.queued.group)
             if self.trace is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from app.api.json_structure import is_longer
 from app.api.schemas.requests import GenerationRequest, ResponseFormat, StructuralTag, StructuredOutputs
@@ -17,6 +17,15 @@ from app.json_input import read_json
 from app.json_pieces import Json
 
 Content = list[Any]  # the parts of a tag, as app/grammar/tags.py describes them
+
+
+class NamedSchema(NamedTuple):
+    """A schema of a tag's content."""
+
+    schema: Json
+    is_lenient: bool  # keywords that cannot be kept are passed over, and the answer names them
+    name: str  # before their places
+
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
@@ -53,7 +62,7 @@ _OF_TYPE = {
 
 
 def _of_format(given: ResponseFormat, param: str) -> Grammar | None:
-    """OpenAI's field. Without `strict` its schema is best effort, so unknown keywords are ignored."""
+    """OpenAI's field. Without `strict` its schema is best effort: keywords that cannot be kept are passed over."""
     foreign = given.uncopied().keys() - {"type", *_OF_TYPE[given.type]}
     if foreign or (given.schema_ is not None and given.json_schema is not None):
         name = min(foreign, default="schema")
@@ -66,7 +75,7 @@ def _of_format(given: ResponseFormat, param: str) -> Grammar | None:
     if given.type == "structural_tag":
         return structural_tag_grammar(StructuralTag.checked(given.uncopied(), within=param), param)
     if given.schema_ is not None:
-        return schema_grammar(given.schema_, param=f"{param}.schema")
+        return schema_grammar(given.schema_, param=f"{param}.schema", is_lenient=True)
     if given.type == "json_object":
         return schema_grammar(_ANY_OBJECT, param=param)
     if given.json_schema is None:
@@ -89,10 +98,10 @@ def _of_vendor(given: StructuredOutputs) -> Grammar | None:
 
 
 def _of_part(name: str, value: Any, param: str) -> Grammar:
-    """One part of vLLM's field, which came in the field `param`."""
+    """One part of vLLM's field, which came in the field `param`. It has no `strict`, so its schema is best effort."""
     match name:
         case "json":
-            return schema_grammar(_object(value, param), param=param)
+            return schema_grammar(_object(value, param), param=param, is_lenient=True)
         case "regex":
             return checked_grammar(GrammarKind.REGEX, value, param=param)
         case "choice":
@@ -142,11 +151,14 @@ def structural_tag_grammar(given: StructuralTag, param: str) -> Grammar:
             f"{param}.triggers has {min(idle)[:60]!r}, with which no structure begins; leave it out",
             param=f"{param}.triggers",
         )
-    return tags_grammar(tags, [(structure.schema_ or {}, False) for structure in structures], param=param)
+    schemas = [NamedSchema(each.schema_ or {}, True, f"structures.{number}") for number, each in enumerate(structures)]
+    return tags_grammar(tags, schemas, param=param)
 
 
 def schema_grammar(schema: dict[str, Any], *, param: str, is_lenient: bool = False) -> Grammar:
-    """JSON documents of a schema, which came in the field `param`. `is_lenient`: unsupported keywords are ignored.
+    """JSON documents of a schema, which came in the field `param`.
+
+    `is_lenient`: keywords that cannot be kept are passed over, and the answer names them.
 
     Raises InvalidRequest when it is too long.
     """
@@ -160,16 +172,16 @@ def tag(trigger: str, content: Content, *, is_opening: bool = False, is_last: bo
 
 def tags_grammar(
     tags: Sequence[Json],
-    schemas: Sequence[tuple[Json, bool]],
+    schemas: Sequence[NamedSchema],
     *,
     param: str,
     larks: Sequence[Json | None] = (),
 ) -> Grammar:
-    """Free text with tags. `schemas` are those that contents name by number, each with whether it is lenient.
+    """Free text with tags. `schemas` and `larks` are those that contents name by number; a lark has `lark` and `name`.
 
-    `larks` are the grammars that contents name, each with `lark` and `name`. Raises InvalidRequest when it is too long.
+    Raises InvalidRequest when it is too long.
     """
-    written = [{"schema": schema, "is_lenient": is_lenient} for schema, is_lenient in schemas]
+    written = [schema._asdict() for schema in schemas]
     return checked_grammar(
         GrammarKind.TAGS, _written({"schemas": written, "larks": list(larks), "tags": list(tags)}, param), param=param
     )

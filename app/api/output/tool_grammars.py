@@ -6,11 +6,19 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from app.api.output.structured_output import Content, checked_grammar, schema_grammar, tag, tags_grammar
+from app.api.output.structured_output import (
+    Content,
+    NamedSchema,
+    checked_grammar,
+    schema_grammar,
+    tag,
+    tags_grammar,
+)
 from app.api.schemas.conversation import Definition, FunctionDefinition
 from app.engine.request import Grammar, GrammarKind
 from app.errors import InvalidRequest
 from app.json_pieces import Json
+from app.json_schema import Place, changed
 from app.text.tool_calls import LIST, ToolFormat
 
 _SPACE = r"( ?|\n[ \t]{0,40})"  # white space between the tokens of a document
@@ -36,7 +44,7 @@ def arguments_grammar(function: Definition) -> Grammar | None:
 def calls_grammar(functions: Sequence[Definition], *, only_one: bool) -> Grammar:
     """A list of at least one call: `[{"name": "f", "arguments": {…}}]`. Raises InvalidRequest when it is too long."""
     tags = [tag("", content, is_last=True) for content in _marked(LIST, functions, only_one=only_one)]
-    schemas = [(parameters_of(each), not each.strict) for each in functions]
+    schemas = [NamedSchema(parameters_of(each), not each.strict, each.name) for each in functions]
     return tags_grammar(tags, schemas, param="tools", larks=_larks(functions))
 
 
@@ -51,22 +59,18 @@ def call_schema(function: Definition, number: int) -> Json:
 
 
 def parameters_of(function: Definition) -> Json:
-    """The schema of its arguments."""
-    return ANY_ARGUMENTS if function.parameters is None else {**ANY_ARGUMENTS, **function.parameters}
+    """The schema of its arguments, which are an object whatever it says."""
+    return {**(function.parameters or {}), **ANY_ARGUMENTS}
 
 
 def moved(schema: Any, place: str) -> Any:
     """The schema rewritten for `place` inside another schema: its references point into itself."""
-    if isinstance(schema, list):
-        return [moved(each, place) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        name: place + value[1:]
-        if name == "$ref" and isinstance(value, str) and value.startswith("#")
-        else moved(value, place)
-        for name, value in schema.items()
-    }
+
+    def pointed(one: Json, _: Place) -> Json:
+        ref = one.get("$ref")
+        return one | {"$ref": place + ref[1:]} if isinstance(ref, str) and ref.startswith("#") else one
+
+    return changed(schema, pointed)
 
 
 def strict_calls_grammar(functions: Sequence[Definition], form: ToolFormat) -> Grammar:
@@ -107,22 +111,25 @@ def document_or_calls_grammar(
                 param="tools",
             )
         schema = _document_or_call(schema, schemas, functions)
-        is_lenient = is_lenient or any(each for _, each in schemas)
+        is_lenient = is_lenient or any(each.is_lenient for each in schemas)
     tags = [tag("", content, is_last=True) for content in contents]
     # Only strict functions have schemas of their own that may be wrong.
     param = "tools" if any(each.strict for each in functions) else param
-    return tags_grammar(tags, [*schemas, (schema, is_lenient)], param=param, larks=larks)
+    return tags_grammar(tags, [*schemas, NamedSchema(schema, is_lenient, "")], param=param, larks=larks)
 
 
-def _document_or_call(schema: Json, arguments: Sequence[tuple[Json, bool]], functions: Sequence[Definition]) -> Json:
-    places = {str(number): moved(each, f"#/$defs/{number}") for number, (each, _) in enumerate(arguments)}
+def _document_or_call(schema: Json, arguments: Sequence[NamedSchema], functions: Sequence[Definition]) -> Json:
+    places = {str(number): moved(each.schema, f"#/$defs/{number}") for number, each in enumerate(arguments)}
     calls = [call_schema(each, number) for number, each in enumerate(functions)]
     document = moved(schema, "#/$defs/document")
     return {"anyOf": [{"$ref": "#/$defs/document"}, *calls], "$defs": {"document": document, **places}}
 
 
-def _schemas(functions: Sequence[Definition]) -> list[tuple[Json, bool]]:
-    return [(parameters_of(each) if each.strict else ANY_ARGUMENTS, not each.strict) for each in functions]
+def _schemas(functions: Sequence[Definition]) -> list[NamedSchema]:
+    return [
+        NamedSchema(parameters_of(each) if each.strict else ANY_ARGUMENTS, not each.strict, each.name)
+        for each in functions
+    ]
 
 
 def _larks(functions: Sequence[Definition]) -> list[Json | None]:

@@ -235,7 +235,7 @@ MAX_REMEMBERED_NAMES = 1000
 MAX_NAME_LENGTH = 100  # a longer name is cut: a thousand names as long as bodies would be gigabytes
 STRICT_HEADER = "x-strict"
 IGNORED_HEADER = "x-carousel-ignored"
-_NOT_OF_NAMES = re.compile(r"[^A-Za-z0-9_.-]")
+_NOT_OF_NAMES = re.compile(r"[^A-Za-z0-9_.$-]")
 
 
 @cache
@@ -313,11 +313,21 @@ def _known(schema: type[Schema]) -> frozenset[str]:
     return frozenset(schema.model_fields.keys() | unavailable(schema).keys() | _WITHOUT_EFFECT)
 
 
+def ignored_fields(body: Mapping[str, Any], schema: type[Schema]) -> tuple[str, ...]:
+    """The names of the unknown fields of a body, as long as a header has them."""
+    max_length, known = 64, _known(schema)
+    return tuple(name[:max_length] for name in body if name not in known and body[name] is not None)
+
+
 def ignored_header(body: Mapping[str, Any], schema: type[Schema]) -> dict[str, str]:
     """The header that names the unknown fields of a body; no header where there are none."""
-    max_named, max_length, known = 20, 64, _known(schema)
-    names = [name for name in body if name not in known and body[name] is not None]
-    shown = [_NOT_OF_NAMES.sub("?", name[:max_length]) for name in names[:max_named]]
+    return header_of_ignored(ignored_fields(body, schema))
+
+
+def header_of_ignored(names: Sequence[str]) -> dict[str, str]:
+    """The same of fields and of keywords that are named by their places."""
+    max_named = 20
+    shown = [_NOT_OF_NAMES.sub("?", name[:MAX_NAME_LENGTH]) for name in names[:max_named]]
     return {IGNORED_HEADER: ", ".join(shown + ["..."] * (len(names) > max_named))} if shown else {}
 
 

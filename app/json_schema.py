@@ -1,0 +1,61 @@
+"""Where a JSON schema has schemas inside. What stands in `const`, `enum`, `default` and examples is data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Json = dict[str, Any]
+Place = tuple[str, ...]  # of a schema in another: names of keywords and properties, and numbers
+Change = Callable[[Json, Place], Any]
+
+# Keywords whose value is a schema or a list of schemas, and those whose value has schemas by their names.
+SCHEMA_KEYWORDS = frozenset(
+    "additionalItems additionalProperties allOf anyOf contains contentSchema else if items not oneOf prefixItems "
+    "propertyNames then unevaluatedItems unevaluatedProperties".split()
+)
+NAMED_SCHEMAS = frozenset(
+    ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties")
+)
+_DATA = frozenset(("const", "default", "enum", "example", "examples"))
+
+
+def changed(schema: Any, change: Change) -> Any:
+    """The same with `change(schema, place)` in place of each schema, of the inner ones first.
+
+    Under a keyword that JSON Schema does not have, such as `components`, are schemas where a reference points into it.
+    """
+    return _changed(schema, change, (), {ref.split("/")[1] for ref in references(schema) if ref.startswith("#/")})
+
+
+def references(schema: Any) -> Iterator[str]:
+    """All references in a schema."""
+    if isinstance(schema, list):
+        for item in schema:
+            yield from references(item)
+    elif isinstance(schema, dict):
+        for name, value in schema.items():
+            if name == "$ref" and isinstance(value, str):
+                yield value
+            elif name in NAMED_SCHEMAS and isinstance(value, dict):
+                yield from references(list(value.values()))
+            elif name not in _DATA:
+                yield from references(value)
+
+
+def _changed(schema: Any, change: Change, place: Place, referenced: set[str]) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+
+    def within(name: str, value: Any) -> Any:
+        if name in SCHEMA_KEYWORDS and isinstance(value, list):
+            return [_changed(item, change, (*place, name, str(at)), referenced) for at, item in enumerate(value)]
+        if name in SCHEMA_KEYWORDS:
+            return _changed(value, change, (*place, name), referenced)
+        if name in NAMED_SCHEMAS and isinstance(value, dict):
+            return {key: _changed(item, change, (*place, name, key), referenced) for key, item in value.items()}
+        if name in referenced and name not in _DATA and isinstance(value, dict):
+            return _changed(value, change, (*place, name), {*referenced, *value})
+        return value
+
+    return change({name: within(name, value) for name, value in schema.items()}, place)
