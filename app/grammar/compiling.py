@@ -14,9 +14,10 @@ from itertools import chain
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from app.engine.request import GrammarKind
+from app.grammar.gbnf import is_gbnf, plain_gbnf
 from app.grammar.schemas import Drops, ErrorOf, SchemaKeeper, exact, shown
 from app.grammar.tags import larks_of_tags
 
@@ -176,7 +177,9 @@ def _schema(text: str) -> dict[str, Any]:
 
 def _lark(text: str) -> str:
     try:
-        return any_to_lark(_without_options(text))
+        given = _without_options(text)
+        is_lark = is_lark_syntax(given) and not is_gbnf(given)
+        return given if is_lark else gbnf_to_lark(plain_gbnf(given))
     except Unusable:
         raise
     except Exception as error:  # a third-party converter, and any text

@@ -1,0 +1,73 @@
+"""llama.cpp's grammars (GBNF) in the subset that the converter to Lark reads as llama.cpp does."""
+
+from __future__ import annotations
+
+import re
+
+# Comments, texts, classes of characters, numbers of repetitions, names, and what is between them.
+_PARTS = re.compile(r'#[^\r\n]*|"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|\{[^}]*\}|[\w-]+|.', re.DOTALL)
+_CHARACTER = re.compile(r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})|(\\.)|(.)", re.DOTALL)
+_RULE = re.compile(r"([\w-]+)[ \t]*::=")
+_ROOT = re.compile(r"^\s*root\s*::=", re.MULTILINE)
+_ANY_CHARACTER = "[\\x00-\U0010ffff]"
+# In a class two of them in a row are an operator to the compiler.
+_OPERATORS = "&-~"
+
+
+def is_gbnf(text: str) -> bool:
+    """Whether a text has the rule that each of these grammars begins with, which Lark could not read."""
+    return _ROOT.search(text) is not None
+
+
+def plain_gbnf(text: str) -> str:
+    """The same grammar without what the converter reads otherwise.
+
+    Escapes by number become the character itself. A dot is any character, a line feed too, and two operators in a class
+    are two characters. Rules get names that differ in more than capitals and dashes. Raises ValueError for an escape
+    that is no character.
+    """
+    parts = _PARTS.findall(text)
+    without_comments = "".join(part if part[0] not in '#"[{' else " " for part in parts)
+    rules = {name: f"r{number}-{name}" for number, name in enumerate(dict.fromkeys(_RULE.findall(without_comments)))}
+    rules.pop("root", None)
+    return "".join(_plain_part(part, rules) for part in parts)
+
+
+def _plain_part(part: str, rules: dict[str, str]) -> str:
+    match part[0]:
+        case '"' if len(part) > 1:
+            return f'"{_plain_text(part[1:-1])}"'
+        case "[" if len(part) > 1:
+            negation = "^" if part[1] == "^" else ""
+            return f"[{negation}{_plain_class(part[1 + len(negation) : -1])}]"
+        case ".":
+            return _ANY_CHARACTER
+        case _:
+            return rules.get(part, part)
+
+
+def _plain_text(written: str) -> str:
+    """A text, in which brackets need no escape in Lark and may have none."""
+    characters = (_plain_character(found) for found in _CHARACTER.finditer(written))
+    return "".join(each[1] if each in (r"\[", r"\]") else each for each in characters)
+
+
+def _plain_class(written: str) -> str:
+    """A class in which the second of two operators in a row is written by its number; it begins no range there."""
+    plain = ""
+    for found in _CHARACTER.finditer(written):
+        character = _plain_character(found)
+        is_second = character in _OPERATORS and plain[-1:] == character
+        plain += f"\\x{ord(character):02x}" if is_second else character
+    return plain
+
+
+def _plain_character(found: re.Match[str]) -> str:
+    *numbers, escape, character = found.groups()
+    number = next((each for each in numbers if each is not None), None)
+    if number is None:
+        return str(escape or character)
+    code = int(number, 16)
+    if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+        raise ValueError(f"{found[0]} is no character")
+    return f"\\x{code:02x}" if code < 0x80 else chr(code)
