@@ -85,6 +85,121 @@ _BROKEN_HEADS = (
 )  # fmt: skip
 
 
+# More bodies, of the endpoints that begin jobs or change settings too: `odd_bodies` takes them, an attack does not.
+_SCHEMA: dict[str, Any] = {
+    "type": "object", "properties": {
+        "a": {"type": "string", "pattern": "^[a-z]{1,5}$", "minLength": 1, "maxLength": 5, "format": "date"},
+        "b": {"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": 1, "maxItems": 2},
+        "c": {"anyOf": [{"const": 1}, {"enum": ["x", 2, None]}, {"type": "null"}]},
+    },
+    "required": ["b"], "additionalProperties": False, "patternProperties": {"^x": {"type": "boolean"}},
+    "$defs": {"n": {"type": "integer", "minimum": 0, "maximum": 9, "multipleOf": 1}},
+}  # fmt: skip
+_SAID: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}
+_FUNCTION = {"name": "look", "description": "Looks.", "parameters": _SCHEMA, "strict": False}
+_BATCH_LINE = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "demo", **_SAID}}
+FILE_ID = "the last file"  # in place of the id of a file that was uploaded
+_MORE: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("/v2/rerank", VALID["/v1/rerank"]),
+    ("/v1/batch", {"prompts": ["one", "two"], "max_tokens": 2, "stream": False, "seed": 1, "stop": ["x"]}),
+    ("/v1/batch", {"prompts": ["one"], "max_tokens": 2, "async": True, "metadata": {"a": "b"}, "user": "u"}),
+    ("/v1/batches", {
+        "input_file_id": FILE_ID, "endpoint": "/v1/chat/completions", "completion_window": "24h",
+        "metadata": {"a": "b"}, "output_expires_after": {"anchor": "created_at", "seconds": 3600},
+    }),
+    ("/v1/files", _BATCH_LINE),
+    ("/admin/scheduler", {"model": "demo", "strategy": {"name": "continuous"}, "policy": {"name": "fcfs"}}),
+    ("/v1/chat/completions", _SAID | {"response_format": {
+        "type": "json_schema", "json_schema": {"name": "a", "schema": _SCHEMA, "strict": False},
+    }}),
+    ("/v1/chat/completions", _SAID | {"stream": True, "response_format": {
+        "type": "json_schema", "json_schema": {"name": "a", "schema": _SCHEMA, "strict": True},
+    }}),
+    ("/v1/chat/completions", _SAID | {"structured_outputs": {"json": _SCHEMA}, "stream": True}),
+    ("/v1/chat/completions", _SAID | {
+        "tools": [{"type": "function", "function": _FUNCTION}], "tool_choice": "required",
+        "messages": [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "tool_calls": [
+                {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"a": 1}'}},
+            ]},
+            {"role": "tool", "tool_call_id": "c", "content": "ok"},
+        ],
+    }),
+    ("/v1/responses", {
+        "input": "Hi", "max_output_tokens": 4, "metadata": {"a": "b"}, "store": True, "background": False,
+        "tools": [{"type": "function", **_FUNCTION}], "stream": True,
+    }),
+    ("/v1/responses", {"input": "Hi", "max_output_tokens": 4, "text": {"format": {
+        "type": "json_schema", "name": "a", "schema": _SCHEMA, "strict": False,
+    }}}),
+    ("/v1/messages", {**_SAID, "tools": [{"name": "look", "input_schema": _SCHEMA}], "tool_choice": {"type": "any"}}),
+    ("/v1/completions", {"prompt": "Hi", "max_tokens": 4, "grammar": 'root ::= "A" [b-d]', "store": True}),
+)  # fmt: skip
+# Values that are written in JSON as no library writes them: those that no body may have, and others.
+_REFUSED = ("1e999", "-1E+999", "9" * 400, "123456789e400", "NaN", "-Infinity", r'"\ud800"', r'"a\udc00b"')
+_READ = (
+    "1.0", "2.0e0", "-0.0", "1e-999", "1E308", "18446744073709551616", "9007199254740993", "5e-324", r'"\u2028"',
+    r'"\u0000"', '"a\u2028b\u2029c\u0085d"', "null", "[null]", '{"": null}', "true", '{"$ref": "#/$defs/\u7c7b[int]"}',
+    r'{"pattern": "^(?!a)\\bb\\Z$"}', '{"type": "INTEGER", "minimum": -9223372036854775808}',
+)  # fmt: skip
+_RAW = {f"raw value {number}": written for number, written in enumerate(_REFUSED + _READ)}  # by what stands for them
+_KEYWORDS = (
+    "$ref", "$schema", "additionalProperties", "const", "enum", "format", "items", "maxLength", "maximum", "metadata",
+    "minLength", "minimum", "multipleOf", "oneOf", "pattern", "patternProperties", "properties", "required", "type",
+    "uniqueItems", "unknown", "a\u2028b",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class OddBody:
+    """A body with values that many parsers and writers get wrong, and where it goes; a line where that is a file."""
+
+    path: str
+    data: bytes
+
+
+def odd_bodies(seed: int) -> Iterator[OddBody]:
+    """Without end, for every endpoint that takes a body; the same ones for the same seed.
+
+    They have numbers beyond float, half surrogate pairs, line ends of Unicode, floats that are integers, and nulls.
+    """
+    source = random.Random(seed)
+    valid = [*VALID.items(), *_MORE]
+    while True:
+        path, body = copy.deepcopy(source.choice(valid))
+        marks = [*_RAW][len(_REFUSED) * source.choice((0, 1, 1)) :]
+        for _ in range(source.randint(1, 3)):
+            _make_odd(source, body, marks)
+        written = json.dumps(body)
+        for mark, raw in _RAW.items():
+            written = written.replace(f'"{mark}"', raw)
+        yield OddBody(path, written.encode())
+
+
+def _make_odd(source: random.Random, body: Any, marks: Sequence[str]) -> None:
+    """Replace, change or add one value, however deep."""
+    inside = body
+    while True:
+        places = list(inside) if isinstance(inside, dict) else list(range(len(inside)))
+        place = source.choice(places) if places else None
+        if place is not None and isinstance(inside[place], dict | list) and source.random() < 0.75:
+            inside = inside[place]
+            continue
+        kind = source.random()
+        if isinstance(inside, dict) and (place is None or kind < 0.3):
+            inside[source.choice(_KEYWORDS)] = source.choice(marks)
+        elif place is None:
+            inside.append(source.choice(marks))
+        elif type(inside[place]) is int and kind < 0.7:
+            inside[place] = float(inside[place])
+        elif isinstance(inside[place], str) and kind < 0.5:
+            inside[place] += source.choice(("\u2028", "\u0085", "\x00", "e999", "\u2029 "))
+        else:
+            inside[place] = source.choice(marks)
+        return
+
+
 @dataclass(frozen=True, slots=True)
 class HostileRequest:
     """The bytes of one connection; what is `cut` promises more than it sends."""
