@@ -39,13 +39,12 @@ Encode = Callable[[Any, Callable[[Any], Any]], bytes]  # a value; what stands fo
 
 def as_json(value: Any, fallback: Callable[[Any], Any] | None = None) -> bytes:
     """A value as JSON that is one line to every reader. A number that JSON cannot say, such as NaN, is null."""
-    return one_line(to_json(value, fallback=fallback, inf_nan_mode="null"))
+    written = to_json(value, fallback=fallback, inf_nan_mode="null")
+    return written if written.isascii() else one_line(written)
 
 
 def one_line(written: bytes) -> bytes:
     """The same JSON with U+0085, U+2028 and U+2029 escaped: `str.splitlines` and many clients end a line there."""
-    if written.isascii():
-        return written
     return (
         written.replace(b"\xc2\x85", rb"\u0085")
         .replace(b"\xe2\x80\xa8", rb"\u2028")

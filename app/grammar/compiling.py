@@ -31,12 +31,15 @@ class Unusable(Exception):
     """No text matches this grammar, or matching takes too long; the message says which."""
 
 
+CUT_MARK = "..."
+
+
 @dataclass(frozen=True, slots=True)
 class Compiled:
     """A grammar in the language of matchers (Lark), tried; a grammar of tags has one for each of them."""
 
     larks: list[str]
-    dropped: list[str]  # places of keywords of its schemas that it does not keep; "..." ends a list that is cut
+    dropped: list[str]  # places of keywords of its schemas that it does not keep; CUT_MARK ends a list that is cut
 
 
 def compiled(
@@ -74,7 +77,7 @@ def compiled(
 
 def _cut(places: list[str]) -> list[str]:
     max_named = 20
-    return places if len(places) <= max_named else [*places[:max_named], "..."]
+    return places if len(places) <= max_named else [*places[:max_named], CUT_MARK]
 
 
 def _drop(forms: dict[str, Any], keep: Callable[[dict[str, Any]], tuple[dict[str, Any], Drops]]) -> list[str]:

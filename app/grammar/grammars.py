@@ -20,7 +20,7 @@ from app.engine.matcher import Matcher
 from app.engine.request import Grammar, GrammarKind, Request
 from app.errors import EngineStopped, InvalidRequest, InvalidSetup, Overloaded, Unavailable
 from app.grammar.compile_queue import CompileQueue, WaitingRequest
-from app.grammar.compiling import Unusable, new_matcher
+from app.grammar.compiling import CUT_MARK, Unusable, new_matcher
 from app.grammar.free_text import FreeText, TokenTable, Trigger
 from app.grammar.matchers import GrammarMatcher, MatchingTime, TagContent, TaggedMatcher
 from app.grammar.sandbox import Sandbox, WorkerKilled
@@ -333,8 +333,9 @@ class Grammars:
         else:
             begun = begin_output()
         assert begun is not None, "only behind a thought may be any text"
-        if grammar is not None:
-            begun.ignored_keywords = tuple(f"{grammar.param}.{each}" for each in compiled.ignored_keywords)
+        if grammar is not None:  # in its field: equal schemas may come in several
+            named = (each if each == CUT_MARK else f"{grammar.param}.{each}" for each in compiled.ignored_keywords)
+            begun.ignored_keywords = tuple(named)
         for token_id in request.generated_token_ids:
             begun.advance(token_id)
         begun.catch_up()

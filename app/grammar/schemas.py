@@ -101,7 +101,7 @@ def _has(root: Any, pointer: str) -> bool:
 def shown(place: Place, name: str = "") -> str:
     """A place as text, for answers and errors: its end, where it is long."""
     text = ".".join(filter(None, (name, *place)))
-    max_length = 100
+    max_length = 75
     return text if len(text) <= max_length else f"...{text[3 - max_length :]}"
 
 
@@ -179,28 +179,21 @@ class SchemaKeeper:
             return one
 
         changed(schema, note)
-        return (
-            {
-                (*place, *keyword): why
-                for place, why in self._refused(outlines).items()
-                for keyword in self._too_many_in(outlines[place])
-            }
-            if outlines
-            else {}
-        )
+        refused = self._refused(outlines).items()
+        return {(*place, *each): why for place, why in refused for each in self._too_many_in(outlines[place])}
 
     def _too_many_in(self, outline: Json) -> list[Place]:
         patterns = outline.get("patternProperties", {})
         some: Json = {}
         too_many: list[Place] = []
         for pattern in patterns:
-            if self._error_of({"patternProperties": {**some, pattern: True}}) is None:
+            if self._is_kept({"patternProperties": {**some, pattern: True}}):
                 some[pattern] = True
             else:
                 too_many.append(("patternProperties", pattern))
         left = outline | ({"patternProperties": some} if patterns else {})
         for name in [name for name in reversed(outline) if name not in ("type", "properties", "patternProperties")]:
-            if self._error_of(_all_of([left])) is None:
+            if self._is_kept(left):
                 break
             del left[name]
             too_many.append((name,))
@@ -212,8 +205,12 @@ class SchemaKeeper:
         drops: Drops = {}
 
         def note(one: Json, place: Place) -> Json:
-            if "oneOf" in one and (why := self._error_of({**definitions, "oneOf": one["oneOf"]})) and "oneOf" in why:
-                drops[(*place, "oneOf")] = why
+            if "oneOf" in one:
+                self._num_questions += 1
+                is_asked = self._num_questions < _MAX_QUESTIONS
+                why = self._error_of({**definitions, "oneOf": one["oneOf"]}) if is_asked else "oneOf is not asked for"
+                if why is not None and "oneOf" in why:
+                    drops[(*place, "oneOf")] = why
             return one
 
         changed(schema, note)
@@ -249,6 +246,10 @@ class SchemaKeeper:
         half = len(units) // 2
         self._find_refused(units[:half])
         self._find_refused(units[half:])
+
+    def _is_kept(self, unit: Json) -> bool:
+        """Whether it is known that a unit can be kept."""
+        return self._num_questions < _MAX_QUESTIONS and self._are_kept([json.dumps(unit, sort_keys=True)])
 
     def _are_kept(self, units: Sequence[str]) -> bool:
         self._num_questions += 1

@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from app.engine.request import GrammarKind
+from app.engine.request import Grammar, GrammarKind
 from app.grammar.grammars import Grammars
 from app.grammar.vocabulary import Vocabulary
-from tests.grammar.documents import matcher_for, write
+from tests.grammar.documents import begun, matcher_for, write
 
 
 @pytest.mark.parametrize("pattern", [r"\d{3}-\d{4}", "(a+)+", "[a-zé€😀]{1,9}!?", "^x/y$", r"(yes|no)( [a-z]+){0,3}\."])
@@ -18,6 +18,15 @@ def test_a_regular_expression_is_matched_in_full(grammars: Grammars, vocabulary:
     for seed in range(5):
         text = write(matcher_for(grammars, GrammarKind.REGEX, pattern), vocabulary, seed).decode()
         assert re.fullmatch(pattern, text), text
+
+
+def test_keywords_that_are_not_kept_are_named_in_the_field_of_each_request(grammars: Grammars) -> None:
+    many = {f"p{number}": {"type": "string", "format": f"f{number}"} for number in range(22)}
+    text = json.dumps({"type": "object", "properties": many, "required": ["p0"]})
+    for param in ("response_format", "structured_outputs.json"):
+        matcher = begun(grammars, Grammar(GrammarKind.JSON_SCHEMA, text, is_lenient=True, param=param))
+        assert matcher.ignored_keywords == (*(f"{param}.properties.p{number}.format" for number in range(20)), "...")
+    assert matcher_for(grammars, GrammarKind.JSON_SCHEMA, "{}").ignored_keywords == ()
 
 
 def test_one_of_the_choices_is_written(grammars: Grammars, vocabulary: Vocabulary) -> None:

@@ -179,6 +179,6 @@ def test_a_long_place_is_cut_in_front() -> None:
     for number in range(12):
         schema = {"type": "object", "properties": {f"property{number}": schema}}
     [place] = of_schema(schema, is_lenient=True).dropped
-    assert len(place) == 100
+    assert len(place) == 75
     assert place.startswith("...")
     assert place.endswith(".properties.property0.format")
