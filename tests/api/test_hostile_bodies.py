@@ -31,7 +31,7 @@ from tests.kit.service import ENDED, Service, client_of, served, vector
 from tests.text.tool_calls.templates import TEMPLATES
 from tests.waiting import until
 
-NUM_BODIES = int(os.environ.get("HOSTILE_BODIES", "400"))
+NUM_BODIES = int(os.environ.get("HOSTILE_BODIES", "300"))
 AT_ONCE = 8
 
 
