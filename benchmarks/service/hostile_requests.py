@@ -101,6 +101,9 @@ _BATCH_LINE = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions"
 FILE_ID = "the last file"  # in place of the id of a file that was uploaded
 _MORE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v2/rerank", VALID["/v1/rerank"]),
+    ("/rerank", VALID["/v1/rerank"]),
+    ("/score", VALID["/v1/score"]),
+    ("/classify", VALID["/v1/classify"]),
     ("/v1/batch", {"prompts": ["one", "two"], "max_tokens": 2, "stream": False, "seed": 1, "stop": ["x"]}),
     ("/v1/batch", {"prompts": ["one"], "max_tokens": 2, "async": True, "metadata": {"a": "b"}, "user": "u"}),
     ("/v1/batches", {
