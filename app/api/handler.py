@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
+from msgspec import structs
 from pydantic_core import from_json
 
 from app.api.auth.keys import Authenticator, without_keys
@@ -207,7 +208,8 @@ class RequestHandler:
                 body = await with_history(body, read)
             state = await self.handle(ENDPOINTS[new.path], body, context)
             assert state.writer is not None, "a client sees it"
-            yield RecordedAnswer(state, state.writer.facts(state), path=new.path)
+            facts = structs.replace(state.writer.facts(state), ignored=state.ignored)
+            yield RecordedAnswer(state, facts, path=new.path)
 
     async def handle_item(
         self, owner: str, path: str, body: Mapping[str, Any], origin: ItemOrigin | None = None

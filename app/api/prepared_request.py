@@ -145,6 +145,7 @@ class AnswerFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     include_usage: bool = False
     continuous_usage: bool = False
     has_prediction: bool = False
+    ignored: tuple[str, ...] = ()  # fields of the body without effect
     of_body: bytes = b"{}"  # JSON: the fields of a response (`/v1/responses`) that repeat its request
 
 

@@ -101,8 +101,8 @@ class RecordedAnswer:
 
 def _as_stored(delta: ChoiceDelta, named: set[int], state: ResponseState) -> ChoiceDelta:
     """The delta without facts about this attempt, with the names of tokens that no earlier delta has named."""
-    if delta.queued is not None or delta.times is not None:
-        delta = msgspec.structs.replace(delta, queued=None, times=None)
+    if delta.queued is not None or delta.times is not None or delta.ignored:
+        delta = msgspec.structs.replace(delta, queued=None, times=None, ignored=())
     if delta.details is not None:
         new = {each for each in delta.details.named_tokens() if each not in named}
         delta.details.token_bytes = {each: state.token_bytes(each) for each in new}

@@ -715,3 +715,15 @@ async def test_one_that_has_just_ended_cannot_be_cancelled(
         answer = await cancelling
         assert (answer.status, "is completed" in answer.error["message"]) == (400, True)
         assert (await ask(app, "GET", path)).json["status"] == "completed"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_answer_names_the_fields_that_had_no_effect(
+    tokenizer: Tokenizer, tmp_path: Path, stream: bool
+) -> None:
+    gate = Gated(tokenizer)
+    gate.open()
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        body = {"input": "Hi", "store": True, "stream": stream, "keep_alive": "5m"}
+        answer = await ask(app, "POST", "/v1/responses", body)
+        assert answer.headers["x-carousel-ignored"] == "keep_alive"

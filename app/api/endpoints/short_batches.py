@@ -144,7 +144,7 @@ class ShortBatchRoutes(RouteGroup):
         self._check_number(prompts)
         if prompts.asked.stream:
             events = _events(self._handler, prompts, context)
-            return EventResponse(events, heartbeat_s=self._handler.limits.heartbeat_s, headers=ignored)
+            return EventResponse(events, heartbeat_s=self._handler.limits.heartbeat_s, headers=lambda: ignored)
         return JsonAnswer(await self._answer(request, prompts, context), self._handler.turns, headers=ignored)
 
     # Before the ids: it is none.

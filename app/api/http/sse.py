@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -178,13 +178,11 @@ class EventResponse(Response):
         *,
         heartbeat_s: float,
         timeout_s: float | None = None,
-        headers: Mapping[str, str] = MappingProxyType({}),
+        headers: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
-        """A client that has not taken them in `timeout_s` counts as gone."""
+        """A client that has not taken them in `timeout_s` counts as gone. `headers` are asked for when they begin."""
         super().__init__()
-        self._stream = EventStream(
-            events, headers=lambda: dict(headers), heartbeat_s=heartbeat_s, may_begin=lambda: True
-        )
+        self._stream = EventStream(events, headers=headers, heartbeat_s=heartbeat_s, may_begin=lambda: True)
         self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
