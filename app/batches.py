@@ -109,7 +109,7 @@ class NewBatch:
 
 
 class NewResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """A response, a chat or a completion that is stored. It is the first record of its file."""
+    """A request for an answer that is stored. It is the first record of the answer's file."""
 
     owner: str
     path: str = RESPONSES_PATH  # of its endpoint
@@ -147,10 +147,10 @@ class KeptAnswer(Protocol):
         """Everything that is needed to read its records: the second record of its file."""
 
     def records(self, known: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-        """Generate it: the contents of its records behind those that are `known` from an earlier attempt."""
+        """Generate the answer; yields the contents of its records after the `known` records of an earlier attempt."""
 
     def end(self) -> AnswerEnd:
-        """How it has ended, once all records are there."""
+        """How the answer has ended. Call it after the last record."""
 
 
 # Reads the answers of one owner by their ids, each from its first byte to its end. The second argument: another answer
@@ -173,7 +173,7 @@ class PageOf:
 
 
 def previous_not_found(response_id: str) -> InvalidRequest:
-    """As OpenAI has it."""
+    """The error for a `previous_response_id` that the key does not have, with the code that OpenAI uses."""
     return InvalidRequest(
         f"there is no response {response_id[:100]!r} to continue; it may have been deleted, or not been stored",
         param="previous_response_id",

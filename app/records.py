@@ -12,7 +12,7 @@ _LENGTH = struct.Struct(">I")
 
 
 def record(content: bytes) -> bytes:
-    """One record with these bytes, at least one."""
+    """A record with this content, which is not empty."""
     return _LENGTH.pack(len(content)) + content
 
 
@@ -41,7 +41,7 @@ def whole_bytes(data: bytes) -> int:
 
 
 def _end_of_record(data: bytes, at: int) -> int | None:
-    """Where the record that begins there ends. None: it is torn, or it is a hole that a crash of the machine left."""
+    """The end of the record that begins at `at`. None for a torn record, and for the zeros that a crash may leave."""
     if len(data) < at + _LENGTH.size:
         return None
     [length] = _LENGTH.unpack_from(data, at)

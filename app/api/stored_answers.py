@@ -1,7 +1,7 @@
-"""Answers that are stored as records: how they are written while they are generated, and how they are read again.
+"""Writes the records of an answer while it is generated, and reads them back as events or as one object.
 
-The first record is the request, the second the facts that the writers of answers need, and each other one is a delta.
-Events and objects are made of the deltas by the writers that answer other requests too.
+The first record of a stored answer is its request. The second record has the facts that the writers of answers need.
+Each other record is one delta. The same writers answer requests that are not stored.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _decode_facts = msgspec.msgpack.Decoder(AnswerFacts).decode
 _decode_delta = msgspec.msgpack.Decoder(ChoiceDelta).decode
 
 
-# Writing
+# Writing records
 
 
 class RecordedAnswer:
@@ -112,7 +112,7 @@ def _as_stored(delta: ChoiceDelta, named: set[int], state: ResponseState) -> Cho
 
 @dataclass(slots=True)
 class _Known:
-    """The part of one choice that is stored, as far as this attempt has not repeated it yet."""
+    """The stored part of one choice that this attempt has still to repeat."""
 
     texts: dict[str, str] = field(default_factory=lambda: defaultdict(str))  # by kind
     counts: Counter[str] = field(default_factory=Counter)  # tokens, by kind
@@ -234,12 +234,12 @@ def _differs() -> Failure:
     return Failure("this response was interrupted, and when it was computed again it was another; send it again")
 
 
-# Reading
+# Reading records
 
 
 @dataclass(slots=True, kw_only=True)
 class StoredAnswer(Answer):
-    """An answer as far as its records are read."""
+    """An answer, built from the records that were read so far."""
 
     new: NewResponse
     end: AnswerEnd | None = None
@@ -322,7 +322,7 @@ class StoredEvents:
         self._is_inside = False  # an event
 
     def of(self, part: AnswerPart, *, after: int) -> Iterator[bytes]:
-        """The events behind number `after` that a part of the answer brings, in pieces, of which some are empty.
+        """The events with a number above `after` that this part adds, in pieces. Some pieces are empty.
 
         Take all of them before the next call. Raises what `AnswerReader.deltas` raises.
         """
@@ -394,12 +394,12 @@ class StoredObject:
 
     @property
     def answer(self) -> StoredAnswer:
-        """The answer by now. Its head must have been read."""
+        """The answer so far. Its first two records must have been read."""
         assert self.reader.answer is not None, "its head is read"
         return self.reader.answer
 
     def as_json(self) -> Json:
-        """The object by now, with its `status`."""
+        """The object so far, with its `status`."""
         answer, end = self.answer, self.answer.end
         builder = self._made(answer)
         if isinstance(builder, ResponseBuilder):
@@ -419,7 +419,7 @@ class StoredObject:
 
 
 def error_of(end: AnswerEnd) -> CarouselError:
-    """The error with which an answer has failed."""
+    """The error that ended an answer."""
     assert end.error is not None, "it has failed"
     return from_plain(*end.error)
 
@@ -435,7 +435,7 @@ class Turn:
     previous: str | None
     input: list[Json]
     output: list[Json]  # as input of the next turn
-    num_bytes: int  # about as much as its items take as JSON
+    num_bytes: int  # about the size of its items as JSON
 
 
 async def read_turn(parts: AsyncIterator[AnswerPart], response_id: str) -> Turn:

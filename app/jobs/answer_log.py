@@ -1,8 +1,8 @@
-"""The files of answers that are generated now: everything that is appended is written soon, and readers follow.
+"""The files of answers that are being generated.
 
-A storage that is full or gone stops nothing else: the bytes wait in memory and are written once it is there again. A
-storage that is slow is written in a thread, and costs the event loop the first of its slow writes only.
-Readers get bytes once they are in the file, so the death of this process takes nothing back that a client has read.
+Appended bytes wait in memory until they are written. A full disk delays its own answers only: the write is tried again.
+A slow disk blocks the event loop once; after that, a thread writes. Readers get a byte once the file has the byte, so a
+client never reads a token that the death of this process would lose.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ logger = logging.getLogger(__name__)
 
 MAX_PENDING_BYTES = 1024 * 1024  # of one answer, in memory because the storage does not take them
 READ_BYTES = 256 * 1024  # of a file at once
-_TAIL_BYTES = 16 * 1024  # the end of a file, in memory for those who read as it grows
+_TAIL_BYTES = 16 * 1024  # the end of a file stays in memory for readers of a growing file
 # A turn of writes that takes longer is slow. The event loop itself writes to a fast storage: a thread, which must wait
 # for the interpreter's lock after each write, takes twice the time and comes late.
 _SLOW_S = 0.01
 
 
 class _Descriptor:
-    """An open file. It is closed when neither its log nor a write in a thread holds it any more."""
+    """An open file. It closes when the log and all writes in threads have let go of it."""
 
     def __init__(self, path: Path) -> None:
         self.number = os.open(path, os.O_WRONLY)
@@ -51,7 +51,7 @@ class AnswerLog:
         self._pending = bytearray()
         self._tail = bytearray()
         self._end: AnswerEnd | None = None
-        self._failure: Exception | None = None  # nothing more can be written, or read
+        self._failure: Exception | None = None  # ends all reads and writes
         self._waiting: list[asyncio.Future[None]] = []  # for a change
 
     async def append(self, data: bytes) -> None:
@@ -109,17 +109,17 @@ class AnswerLog:
     def _wake(self) -> None:
         waiting, self._waiting = self._waiting, []
         for change in waiting:
-            if not change.done():  # else nothing waits for it any more
+            if not change.done():  # its reader has left otherwise
                 change.set_result(None)
 
-    # For the writer
+    # The writer calls these methods:
 
     def work(self) -> _Work:
         """The next write: a file, a place in it, and the bytes."""
         return self._file, self.num_bytes, bytes(self._pending)
 
     def note_written(self, data: bytes) -> bool:
-        """These bytes are in the file. Returns whether there are more to write."""
+        """The file has these bytes now. Returns whether there are more bytes to write."""
         del self._pending[: len(data)]
         self.num_bytes += len(data)
         self._tail += data
@@ -129,7 +129,7 @@ class AnswerLog:
         return bool(self._pending)
 
     def note_broken(self, error: OSError) -> None:
-        """The storage will not take them later either."""
+        """The storage has refused the bytes for good: the answer fails."""
         logger.error("the answer %s cannot be stored: %s", self.path.name, error)
         self.close(failure=Unavailable("the server cannot store this answer; its log has the reason"))
 
@@ -138,14 +138,14 @@ _Work = tuple[_Descriptor, int, bytes]
 
 
 class LogWriter:
-    """Writes whatever has been appended to any log, all of it at once."""
+    """Writes the appended bytes of all logs, in one turn."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` gives seconds, by which a storage is slow."""
+        """`clock` gives seconds. It decides whether a storage is slow."""
         self._clock = clock
         self.is_slow = False  # the storage was, the last time
         self._waiting: dict[AnswerLog, None] = {}
-        self._put_off: dict[AnswerLog, asyncio.TimerHandle] = {}  # their storage is full or gone
+        self._put_off: dict[AnswerLog, asyncio.TimerHandle] = {}  # the storage of these logs is full or gone
         self._writing: asyncio.Task[None] | None = None
 
     def add(self, log: AnswerLog) -> None:
@@ -212,7 +212,7 @@ def _write_at(file: int, offset: int, data: bytes) -> None:
 
 
 def create_file(path: Path, content: bytes) -> None:
-    """A new file with this content, on the disk whatever happens to the machine. Blocks. Raises OSError."""
+    """Create a file with this content and sync it to the disk. Blocks. Raises OSError."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
     try:
         _write_at(file, 0, content)

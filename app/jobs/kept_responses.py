@@ -1,8 +1,9 @@
-"""Responses, chats and completions that are stored: generated here, whatever becomes of the connection or the ingress.
+"""Generates the responses, chats and completions that are stored.
 
-The catalog knows an answer before its client hears of it, and its end before its client reads of it. Its request and
-its deltas are records in a file. When this process dies, the next one generates the rest: prompt and seed are the same,
-and everything that the file has already is left out.
+A stored answer does not depend on its connection or its ingress. The catalog has a row for an answer before the client
+gets its id, and the end of the answer before a client reads the end. The request and the deltas are records in a file.
+When this process dies, the next process generates the answer again with the same prompt and seed, and skips the tokens
+that the file already has.
 """
 
 from __future__ import annotations
@@ -73,8 +74,9 @@ class KeptResponses:
     ) -> None:
         """`folder` has the files, `thread` is the catalog's.
 
-        `admit` raises where an owner may not store so many bytes more, or has too many that run; it counts these last.
-        An answer waits `wait_s` for room at most, and is forgotten after `keep_s`.
+        `admit` raises when an owner has no space left for that many bytes, or has too many running answers; its last
+        argument counts the running answers of each owner. An answer waits for room for at most `wait_s`. It is deleted
+        after `keep_s`.
         """
         self._folder = folder
         self._catalog = catalog
@@ -86,13 +88,13 @@ class KeptResponses:
         self._wait_s = wait_s
         self._writer = LogWriter()
         self._running: dict[str, _Running] = {}
-        self._tasks: set[asyncio.Task[None]] = set()  # of all that run, and of those that are being forgotten
+        self._tasks: set[asyncio.Task[None]] = set()  # of running answers, and of refused ones that are being deleted
         self._changes: list[tuple[Callable[[], None], asyncio.Future[None]]] = []
-        self._writing: asyncio.Task[None] | None = None  # as long as there are changes
+        self._writing: asyncio.Task[None] | None = None  # while there are changes
         self._refusals: dict[str, AnswerEnd] = {}  # of responses that never began, for their clients
 
     async def resume(self) -> None:
-        """Continue everything that has not ended, and remove files that no response has."""
+        """Continue the answers that have not ended, and remove files that belong to no answer."""
         unended = await self._thread.run(self._catalog.unended_responses)
         known = set(await self._thread.run(self._catalog.response_ids))
         await asyncio.to_thread(_sweep, self._folder, known)
@@ -101,7 +103,7 @@ class KeptResponses:
             self._start(running, self._continue(running, stored.num_attempts))
 
     async def close(self) -> None:
-        """Stop. Everything that has not ended is continued when the folder is opened again."""
+        """Stop. Answers that have not ended are continued when the folder is opened again."""
         tasks = [*self._tasks]
         for task in tasks:
             task.cancel()
@@ -162,7 +164,7 @@ class KeptResponses:
         await self._forget([response_id])
 
     async def remove_expired(self) -> None:
-        """Forget what has expired."""
+        """Delete the responses that have expired."""
         await self._forget(await self._thread.run(self._catalog.expired_response_ids, self._clock()))
 
     async def _forget(self, response_ids: Sequence[str]) -> None:
@@ -334,11 +336,11 @@ class KeptResponses:
         """The catalog knows the end before a client reads of it."""
         log = running.log
         assert log is not None, "it is accepted"
-        with suppress(Unavailable):  # a broken storage has lost what comes behind the last record of the file
+        with suppress(Unavailable):  # the storage is broken; the file keeps its whole records
             await log.flush()
         write = partial(self._write_end, running.new.response_id, end, log.num_bytes, log)
         await self._until_stored(write, running.new.response_id)
-        # It may have ended otherwise a moment before.
+        # The answer may have ended in another way a moment ago.
         stored = await self._thread.run(self._catalog.continued_response, running.new.owner, running.new.response_id)
         self._leave(running, _decode_end(stored.end))
 
@@ -348,7 +350,7 @@ class KeptResponses:
         await self._write(partial(self._catalog.end_response, response_id, end, num_bytes))
 
     async def _until_stored(self, store: Callable[[], Awaitable[T]], response_id: str) -> T:
-        """What `store` gives, tried again until the storage takes it. Raises Superseded."""
+        """Call `store` until the storage accepts the change, and return its result. Raises Superseded."""
         while True:
             try:
                 return await store()
@@ -403,7 +405,7 @@ async def _only(part: AnswerPart) -> AsyncGenerator[AnswerPart, None]:
     yield part
 
 
-# In a thread:
+# These functions run in a thread:
 
 
 def _create(path: Path, head: bytes) -> None:

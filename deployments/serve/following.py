@@ -1,7 +1,7 @@
-"""Stored answers on their way from the process of batches to an ingress: one stream of messages carries all of them.
+"""Carries the parts of stored answers from the process of batches to an ingress, all in one stream of messages.
 
-A call for each part would cost more than all the rest of a token. Each answer has a window of its own and fails alone:
-a reader that does not take its parts holds up no other.
+One call for each part would cost more CPU than the rest of a token's way. Each answer has its own window and fails
+alone: a slow reader delays no other reader.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Wanted:
 
 @dataclass(slots=True)
 class FeedChange:
-    """What an ingress tells the process of batches about its readers."""
+    """A change in the readers of an ingress."""
 
     opened: dict[int, Wanted] = field(default_factory=dict)
     taken: dict[int, int] = field(default_factory=dict)  # bytes that a reader has taken since it was told last
@@ -56,7 +56,7 @@ class Feed:
         self._wanted: asyncio.Future[None] | None = None  # while the stream has nothing to send
 
     def change(self, change: FeedChange) -> None:
-        """Note what the ingress tells."""
+        """Apply a change that the ingress reports."""
         for reader_id, wanted in change.opened.items():
             self._readers[reader_id] = _Sending(asyncio.create_task(self._read(reader_id, wanted)))
         for reader_id, num_bytes in change.taken.items():
@@ -67,7 +67,7 @@ class Feed:
                 self._readers.pop(reader_id).task.cancel()
 
     async def messages(self) -> AsyncGenerator[list[FeedItem], None]:
-        """Everything for all readers, as it comes. The first message is empty: the stream is there."""
+        """The parts for all readers, as they arrive. The first message is empty and says that the stream is open."""
         try:
             yield []
             while True:
@@ -118,7 +118,7 @@ class Feed:
 
 
 class _Sending:
-    """What one reader has not taken yet."""
+    """The bytes on their way to one reader."""
 
     def __init__(self, task: asyncio.Task[None]) -> None:
         self.task = task
@@ -126,18 +126,18 @@ class _Sending:
         self._room: asyncio.Future[None] | None = None
 
     def sent(self, num_bytes: int) -> bool:
-        """So many bytes more are on their way. Returns whether that is more than the window."""
+        """Count bytes that were sent. Returns whether more than the window is on its way."""
         self._num_bytes += num_bytes
         return self._num_bytes > WINDOW_BYTES
 
     async def room(self) -> None:
-        """Returns once no more than the window is on its way."""
+        """Wait until no more than the window is on its way."""
         while self._num_bytes > WINDOW_BYTES:
             self._room = asyncio.get_running_loop().create_future()
             await self._room
 
     def note_taken(self, num_bytes: int) -> None:
-        """The reader has taken so many bytes."""
+        """Count bytes that the reader has taken."""
         self._num_bytes -= num_bytes
         if self._room is not None and not self._room.done():
             self._room.set_result(None)
@@ -151,7 +151,7 @@ class Following:
     """The end of the stream in an ingress, and all answers that it reads."""
 
     def __init__(self, open_stream: OpenStream, send_change: SendChange) -> None:
-        """`open_stream` opens the stream with this id, `send_change` tells its other end. Both raise CarouselErrors."""
+        """`open_stream` opens a stream, `send_change` sends a change to its other end. Both raise CarouselErrors."""
         self._open_stream = open_stream
         self._send_change = send_change
         self._readers: dict[int, _Receiving] = {}
@@ -166,7 +166,7 @@ class Following:
         reader_id, reader = next(self._ids), _Receiving()
         self._readers[reader_id] = reader
         if self._streaming is None:
-            # In a context of its own: Serve would cancel it with the request that came first.
+            # An empty context: Serve would cancel the task together with the request that started it.
             self._streaming = asyncio.create_task(self._stream(), context=Context())
         self._change.opened[reader_id] = wanted
         self._tell()
@@ -253,7 +253,7 @@ class _Receiving:
         return self._parts.popleft()
 
     def take(self, num_bytes: int) -> int:
-        """So many bytes were taken; the number to tell, once it is worth it."""
+        """Count bytes that were taken. Returns the number to report, or 0 while the report can wait."""
         self._num_untold += num_bytes
         if self._num_untold < WINDOW_BYTES // 2:
             return 0

@@ -1,7 +1,7 @@
-"""Responses, chats and completions that are stored, as their bodies ask for it, and the routes by their ids.
+"""The routes of stored responses, chats and completions, and the handling of bodies that ask to be stored.
 
-The process of batches generates them, so they outlive their connection and their ingress. An ingress reads their
-records from there, and makes events and objects of them.
+The process of batches generates a stored answer, so the answer does not depend on its connection or its ingress. An
+ingress reads the records of the answer and writes events or one object from them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _CONTEXT_HEADERS = "x-carousel-"  # headers whose names begin so say where and w
 
 
 class KeptResponseRoutes(RouteGroup):
-    """The routes by ids, and what is done with a body that asks to be kept."""
+    """Answers bodies that ask to be stored, and requests by the id of a stored answer."""
 
     def __init__(self, service: BatchService, turns: asyncio.Lock, *, heartbeat_s: float) -> None:
         """`turns` are those of large answers at the event loop, see `JsonAnswer`."""
@@ -119,7 +119,7 @@ class KeptResponseRoutes(RouteGroup):
 
     @_retrieval("/v1/responses/{response_id}", "A response that is kept, or the rest of its events", "Response")
     async def retrieve(self, request: Request) -> Response:
-        """One response, as far as it is there. Raises NotFound."""
+        """One response, finished or not. Raises NotFound."""
         return await self._retrieved(request, RESPONSES_PATH)
 
     async def _retrieved(self, request: Request, path: str) -> Response:
@@ -189,7 +189,7 @@ class KeptResponseRoutes(RouteGroup):
             raise NotFound(f"there is nothing with the id {str(page.after)[:100]!r} to list after", param="after")
 
     async def _turn_ids(self, owner: str, response_id: str) -> AsyncGenerator[str, None]:
-        """The ids of a response and of those that it continues, the newest first."""
+        """The ids of the conversation's responses, the newest first."""
         next_id: str | None = response_id
         while next_id is not None:
             turn_id, read = next_id, StoredObject()
@@ -232,12 +232,12 @@ class KeptResponseRoutes(RouteGroup):
         "/v1/chat/completions/{response_id}", "A chat that is kept, or the rest of its events", "ChatCompletion"
     )
     async def retrieve_chat(self, request: Request) -> Response:
-        """One chat, as far as it is there. Raises NotFound."""
+        """One chat, finished or not. Raises NotFound."""
         return await self._retrieved(request, CHATS)
 
     @_retrieval("/v1/completions/{response_id}", "A completion that is kept, or the rest of its events", "Completion")
     async def retrieve_completion(self, request: Request) -> Response:
-        """One completion, as far as it is there. Raises NotFound."""
+        """One completion, finished or not. Raises NotFound."""
         return await self._retrieved(request, COMPLETIONS)
 
     @Operation("delete", "/v1/chat/completions/{response_id}", "Forget a chat", "DeletedChat", OF_A_LIST)
@@ -268,7 +268,7 @@ class KeptResponseRoutes(RouteGroup):
     async def _read(
         self, read: StoredObject, owner: str, response_id: str, *, waits: bool = False, is_continued: bool = False
     ) -> AsyncGenerator[None, None]:
-        """Read an answer part by part. Its head has been read after the first."""
+        """Read an answer part by part. After the first step, `read.answer` is there."""
         async with aclosing(self._parts(owner, response_id, waits=waits, is_continued=is_continued)) as parts:
             async for part in parts:
                 async for _ in _in_turns(read.add(part)):
@@ -279,7 +279,7 @@ class KeptResponseRoutes(RouteGroup):
     def _events(
         self, events: StoredEvents, read: list[bytes], owner: str, response_id: str, *, after: int
     ) -> EventResponse:
-        """All events behind one. `read` are those that `events` has given already."""
+        """All events after one. `events` has given the pieces in `read` already."""
         following = self._follow(events, read, owner, response_id, after)
 
         def headers() -> dict[str, str]:
@@ -335,7 +335,7 @@ class KeptResponseRoutes(RouteGroup):
 
 
 async def _in_turns(some: Iterable[T]) -> AsyncIterator[T]:
-    """All of them; other tasks take their turns in between."""
+    """Yield all of them and let other tasks run in between."""
     at_once = 32
     for number, each in enumerate(some, 1):
         yield each
