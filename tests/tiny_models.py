@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     Gemma2Config,
     GPT2Config,
@@ -80,6 +81,19 @@ def build_tiny_model(architecture: str, **changes: object) -> PreTrainedModel:
         setattr(config, name, value)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     return model.eval()
+
+
+def save_random_model(folder: Path, model_type: str, **settings: object) -> Path:
+    """A model of any architecture of transformers, with two layers unless the settings say otherwise."""
+    torch.manual_seed(5)
+    config = CONFIG_MAPPING[model_type](**_SHAPE | settings)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() >= 2:
+                weight.normal_(std=0.25)
+    model.save_pretrained(folder)
+    return folder
 
 
 def save_tiny_model(architecture: str, folder: Path) -> Path:

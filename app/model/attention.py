@@ -84,7 +84,7 @@ def paged_attention(
         sinks=s_aux,
     )
     output = paged.attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), rules)
-    return output[None], None
+    return output.contiguous()[None], None  # some models take a view of it
 
 
 def check_call(step: object, attention_mask: torch.Tensor | None, others: Mapping[str, Any]) -> None:

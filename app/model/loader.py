@@ -16,13 +16,13 @@ from app.cores import num_cores
 from app.disk import cache_folder
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.graph_runner import GraphModelRunner
-from app.model.device import check_kv_device, device_of, dtype_of, refused_quantization, warn_of_turns
+from app.model.device import ChosenDtype, check_kv_device, device_of, dtype_of, refused_quantization, warn_of_turns
 from app.model.kv_cache import block_bytes, check_host_memory, num_blocks_that_fit
 from app.model.location import resolve_model_path
 from app.model.memory import refusing_to_run_short
 from app.model.parallel.group import RankGroup
 from app.model.runner import TorchModelRunner
-from app.model.source import ModelSource
+from app.model.source import ModelSource, refusing_what_fails
 from app.model.ways.cuda_decoder import CudaModel
 from app.model.ways.gpu import bytes_for_kv
 from app.model.ways.loaded_model import LoadedModel
@@ -127,6 +127,13 @@ def load_model(
         config=config, location=location, device=device_of(config), dtype=chosen.dtype, block_size=block_size,
         cache=checks, group=group,
     )  # fmt: skip
+    with refusing_what_fails(config.path, group):
+        return _by_first_way(source, chosen)
+
+
+def _by_first_way(source: ModelSource, chosen: ChosenDtype) -> LoadedModel:
+    """The model as the first way that can compute it has it. chosen: the type, and why."""
+    config = source.config
     way = _decoder_for(config, source.device)
     reason = way.why_not_here(source)
     if reason is not None and config.quantization != "none":
@@ -165,7 +172,7 @@ def _verified(
     """
     expected = own.expected.behind_head(own.module, num_layers=len(own.layers))
     model = way.load(source, own, expected)
-    difference = expected.difference(model.output(source), source.config.quantization)
+    difference = model.difference(source)
     if source.group is not None and not source.group.minimum(int(difference is None)):
         difference = difference or "the output differs on another rank"
     if difference is None:

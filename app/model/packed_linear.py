@@ -22,13 +22,19 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         tokens_hint = 32  # the size to pack for; on the CPUs measured, other hints gave the same layout
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), tokens_hint)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), tokens_hint)
         self.bias = None if bias is None else bias.detach()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., in_features] → [..., out_features]."""
-        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return output
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """A copy as `nn.Linear` has it: the code of some models reads the weights of a layer in place of calling it."""
+        dense: torch.Tensor = self._packed.to_dense()
+        return dense
 
 
 class JoinedLinear(nn.Module):
@@ -58,17 +64,28 @@ class JoinedLinear(nn.Module):
             self._input = None  # all outputs are taken: hold no memory until the next step
         return output
 
+    def weight_of(self, index: int) -> torch.Tensor:
+        """A copy of the weight of one of the layers."""
+        weight: torch.Tensor = torch.split(self._linear.weight, self._sizes)[index]
+        return weight
+
 
 class JoinedPart(nn.Module):
     """One layer of a JoinedLinear, at its place in the model."""
 
     def __init__(self, joined: JoinedLinear, index: int, linear: nn.Linear) -> None:
         super().__init__()
-        self._take, self._index = joined.take, index  # not a submodule: the parts share it
+        # No submodule: the parts share it.
+        self._take, self._weight_of, self._index = joined.take, joined.weight_of, index
         self.in_features, self.out_features = linear.in_features, linear.out_features
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._take(self._index, x)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """As that of `PackedLinear`."""
+        return self._weight_of(self._index)
 
 
 @torch.inference_mode()

@@ -22,7 +22,7 @@ from app.model.device import device_of, dtype_of, refused_quantization
 from app.model.kv_cache import block_bytes
 from app.model.location import resolve_model_path
 from app.model.memory import MemoryNeeds
-from app.model.source import ModelSource
+from app.model.source import ModelSource, refusing_what_fails
 from app.model.ways.cuda_decoder import CudaModel
 from app.model.ways.loaded_model import LoadedModel
 from app.model.ways.native_decoder import NativeModel
@@ -133,7 +133,8 @@ def planned_memory(config: EngineConfig, *, num_ranks: int = 1) -> PlannedMemory
 def planned_gpu_model(config: EngineConfig, *, dtype: torch.dtype, num_ranks: int = 1) -> CudaModel | TransformersModel:
     """A model, or the part that each of several ranks has, on the meta device: it has sizes and no weights."""
     source = _source(config, dtype)
-    own = TransformersModel.planned(source, num_ranks=num_ranks)
+    with refusing_what_fails(config.model.path):
+        own = TransformersModel.planned(source, num_ranks=num_ranks)
     reason = CudaModel.why_not(source, own)
     if config.model.quantization == "fp8" and reason is not None:
         raise refused_quantization(config.model, reason)
@@ -144,7 +145,8 @@ def planned_gpu_model(config: EngineConfig, *, dtype: torch.dtype, num_ranks: in
 def planned_native_model(config: EngineConfig) -> NativeModel:
     """The same as the C++ decoder has it. Raises UnsupportedModel where that does not compute it on this machine."""
     source = _source(config, _dtype_on_cpu(config))
-    return NativeModel.planned(source, TransformersModel.planned(source))
+    with refusing_what_fails(config.model.path):
+        return NativeModel.planned(source, TransformersModel.planned(source))
 
 
 @torch.inference_mode()

@@ -38,6 +38,21 @@ def fix_positions(module: PreTrainedModel, max_model_len: int) -> None:
             part.rope_type = kinds | dict.fromkeys(dict(following), fixed)
 
 
+def why_places_matter(module: PreTrainedModel, max_model_len: int) -> str | None:
+    """Why queries follow from the place of a token in a forward pass, not from its position; None if they do not.
+
+    Llama 4 scales queries so in layers without rotary positions, from a length on that no short comparison reaches.
+    """
+    for part in module.modules():
+        is_scaled = getattr(part, "attn_temperature_tuning", False) and not getattr(part, "use_rope", True)
+        if is_scaled and max_model_len >= (first := int(getattr(part, "floor_scale", 1))):
+            return (
+                f"it scales queries by the place of a token in a forward pass from token {first:,} on; a "
+                f"model.max_model_len below {first:,} can be served"
+            )
+    return None
+
+
 def _fix(part: Any, max_model_len: int, kind: str, frequencies: str, **options: str) -> None:
     """Have a rotary part compute the last position there can be: it keeps the frequencies that it used."""
     before = getattr(part, frequencies).clone()

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from app.config import ModelConfig
-from app.errors import InvalidSetup, UnsupportedModel, first_line
-from app.model.attention import ATTENTION_NAME, paged_attention
+from app.errors import CarouselError, InvalidSetup, UnsupportedModel, first_line
+from app.model.attention import ATTENTION_NAME, UnknownAttention, paged_attention
 from app.model.cpu.checkpoint import Checkpoint, MappedModel
 from app.model.cpu.weights import why_not_native
 from app.model.description import read_config
@@ -31,6 +34,40 @@ if TYPE_CHECKING:  # it takes longer to import than torch, and a model that was 
 logger = logging.getLogger(__name__)
 
 _SERVABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+
+
+def reason_of(error: BaseException) -> str:
+    """Why code of transformers or ours cannot compute a model, in one line, with the place in the code."""
+    if isinstance(error, UnknownAttention):
+        return str(error)
+    if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
+        return "its code in transformers takes its attention from a list of its own, which paged attention is not in"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__qualname__} at {PurePath(frame.filename).name}:{frame.lineno}: {first_line(error)}"
+
+
+@contextmanager
+def refusing_what_fails(path: str, group: RankGroup | None = None) -> Iterator[None]:
+    """Around all that inspects or loads a model: any error of transformers' code or of ours refuses that model.
+
+    path: of the model. group: the ranks that load it together.
+
+    Raises:
+        UnsupportedModel: with the reason, for an error that has no words of its own.
+    """
+    try:
+        yield
+    except CarouselError:
+        raise
+    except Exception as error:
+        if _is_of_machine(error) or (group is not None and isinstance(error, RuntimeError)):
+            raise  # the ranks find out which of them has ended first
+        raise UnsupportedModel(f"{path} cannot be loaded: {reason_of(error)}") from error
+
+
+def _is_of_machine(error: Exception) -> bool:
+    """Whether a device or its memory has failed, and not the model."""
+    return isinstance(error, MemoryError) or is_out_of_memory(error) or "CUDA error" in str(error)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,7 @@ MAX_DIFFERENCES = {
 class Output:
     """The outputs for the first few tokens of a sequence."""
 
-    first_layer: torch.Tensor  # [1, num_tokens, hidden_size]; or its logits, see `Reference.behind_head`
+    first_layer: torch.Tensor  # [1, num_tokens, size]; or its logits, see `Reference.behind_head`
     logits: torch.Tensor  # [1, num_tokens, vocab_size]
     is_mixture: bool = False  # of experts
 
@@ -51,15 +51,59 @@ class Output:
         return self.changed(lambda each: each[:, first:end])
 
 
+# Computes a step with some KV memory, and gives the outputs for all tokens of its packed row.
+ComputeStep = Callable[[StepBatch], Output]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlocksToTry:
+    """The KV memory in which steps are tried: its blocks 0, 1, … are overwritten."""
+
+    block_size: int
+    num_blocks: int  # of each group of layers
+    max_blocks: int  # of one sequence, in each group
+    num_groups: int = 1
+    max_rows: int = NUM_TOKENS  # sequences in a step
+
+    @classmethod
+    def enough(cls, block_size: int, *, num_groups: int = 1) -> BlocksToTry:
+        """For the tokens that are tried, and as many of another sequence."""
+        max_blocks = -(-NUM_TOKENS // block_size)
+        return cls(block_size=block_size, num_blocks=2 * max_blocks, max_blocks=max_blocks, num_groups=num_groups)
+
+    @property
+    def num_own_tokens(self) -> int:
+        """The most tokens of the sequence that is tried. Another one has a block, if there are two."""
+        return min(self.max_blocks, max(1, self.num_blocks - 1)) * self.block_size
+
+    def piece(self, name: str, token_ids: Sequence[int], start: int, *, first_block: int = 0) -> ScheduledSequence:
+        """Some tokens of a sequence at positions from `start`; all blocks of the sequence begin at `first_block`."""
+        end_block = first_block + -(-(start + len(token_ids)) // self.block_size)
+        blocks = range(first_block * self.num_groups, end_block * self.num_groups, self.num_groups)
+        block_ids, *window_ids = ([block + group for block in blocks] for group in range(self.num_groups))
+        greedy = SamplingParams(max_tokens=1, temperature=0.0)
+        return ScheduledSequence(
+            name, tuple(token_ids), start, block_ids, True, greedy, window_ids=tuple(window_ids)
+        )  # fmt: skip
+
+
+def step_of(*pieces: ScheduledSequence) -> StepBatch:
+    """A step in which logits of all tokens are wanted."""
+    return StepBatch(pieces, (), has_drafts=True)
+
+
 def run_module(
     module: PreTrainedModel, token_ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep | None
 ) -> Output:
-    """What transformers' code gives. token_ids, positions: [1, num_tokens]. step: of our attention."""
+    """The outputs of transformers' code. token_ids, positions: [1, num_tokens]. step: of our attention."""
     output = module(
         input_ids=token_ids, position_ids=positions, use_cache=False, output_hidden_states=True, paged=step
     )  # fmt: skip
     is_mixture = any(name.endswith(".experts") for name, _ in module.named_modules())
-    return Output(output.hidden_states[1], output.logits, is_mixture)
+    first_layer = output.hidden_states[1]
+    if first_layer.shape[0] > 1:  # several streams of hidden states: [num_streams, 1, num_tokens, hidden_size]
+        first_layer = first_layer.movedim(0, -2)
+    return Output(first_layer.flatten(2), output.logits, is_mixture)
 
 
 def tokens_to_try(module: PreTrainedModel, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,19 +143,62 @@ class Reference:
         token_ids, positions = self.token_ids[:, first:end], self.positions[:, first:end]
         return Reference(self.path, token_ids, positions, self.own.part(first, end))
 
-    def batch_of(self, first: int, end: int, *, block_size: int, num_groups: int = 1) -> StepBatch:
-        """A step with some of the tokens, in blocks 0, 1, … of as many groups; logits of all of them are wanted."""
-        token_ids, number = tuple(self.token_ids[0, first:end].tolist()), -(-end // block_size)
-        block_ids, *window_ids = (list(range(group, number * num_groups, num_groups)) for group in range(num_groups))
-        greedy = SamplingParams(max_tokens=1, temperature=0.0)
-        item = ScheduledSequence("verify", token_ids, first, block_ids, True, greedy, window_ids=tuple(window_ids))
-        return StepBatch((item,), (), has_drafts=True)
-
     def behind_head(self, module: PreTrainedModel, *, num_layers: int) -> Reference:
         """Logits in place of the first layer's output, by norm and head: a decoder of ours gives no layer's output."""
         first = self.own.first_layer
         first = first if num_layers == 1 else module.model.norm(first)
         return replace(self, own=replace(self.own, first_layer=module.lm_head(first)))
+
+    def verify_steps(self, how: str, compute: ComputeStep, blocks: BlocksToTry, quantization: str = "none") -> None:
+        """Verify all the forms that steps have: the first and later pieces of a prompt, single tokens, and tokens
+        beside another sequence. A layer that keeps anything else than paged keys and values shows in later pieces.
+
+        how, quantization: as in `verify`.
+
+        Raises:
+            UnsupportedModel: the results differ by more than rounding.
+        """
+        for what, expected, computed in self._in_steps(compute, blocks):
+            expected.verify(f"{how}, of {what},", computed, quantization)
+
+    def difference_in_steps(self, compute: ComputeStep, blocks: BlocksToTry, quantization: str = "none") -> str | None:
+        """As `verify_steps`: the first difference in words, if it is more than rounding."""
+        for what, expected, computed in self._in_steps(compute, blocks):
+            difference = expected.difference(computed, quantization)
+            if difference is not None:
+                return f"{difference}, for {what}"
+        return None
+
+    def _in_steps(self, compute: ComputeStep, blocks: BlocksToTry) -> Iterator[tuple[str, Reference, Output]]:
+        """By form of a step: its name, the reference for its tokens, and what is computed for them."""
+        token_ids: list[int] = self.token_ids[0].tolist()
+        num_tokens = min(len(token_ids), blocks.num_own_tokens)
+        third = max(1, num_tokens // 3)
+        later = (third, min(2 * third, num_tokens))
+
+        def own(first: int, end: int) -> ScheduledSequence:
+            return blocks.piece(f"own-{first}", token_ids[first:end], first)
+
+        singles = [(at, at + 1) for at in range(2 * third, num_tokens)]
+        for what, pieces in (
+            ("the beginning of a prompt", [(0, third)]),
+            ("a later piece of a prompt", [later]),
+            ("single tokens", singles),
+        ):
+            pieces = [piece for piece in pieces if piece[0] < piece[1]]
+            if pieces:  # of a context of one or two tokens there is no more than the first
+                outputs = [compute(step_of(own(*piece))) for piece in pieces]
+                yield what, self.part(pieces[0][0], pieces[-1][1]), Output.joined(outputs)
+        together = [later, *singles][: blocks.max_rows - 1]
+        first_block = -(-num_tokens // blocks.block_size)
+        num_others = min(third, (blocks.num_blocks - first_block) * blocks.block_size)
+        if later[0] == later[1] or num_others <= 0 or not together:  # no two sequences are ever in a step
+            return
+        # Each single token as a sequence of its own: they share their blocks, as sequences with one prefix do.
+        other = blocks.piece("other", token_ids[::-1][:num_others], 0, first_block=first_block)
+        row = compute(step_of(other, *(own(*piece) for piece in together)))
+        end = together[-1][1]
+        yield "tokens beside another sequence", self.part(third, end), row.part(num_others, num_others + end - third)
 
     def verify(self, how: str, computed: Output, quantization: str = "none") -> None:
         """Raises UnsupportedModel, with the numbers, where another way computes something else.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from app.model.forward import TransformersForward
 from tests.kit.engine import make_request, run_to_end
 from tests.kit.models import config_of, generate_plainly
 from tests.model.transformers_code import transformers_code
-from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE
+from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, save_random_model
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,33 @@ def test_the_references_tell_tokens_apart(reference) -> None:  # type: ignore[no
     for architecture in ARCHITECTURES:
         tokens = {t for output in reference(architecture).token_ids.values() for t in output}
         assert len(tokens) > 20, architecture
+
+
+ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9, "head_dim": 16}
+UNUSUAL: dict[str, dict[str, Any]] = {
+    "gemma3n_text": {  # hidden states in several streams
+        **ALTERNATING, "altup_num_inputs": 3, "laurel_rank": 8, "num_kv_shared_layers": 0,
+        "vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 16, "tie_word_embeddings": False,
+    },
+    "afmoe": {  # takes a view of what attention gives
+        **ALTERNATING, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_dense_layers": 1,
+    },
+    "longcat_flash": {  # reads the weights of a linear layer
+        "num_layers": 2, "num_key_value_heads": 4, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 32,
+        "n_routed_experts": 4, "moe_topk": 2, "zero_expert_num": 2, "q_lora_rank": 32, "kv_lora_rank": 32,
+        "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "head_dim": 8,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", UNUSUAL)
+def test_models_with_unusual_code(model_type: str, tmp_path: Path) -> None:
+    path, requests = save_random_model(tmp_path, model_type, **UNUSUAL[model_type]), random_requests(3, VOCAB_SIZE)
+    expected = generate_plainly(path, requests)
+    assert len({token for tokens in expected.values() for token in tokens}) > 20, "tokens vary"
+    engine = build(path, way="attention", max_step_tokens=40, prefill_chunk_tokens=7)
+    assert run_to_end(engine, *requests).token_ids == expected
+    assert engine.facts.embedding_size == 64
 
 
 @pytest.mark.parametrize("way", ["torch", "attention", "decoder"])

@@ -22,8 +22,7 @@ from app.model.inputs import ModelInputs
 from app.model.kv_cache import KVCache
 from app.model.loader import load_model, load_runner
 from app.model.source import ModelSource, module_of_transformers, module_on_device
-from app.model.verification import Reference
-from app.model.ways.gpu import verify_steps
+from app.model.verification import BlocksToTry, Reference
 from app.model.ways.transformers_code import TransformersModel
 from tests.kit.models import config_of, load
 from tests.tiny_models import VOCAB_SIZE, build_tiny_model
@@ -281,20 +280,24 @@ def test_files_of_a_hub_id_are_read_where_they_were_downloaded(tiny_model_path, 
 
 
 class Poorly(TorchAttention):
-    """Reads the wrong blocks in a later piece of a prompt, or for single tokens."""
+    """Reads the wrong blocks in a later piece of a prompt, for single tokens, or of the second sequence of a step."""
 
     def __init__(self, cache: KVCache, *, wrong_at: int) -> None:
         super().__init__(cache, torch.device("cpu"))
         self._wrong_at = wrong_at
 
     def begin_step(self, batch: StepBatch, inputs: ModelInputs) -> AttentionStep:
-        [item] = batch.scheduled
-        if (item.start >= 16 and self._wrong_at == 16) or item.start == self._wrong_at:
-            item = structs.replace(item, block_ids=item.block_ids[::-1])
-        return super().begin_step(StepBatch((item,), ()), inputs)
+        items, is_beside = list(batch.scheduled), len(batch.scheduled) > 1
+        item = items[is_beside]
+        if self._wrong_at == BESIDE if is_beside else min(item.start, 16) == self._wrong_at:
+            items[is_beside] = structs.replace(item, block_ids=item.block_ids[::-1])
+        return super().begin_step(StepBatch(tuple(items), ()), inputs)
 
 
-@pytest.mark.parametrize("wrong_at", [None, 8, 16])
+BESIDE = 99
+
+
+@pytest.mark.parametrize("wrong_at", [None, 8, 16, BESIDE])
 @pytest.mark.parametrize("architecture", ["gemma2", "mixtral"])
 def test_attention_is_compared_with_the_models_own_in_all_forms_of_a_step(  # type: ignore[no-untyped-def]
     tiny_model_path, architecture: str, wrong_at: int | None
@@ -306,12 +309,21 @@ def test_attention_is_compared_with_the_models_own_in_all_forms_of_a_step(  # ty
         model = replace(model, reference=Reference.of(config.path, model.module, model.device))
     cache = KVCache(model.layers, num_blocks=8, block_size=4, dtype=model.dtype, device=model.device)
     attention = Poorly(cache, wrong_at=-1 if wrong_at is None else wrong_at)
+    blocks = BlocksToTry(block_size=4, num_blocks=8, max_blocks=8)
     if wrong_at is None:
-        verify_steps(config, model, attention, max_blocks=8)
-        verify_steps(config, model, attention, max_blocks=2)  # of a context of 8 tokens
+        model.verify_steps(attention, blocks, "none")
+        for few in (
+            replace(blocks, max_blocks=2),  # of a context of 8 tokens
+            replace(blocks, num_blocks=1),  # in which no two sequences are in a step
+            replace(blocks, max_rows=1),
+            replace(blocks, max_rows=2),
+            *(replace(blocks, block_size=1, max_blocks=few) for few in (1, 2, 3)),
+        ):
+            model.verify_steps(TorchAttention(cache, model.device), few, "none")
     else:
-        with pytest.raises(UnsupportedModel, match=r"with Poorly, of .*: the first layer's output"):
-            verify_steps(config, model, attention, max_blocks=8)
+        what = {8: "a later piece of a prompt", 16: "single tokens", BESIDE: "tokens beside another sequence"}[wrong_at]
+        with pytest.raises(UnsupportedModel, match=rf"with Poorly, of {what}, .*: the first layer's output"):
+            model.verify_steps(attention, blocks, "none")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -30,6 +30,16 @@ def test_layers_that_read_the_same_input_are_joined() -> None:
     assert type(layer.self_attn.o_proj) is type(layer.mlp.down_proj) is PackedLinear
 
 
+@torch.inference_mode()
+def test_code_that_reads_the_weights_of_a_packed_layer_finds_them() -> None:
+    model = build_tiny_model("qwen2")
+    names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    weights = {name: model.get_submodule(name).weight.clone() for name in names}
+    pack_linear_layers(model)
+    for name, weight in weights.items():
+        assert torch.equal(model.get_submodule(name).weight, weight), name
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -9,6 +9,7 @@ import torch
 
 from app.config import EngineConfig
 from app.engine.batch import StepBatch
+from app.model.attention import PagedAttention
 from app.model.cpu.checkpoint import add_positions
 from app.model.cuda.adapters import AdapterSlots
 from app.model.cuda.attention import TritonAttention
@@ -17,11 +18,12 @@ from app.model.cuda.fp8 import why_no_fp8, why_not_in_fp8
 from app.model.cuda.graph_runner import GraphModelRunner
 from app.model.cuda.weights import CudaWeights, fuse_weights
 from app.model.device import check_kv_device
+from app.model.inputs import build_inputs
 from app.model.llama import settings_of, why_attention_is_not_llama_like, why_not_llama_like
 from app.model.memory import MemoryNeeds
 from app.model.source import ModelSource
-from app.model.verification import Output, Reference
-from app.model.ways.gpu import needs_on_gpu, output_of_piece, verified_graph_runner
+from app.model.verification import BlocksToTry, Output, Reference, step_of
+from app.model.ways.gpu import needs_on_gpu, verified_graph_runner
 from app.model.ways.loaded_model import LoadedModel
 from app.model.ways.transformers_code import TransformersModel
 
@@ -71,16 +73,30 @@ class CudaModel(LoadedModel):
         add_positions(own.module)
         return cls.load(source, own, own.expected)
 
-    def output(self, source: ModelSource) -> Output:
-        """The reference's tokens in one piece, with KV memory of their own; logits in place of the first layer."""
+    def difference(self, source: ModelSource) -> str | None:
+        """How it differs from the reference, in words. All other steps are verified with the memory that is served."""
         assert self.reference is not None, "it is to be verified"
-        num_tokens = self.reference.token_ids.shape[1]
-        num_blocks = -(-num_tokens // source.block_size)
+        return self.reference.difference(self.output(source), source.config.quantization)
+
+    def output(self, source: ModelSource) -> Output:
+        """The reference's tokens in one step, with KV memory of their own; logits in place of the first layer."""
+        assert self.reference is not None, "it is to be verified"
+        blocks = BlocksToTry.enough(source.block_size)
         attention = TritonAttention(
-            self.layers, num_blocks=num_blocks, block_size=source.block_size, max_rows=1, max_blocks=num_blocks,
-            dtype=self.dtype, device=self.device,
+            self.layers, num_blocks=blocks.max_blocks, block_size=source.block_size, max_rows=1,
+            max_blocks=blocks.max_blocks, dtype=self.dtype, device=self.device,
         )  # fmt: skip
-        return output_of_piece(self, attention, 0, num_tokens)
+        return self.output_of_step(attention, step_of(blocks.piece("own", self.reference.token_ids[0].tolist(), 0)))
+
+    def output_of_step(self, attention: PagedAttention, batch: StepBatch) -> Output:
+        assert isinstance(attention, TritonAttention), "it has no other"
+        inputs = build_inputs(batch, block_size=attention.block_size, device=self.device)
+        step = attention.begin_step(batch, inputs)
+        first, whole = (
+            self.device_forward(attention, num_layers=num_layers).compute(inputs.token_ids, inputs.positions, step)
+            for num_layers in (1, 0)
+        )
+        return Output(first.logits[None], whole.logits[None])
 
     def when_verified(self, source: ModelSource, own: TransformersModel) -> CudaModel:
         """As it is served: its steps are verified once more, with all of its KV memory."""

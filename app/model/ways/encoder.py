@@ -29,7 +29,7 @@ from app.model.encoder import (
     token_types,
 )
 from app.model.positions import fix_positions
-from app.model.source import config_of_transformers, pretrained
+from app.model.source import config_of_transformers, pretrained, refusing_what_fails
 from app.model.verification import difference_above
 
 if TYPE_CHECKING:
@@ -86,7 +86,12 @@ def load_encoder(config: ModelConfig, location: str) -> LoadedEncoder:
         if given != usual:
             raise InvalidSetup(f"model.{name} is {given}, which no encoder has; {config.path} is one: leave it out")
     device, chosen = device_of(config), dtype_of(config, location)
-    module = _loaded(config, location, chosen.dtype, device)
+    with refusing_what_fails(config.path):
+        return _verified(config, location, device, chosen.dtype)
+
+
+def _verified(config: ModelConfig, location: str, device: torch.device, dtype: torch.dtype) -> LoadedEncoder:
+    module = _loaded(config, location, dtype, device)
     base, own = module.base_model, _own_outputs(module)
     encoder, score = Encoder(base, device), _score_head(config, module)
     labels = () if score is None else _labels_of(module.config)
@@ -109,7 +114,7 @@ def load_encoder(config: ModelConfig, location: str) -> LoadedEncoder:
         labels=labels,
         pooling=sentences.pooling or Pooling.MEAN,
     )
-    return LoadedEncoder(runner=EncoderRunner(encoder, device, score), facts=facts, dtype=chosen.dtype, device=device)
+    return LoadedEncoder(runner=EncoderRunner(encoder, device, score), facts=facts, dtype=dtype, device=device)
 
 
 def _loaded(config: ModelConfig, location: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

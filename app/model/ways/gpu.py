@@ -14,20 +14,18 @@ from functools import partial
 
 import torch
 
-from app.config import GIB, EngineConfig, ModelConfig
+from app.config import GIB, EngineConfig
 from app.engine.batch import StepBatch
 from app.engine.largest_batch import largest_batch
 from app.model.allocated_bytes import AllocatedBytes, num_bytes_of
-from app.model.attention import PagedAttention
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.batch_invariant import BatchInvariantMode
 from app.model.cuda.captured_inputs import StepSize, decode_size, graph_sizes, mixed_sizes
 from app.model.cuda.graph_runner import CudaCapture, GraphModelRunner
 from app.model.cuda.sampler import TritonSampler
-from app.model.inputs import build_inputs
 from app.model.kv_cache import block_bytes, stored_dtype
 from app.model.memory import WORKSPACE_BYTES, MemoryNeeds, gpu_memory, graph_bytes, refusing_to_run_short
-from app.model.verification import Output, run_module
+from app.model.verification import BlocksToTry
 from app.model.ways.loaded_model import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -40,10 +38,16 @@ _NUM_WORKSPACES = 3
 def verified_graph_runner(config: EngineConfig, model: LoadedModel, num_blocks: int) -> GraphModelRunner:
     """A runner with all its KV memory. Raises UnsupportedModel where steps with that compute something else."""
     max_blocks = min(num_blocks, -(-model.facts.max_model_len // config.cache.block_size))
-    max_to_verify = min(max_blocks, num_blocks // model.groups.num_groups)
     attention = _attention(config, model, num_blocks=num_blocks, max_blocks=max_blocks)
+    num_groups = model.groups.num_groups
+    blocks = BlocksToTry(
+        block_size=config.cache.block_size, num_blocks=num_blocks // num_groups, num_groups=num_groups,
+        max_blocks=max_blocks, max_rows=config.scheduler.max_running,
+    )  # fmt: skip
+    # It is as a first request would be: kernels are compiled for the sizes that are served.
+    quantization = "fp8" if attention.cache.in_fp8 else config.model.quantization
     with BatchInvariantMode() if attention.batch_invariant else nullcontext():  # type: ignore[no-untyped-call]
-        verify_steps(config.model, model, attention, max_blocks=max_to_verify)
+        model.verify_steps(attention, blocks, quantization)
     _draw_once(config, model)
     return GraphModelRunner(
         replace(model, reference=None),  # its memory is needed
@@ -54,52 +58,6 @@ def verified_graph_runner(config: EngineConfig, model: LoadedModel, num_blocks: 
         synchronize=partial(torch.cuda.synchronize, model.device),
         sampler=TritonSampler(model.device),
     )
-
-
-@torch.inference_mode()
-def verify_steps(config: ModelConfig, model: LoadedModel, attention: PagedAttention, *, max_blocks: int) -> None:
-    """Verify all the forms that steps have: the first and later pieces of a prompt, single tokens. It is as a first
-    request would be: kernels are compiled for the sizes that are served.
-
-    max_blocks: of one sequence. Blocks 0, 1, … are overwritten.
-
-    Raises:
-        UnsupportedModel: the results differ by more than rounding.
-    """
-    assert model.reference is not None, "attention that is not Triton's is verified when the model is loaded"
-    num_tokens = min(model.reference.token_ids.shape[1], max_blocks * attention.block_size)
-    third = max(1, num_tokens // 3)
-    kv_in_fp8 = isinstance(attention, TritonAttention) and attention.cache.in_fp8
-    quantization = "fp8" if kv_in_fp8 else config.quantization
-    for what, first, end, size in (  # of a context of one or two tokens there is no more than the first
-        ("the beginning of a prompt", 0, third, third),
-        ("a later piece of a prompt", third, 2 * third, third),
-        ("single tokens", 2 * third, num_tokens, 1),
-    ):
-        if first >= num_tokens:
-            continue
-        pieces = [output_of_piece(model, attention, start, start + size) for start in range(first, end, size)]
-        how = f"with {type(attention).__name__}, of {what},"
-        model.reference.part(first, end).verify(how, Output.joined(pieces), quantization)
-
-
-def output_of_piece(model: LoadedModel, attention: PagedAttention, start: int, end: int) -> Output:
-    """A piece of the reference's tokens; of a decoder of ours with logits for the first layer's output."""
-    assert model.reference is not None, "it is verified"
-    batch = model.reference.batch_of(
-        start, end, block_size=attention.block_size, num_groups=model.groups.num_groups
-    )  # fmt: skip
-    inputs = build_inputs(batch, block_size=attention.block_size, device=model.device)
-    step = attention.begin_step(batch, inputs)
-    module = getattr(model, "module", None)
-    if module is not None:
-        return run_module(module, inputs.token_ids, inputs.positions, step)
-    assert isinstance(attention, TritonAttention), "the decoder for CUDA has no other"
-    first, whole = (
-        model.device_forward(attention, num_layers=num_layers).compute(inputs.token_ids, inputs.positions, step)
-        for num_layers in (1, 0)
-    )
-    return Output(first.logits[None], whole.logits[None])
 
 
 def _draw_once(config: EngineConfig, model: LoadedModel) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -18,10 +19,11 @@ from app.model.kv_cache import ONE_GROUP, LayerGroups, LayerShape
 from app.model.location import resolve_model_path
 from app.model.memory import MemoryNeeds
 from app.model.parallel.split_plan import Exchange
-from app.model.verification import Reference
+from app.model.verification import BlocksToTry, Output, Reference
 from app.model.weights_digest import folder_of_weights
 
 if TYPE_CHECKING:
+    from app.model.attention import PagedAttention
     from app.model.cuda.attention import TritonAttention
     from app.model.cuda.graph_runner import GraphModelRunner
     from app.model.forward import DeviceForward
@@ -36,7 +38,7 @@ class LoadedModel(ABC):
     layers: dict[int, LayerShape]  # by layer index: what its KV memory stores
     dtype: torch.dtype
     device: torch.device
-    reference: Reference | None = None  # where its steps on a GPU are verified: that needs the whole KV memory
+    reference: Reference | None = None  # until its steps are verified; on a GPU that needs the whole KV memory
     group: Exchange | None = None  # where it is one rank's part
     adapters: AdapterSlots | None = None  # on a GPU, where adapters may be loaded
     groups: LayerGroups = ONE_GROUP  # in which blocks its layers keep their keys and values
@@ -85,6 +87,23 @@ class LoadedModel(ABC):
 
         Raises InvalidSetup if it does not keep `model.batch_invariant`, or has no KV memory of `cache.dtype`.
         """
+
+    @torch.inference_mode()
+    def verify_steps(self, attention: PagedAttention, blocks: BlocksToTry, quantization: str) -> None:
+        """Verify the steps that are computed with an attention and its KV memory; see `Reference.verify_steps`.
+
+        quantization: of its weights, or of its KV memory.
+
+        Raises:
+            UnsupportedModel: the results differ by more than rounding.
+        """
+        assert self.reference is not None, "attention that is not Triton's is verified when the model is loaded"
+        how = f"with {type(attention).__name__}"
+        self.reference.verify_steps(how, partial(self.output_of_step, attention), blocks, quantization)
+
+    def output_of_step(self, attention: PagedAttention, batch: StepBatch) -> Output:
+        """The outputs for all tokens of a step; of a decoder of ours with logits for the first layer's output."""
+        raise NotImplementedError(f"{type(self).__name__} computes its attention itself")
 
     def device_forward(self, attention: TritonAttention, *, num_layers: int = 0) -> DeviceForward:
         """Its forward pass on a GPU. num_layers: only the first few, then norm and head; 0 for all."""

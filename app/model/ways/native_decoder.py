@@ -29,7 +29,7 @@ from app.model.llama import DecoderSettings, by_expert, settings_of, why_attenti
 from app.model.memory import PROCESS_BYTES, MemoryNeeds
 from app.model.runner import TorchModelRunner
 from app.model.source import ModelSource, length_limit
-from app.model.verification import Output, Reference
+from app.model.verification import BlocksToTry, Output, Reference
 from app.model.ways.loaded_model import LoadedModel
 from app.model.ways.transformers_code import TransformersModel
 
@@ -128,19 +128,24 @@ class NativeModel(LoadedModel):
         settings, bits = settings_of(own.module, own.rules), BITS[source.config.quantization]
         return cls.in_place_of(own, weights=pack_weights(by_expert(own.module.state_dict()).get, settings, bits=bits))
 
-    def output(self, source: ModelSource) -> Output:
-        """The reference's tokens in one piece, with KV memory of their own; logits in place of the first layer."""
+    def difference(self, source: ModelSource) -> str | None:
+        """How its steps differ from the reference, in words, with KV memory of their own.
+
+        Logits stand in place of the first layer's output.
+        """
         assert self.reference is not None, "it is to be verified"
-        num_tokens = self.reference.token_ids.shape[1]
-        num_blocks = -(-num_tokens // source.block_size)
-        pages = NativeKVCache(self.layers, num_blocks=num_blocks, block_size=source.block_size, dtype=self.dtype)
-        batch = self.reference.batch_of(0, num_tokens, block_size=source.block_size)
-        inputs = build_inputs(batch, block_size=source.block_size, device=self.device)
-        first, whole = (
-            NativeDecoder(self.weights, pages, ThreadPool(1), num_layers=num_layers).predict(batch, inputs)
-            for num_layers in (1, 0)
-        )
-        return Output(first.logits[None], whole.logits[None])
+        blocks, threads = BlocksToTry.enough(source.block_size), ThreadPool(torch.get_num_threads())
+        pages = NativeKVCache(
+            self.layers, num_blocks=blocks.num_blocks, block_size=source.block_size, dtype=self.dtype
+        )  # fmt: skip
+        decoders = [NativeDecoder(self.weights, pages, threads, num_layers=num_layers) for num_layers in (1, 0)]
+
+        def compute(batch: StepBatch) -> Output:
+            inputs = build_inputs(batch, block_size=source.block_size, device=self.device)
+            first, whole = (decoder.predict(batch, inputs) for decoder in decoders)
+            return Output(first.logits[None], whole.logits[None])
+
+        return self.reference.difference_in_steps(compute, blocks, source.config.quantization)
 
     def when_verified(self, source: ModelSource, own: TransformersModel) -> NativeModel:
         """As it is served. That is kept, but not of weights that transformers changes when it reads them."""

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from app.config import EngineConfig
+from app.config import EngineConfig, ModelConfig
 from app.engine.batch import StepBatch
 from app.engine.request import ModelInfo
 from app.errors import InvalidSetup, UnsupportedModel, first_line
-from app.model.attention import AttentionRules, ProbeStep, TorchAttention, UnknownAttention
+from app.model.attention import AttentionRules, PagedAttention, ProbeStep, TorchAttention, UnknownAttention
 from app.model.cpu.attention import NativeAttention
 from app.model.cpu.checkpoint import MappedModel
 from app.model.cpu.kv_cache import NativeKVCache
@@ -24,12 +24,13 @@ from app.model.cuda.graph_runner import GraphModelRunner
 from app.model.description import as_token_ids, max_model_len
 from app.model.device import check_kv_dtype
 from app.model.forward import DeviceForward, TransformersForward
+from app.model.inputs import build_inputs
 from app.model.kv_cache import KVCache, LayerGroups
 from app.model.llama import ARCHITECTURES
 from app.model.memory import MemoryNeeds, is_out_of_memory
 from app.model.packed_linear import pack_linear_layers
 from app.model.parallel.split_plan import SizesOfRank, SplitPlan
-from app.model.positions import fix_positions
+from app.model.positions import fix_positions, why_places_matter
 from app.model.runner import TorchModelRunner
 from app.model.source import (
     ModelSource,
@@ -39,8 +40,9 @@ from app.model.source import (
     module_without_weights,
     part_of_rank,
     read_module,
+    reason_of,
 )
-from app.model.verification import NUM_TOKENS, Reference, run_module, tokens_to_try
+from app.model.verification import NUM_TOKENS, BlocksToTry, Output, Reference, run_module, tokens_to_try
 from app.model.ways.gpu import needs_on_gpu, verified_graph_runner
 from app.model.ways.loaded_model import LoadedModel
 
@@ -82,6 +84,8 @@ class TransformersModel(LoadedModel):
         if whole is not None:
             whole.verify("divided among ranks", reference.own)
         model = cls._of(source, module, step, reference, mapped)
+        if reason := why_places_matter(module, model.facts.max_model_len):
+            raise UnsupportedModel(f"{config.path} cannot run on paged attention: {reason}")
         if mapped is None:
             _verify_positions(module, reference, model.facts.max_model_len)
         return model
@@ -115,8 +119,8 @@ class TransformersModel(LoadedModel):
         token_ids = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="meta")
         try:
             output = run_module(tried, token_ids, token_ids, step)
-        except (UnknownAttention, TypeError) as error:
-            raise UnsupportedModel(f"{config.path} cannot run on paged attention: {first_line(error)}") from error
+        except (UnknownAttention, TypeError, AttributeError, LookupError) as error:
+            raise UnsupportedModel(f"{config.path} cannot run on paged attention: {reason_of(error)}") from error
         except RuntimeError as error:  # an operator with a result of a size that follows from numbers
             raise UnsupportedModel(
                 f"{config.path} cannot be planned without its weights: {first_line(error)}"
@@ -134,12 +138,12 @@ class TransformersModel(LoadedModel):
         mapped: MappedModel | None,
     ) -> TransformersModel:
         """step: that has run on the module."""
-        num_embeddings, own = module.get_input_embeddings().weight.shape[0], reference.own
+        num_embeddings, embedding_size = module.get_input_embeddings().weight.shape
         facts = ModelInfo(
             max_model_len=max_model_len(source.config, length_limit(module)),
-            vocab_size=min(own.logits.shape[-1], num_embeddings),
+            vocab_size=min(reference.own.logits.shape[-1], num_embeddings),
             eos_token_ids=eos_token_ids(module),
-            embedding_size=None if module.base_model is module else own.first_layer.shape[-1],
+            embedding_size=None if module.base_model is module else embedding_size,
         )
         return cls(
             facts=facts,
@@ -172,12 +176,29 @@ class TransformersModel(LoadedModel):
         if self.module.get_input_embeddings().weight.is_meta:
             module = read_module(source) if source.group is None else part_of_rank(source)[0]
             model = replace(self, module=module, mapped=None)
-        is_on_cpu = source.device.type == "cpu" and not TritonAttention.fits(source.device)
-        if is_on_cpu and source.config.backend != "torch" and pack_linear_layers(model.module):
-            reference = model.expected
-            packed = run_module(model.module, reference.token_ids, reference.positions, ProbeStep())
-            reference.verify("with packed weights", packed)
-        return replace(model, reference=None) if is_on_cpu else model
+        if source.device.type != "cpu" or TritonAttention.fits(source.device):
+            return model
+        if source.config.backend != "torch":
+            pack_linear_layers(model.module)
+        model._verify_on_cpu(source)
+        return replace(model, reference=None)
+
+    def _verify_on_cpu(self, source: ModelSource) -> None:
+        """As it is served, but with KV memory of its own: a model is refused before memory is taken for its KV."""
+        served, block_size = self.giving_back(), source.block_size
+        blocks = BlocksToTry.enough(block_size, num_groups=served.groups.num_groups)
+        num_blocks = blocks.num_blocks * blocks.num_groups
+        attention: PagedAttention
+        if served._why_no_native_attention(source.config, block_size) is None:
+            pages = NativeKVCache(served.in_block, num_blocks=num_blocks, block_size=block_size, dtype=self.dtype)
+            attention = NativeAttention(pages, ThreadPool(torch.get_num_threads()), served.groups)
+        else:
+            attention = served._torch_attention(num_blocks, block_size)
+        served.verify_steps(attention, blocks, source.config.quantization)
+
+    def output_of_step(self, attention: PagedAttention, batch: StepBatch) -> Output:
+        inputs = build_inputs(batch, block_size=attention.block_size, device=self.device)
+        return run_module(self.module, inputs.token_ids, inputs.positions, attention.begin_step(batch, inputs))
 
     @property
     def expected(self) -> Reference:
@@ -194,7 +215,9 @@ class TransformersModel(LoadedModel):
 
     def runner(self, config: EngineConfig, *, num_blocks: int, num_threads: int) -> TorchModelRunner | GraphModelRunner:
         """On a CPU attention is native where it can be."""
-        check_kv_dtype(config, self.device, self._why_no_native_attention(config))
+        cache = config.cache
+        why_not_native = self._why_no_native_attention(config.model, cache.block_size)
+        check_kv_dtype(config, self.device, why_not_native)
         if TritonAttention.fits(self.device):
             return verified_graph_runner(config, self, num_blocks)
         if config.model.batch_invariant:
@@ -204,22 +227,23 @@ class TransformersModel(LoadedModel):
                 f"the native decoder (model.backend auto, a Llama-like model, cache.block_size a multiple of 16); the "
                 f"log says why it was not chosen"
             )
-        cache = config.cache
-        if self._why_no_native_attention(config) is None:
+        if why_not_native is None:
             threads = ThreadPool(num_threads)
             pages = NativeKVCache.provided(cache, self.in_block, threads, num_blocks=num_blocks, dtype=self.dtype)
             forward = TransformersForward(self.module, NativeAttention(pages, threads, self.groups))
             return TorchModelRunner(forward, self.device, NativeSampler(threads))
-        plain = KVCache(
-            self.in_block, num_blocks=num_blocks, block_size=cache.block_size, dtype=self.dtype, device=self.device
-        )
-        attention = TorchAttention(plain, self.device, self.groups)
+        attention = self._torch_attention(num_blocks, cache.block_size)
         return TorchModelRunner(TransformersForward(self.module, attention), self.device)
 
-    def _why_no_native_attention(self, config: EngineConfig) -> str | None:
-        if config.model.backend == "torch":
+    def _torch_attention(self, num_blocks: int, block_size: int) -> TorchAttention:
+        cache = KVCache(
+            self.in_block, num_blocks=num_blocks, block_size=block_size, dtype=self.dtype, device=self.device
+        )  # fmt: skip
+        return TorchAttention(cache, self.device, self.groups)
+
+    def _why_no_native_attention(self, config: ModelConfig, block_size: int) -> str | None:
+        if config.backend == "torch":
             return "model.backend is torch"
-        block_size = config.cache.block_size
         return NativeKVCache.why_not(self.layers, block_size=block_size, dtype=self.dtype, device=self.device)
 
     def device_forward(self, attention: TritonAttention, *, num_layers: int = 0) -> DeviceForward:
@@ -236,8 +260,8 @@ def _verified_reference(source: ModelSource, module: PreTrainedModel, step: Prob
     path, name = source.config.path, module.config.model_type
     try:
         ours = run_module(module, *tokens_to_try(module, source.device), step)
-    except (UnknownAttention, TypeError) as error:
-        raise UnsupportedModel(f"{path} ({name}) cannot run on paged attention: {first_line(error)}") from error
+    except (UnknownAttention, TypeError, AttributeError, LookupError) as error:
+        raise UnsupportedModel(f"{path} ({name}) cannot run on paged attention: {reason_of(error)}") from error
     except (RuntimeError, ImportError) as error:
         if not getattr(module, "is_quantized", False) or is_out_of_memory(error):
             raise
@@ -264,6 +288,6 @@ def eos_token_ids(module: PreTrainedModel) -> tuple[int, ...]:
     """The tokens that end generation: the generation config's, else the model config's."""
     generation = getattr(module, "generation_config", None)
     found = getattr(generation, "eos_token_id", None)
-    if found is None:
-        found = module.config.get_text_config().eos_token_id
+    if found is None:  # some configurations have no such field
+        found = getattr(module.config.get_text_config(), "eos_token_id", None)
     return as_token_ids(found)
