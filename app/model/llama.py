@@ -32,7 +32,7 @@ QUERIES_KEYS_VALUES = tuple(f"self_attn.{name}_proj" for name in ("q", "k", "v")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSettings:
-    """A mixture of experts; all 0 without one. The fields are those of `ExpertsShape`, in its order."""
+    """A mixture of experts; all 0 without one. The fields are those of `ExpertsShape`."""
 
     num_experts: int = 0
     per_token: int = 0

@@ -42,12 +42,16 @@ constexpr int width_of(int rows) {
     return MOST_SUMS >= 24 ? (rows <= 4 ? 4 : 2) : (rows == 1 ? 4 : rows <= 3 ? 2 : 1);
 }
 
-// library.py declares the same fields, as for all structures that Python passes.
+// layouts.h and library.py name the same fields, as for all structures that Python passes.
 struct AttentionShape {
     int64_t num_heads, num_kv_heads, key_dim, value_dim, block_size;
     float scaling, softcap;  // softcap 0: none
     int64_t sliding_window;  // 0: none
     const float* sinks;      // [num_heads] or null
+};
+
+struct Strides {  // in elements; the innermost stride is 1
+    int64_t query_token, query_head, key_token, key_head, value_token, value_head;
 };
 
 struct Segment {  // consecutive tokens of one sequence in the packed row

@@ -58,10 +58,14 @@ class _NativeStep:
         scales = pages.scales.get(place)
         sinks = None if rules.sinks is None else rules.sinks.float().contiguous()
         shape = AttentionShape(
-            num_heads, key.shape[1], key_dim, value.shape[-1], pages.block_size,
-            rules.scaling, rules.softcap or 0.0, rules.sliding_window or 0, None if sinks is None else sinks.data_ptr(),
+            num_heads=num_heads, num_kv_heads=key.shape[1], key_dim=key_dim, value_dim=value.shape[-1],
+            block_size=pages.block_size, scaling=rules.scaling, softcap=rules.softcap or 0.0,
+            sliding_window=rules.sliding_window or 0, sinks=None if sinks is None else sinks.data_ptr(),
         )  # fmt: skip
-        strides = Strides(*query.stride()[:2], *key.stride()[:2], *value.stride()[:2])
+        strides = Strides(
+            query_token=query.stride(0), query_head=query.stride(1), key_token=key.stride(0), key_head=key.stride(1),
+            value_token=value.stride(0), value_head=value.stride(1),
+        )  # fmt: skip
         attention.function(
             attention.threads.handle, ctypes.byref(shape), ctypes.byref(strides),
             query.data_ptr(), key.data_ptr(), value.data_ptr(), self._slots[group].data_ptr(), num_tokens,

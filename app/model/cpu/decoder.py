@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from app.engine.batch import StepBatch
-from app.model.cpu.adapters import AdaptedModel, AdapterColumns, adapter_columns
+from app.model.cpu.adapters import AdaptedModel, adapter_columns
 from app.model.cpu.attention import MAX_SEGMENT_TOKENS
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import (
@@ -52,9 +52,11 @@ class NativeDecoder:
         num_layers = num_layers or len(weights.layers)
         settings = weights.settings
         shape = DecoderShape(
-            settings.hidden_size, settings.num_heads, settings.num_kv_heads, settings.head_dim,
-            settings.intermediate_size, settings.vocab_size, pages.block_size, num_layers, weights.weight_bits,
-            settings.epsilon, settings.scaling, ExpertsShape(*dataclasses.astuple(settings.experts)),
+            hidden_size=settings.hidden_size, num_heads=settings.num_heads, num_kv_heads=settings.num_kv_heads,
+            head_dim=settings.head_dim, intermediate_size=settings.intermediate_size, vocab_size=settings.vocab_size,
+            block_size=pages.block_size, num_layers=num_layers, weight_bits=weights.weight_bits,
+            epsilon=settings.epsilon, scaling=settings.scaling,
+            experts=ExpertsShape(**dataclasses.asdict(settings.experts)),
         )  # fmt: skip
         self._mlps = [_mlp_pointers(layer) for layer in weights.layers[:num_layers]]
         layers = (LayerWeights * num_layers)(
@@ -79,12 +81,15 @@ class NativeDecoder:
         wanted = _wanted_rows(inputs)
         hidden = None if wanted.hidden is None else torch.empty(len(wanted.rows), self._weights.settings.hidden_size)
         step = DecoderStep(
-            inputs.token_ids.shape[1], segments.segments.shape[0], len(wanted.rows), num_logits,
-            inputs.token_ids.data_ptr(), inputs.positions.data_ptr(), inputs.slots[0].data_ptr(),
-            segments.segments.data_ptr(), segments.tables[0].data_ptr(),
-            wanted.rows.data_ptr(), wanted.logits.data_ptr(),
-            self._cosine.data_ptr(), self._sine.data_ptr(), logits.data_ptr(), likeliest.data_ptr(),
-            None if hidden is None else hidden.data_ptr(), *_pointers_of(adapters),
+            num_tokens=inputs.token_ids.shape[1], num_segments=segments.segments.shape[0], num_rows=len(wanted.rows),
+            num_logits=num_logits, token_ids=inputs.token_ids.data_ptr(), positions=inputs.positions.data_ptr(),
+            slots=inputs.slots[0].data_ptr(), segments=segments.segments.data_ptr(),
+            tables=segments.tables[0].data_ptr(), rows=wanted.rows.data_ptr(), logits_rows=wanted.logits.data_ptr(),
+            cosine=self._cosine.data_ptr(), sine=self._sine.data_ptr(), logits=logits.data_ptr(),
+            likeliest=likeliest.data_ptr(), hidden=_pointer(hidden),
+            num_adapters=0 if adapters is None else len(adapters.adapters),
+            adapters=None if adapters is None else ctypes.addressof(adapters.adapters),
+            adapter_of=None if adapters is None else adapters.of_token.data_ptr(),
         )  # fmt: skip
         # Not earlier: up to here this thread runs Python, and only one thread can.
         with self._preparer.preparing(batch.matchers):
@@ -132,13 +137,6 @@ def buffer_bytes(weights: NativeWeights, *, num_tokens: int, num_positions: int)
 
 def _num_rotary(num_positions: int) -> int:
     return 1 << (num_positions - 1).bit_length()  # a power of two, so that the tables seldom grow
-
-
-def _pointers_of(adapters: AdapterColumns | None) -> tuple[int, int | None, int | None]:
-    """The last fields of DecoderStep."""
-    if adapters is None:
-        return 0, None, None
-    return len(adapters.adapters), ctypes.addressof(adapters.adapters), adapters.of_token.data_ptr()
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:

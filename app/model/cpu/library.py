@@ -78,28 +78,51 @@ LEVELS = (  # the best first
 
 
 _POINTER, _INT32, _INT64, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+_UINT64 = ctypes.c_uint64
 
 
 def _fields(kind: Any, *names: str) -> tuple[tuple[str, Any], ...]:
     return tuple((name, kind) for name in names)
 
 
-class AttentionShape(ctypes.Structure):
+class Filled(ctypes.Structure):
+    """A structure of the C++ that is filled by the names of its fields, all of them."""
+
+    def __init__(self, **values: Any) -> None:
+        names = [field[0] for field in self._fields_]
+        assert values.keys() == set(names), f"{type(self).__name__} has {names}, given are {list(values)}"
+        super().__init__(**values)
+
+    @classmethod
+    def packing(cls) -> str:
+        """One of them in a format of `struct.pack` that begins with "=", for numbers in the order of its fields."""
+        characters, end = "", 0
+        for field in cls._fields_:
+            place = getattr(cls, field[0])
+            characters += "x" * (place.offset - end) + _PACKED[field[1]]
+            end = place.offset + place.size
+        return characters + "x" * (ctypes.sizeof(cls) - end)
+
+
+_PACKED: dict[Any, str] = {_POINTER: "Q", _UINT64: "Q", _INT64: "q", _FLOAT: "f"}
+
+
+class AttentionShape(Filled):
     _fields_ = (
         *_fields(_INT64, "num_heads", "num_kv_heads", "key_dim", "value_dim", "block_size"),
         *_fields(_FLOAT, "scaling", "softcap"), ("sliding_window", _INT64), ("sinks", _POINTER),
     )  # fmt: skip
 
 
-class Strides(ctypes.Structure):
+class Strides(Filled):
     _fields_ = _fields(_INT64, "query_token", "query_head", "key_token", "key_head", "value_token", "value_head")
 
 
-class ExpertsShape(ctypes.Structure):
+class ExpertsShape(Filled):
     _fields_ = _fields(_INT64, "num_experts", "per_token", "intermediate_size", "weights_sum_to_one", "rounds_weights")
 
 
-class DecoderShape(ctypes.Structure):
+class DecoderShape(Filled):
     _fields_ = (
         *_fields(
             _INT64, "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size",
@@ -109,11 +132,11 @@ class DecoderShape(ctypes.Structure):
     )  # fmt: skip
 
 
-class MlpWeights(ctypes.Structure):
+class MlpWeights(Filled):
     _fields_ = _fields(_POINTER, "gate_up", "down")
 
 
-class LayerWeights(ctypes.Structure):
+class LayerWeights(Filled):
     _fields_ = (
         *_fields(
             _POINTER, "input_norm", "query_key_value", "query_key_value_bias", "query_norm", "key_norm", "output",
@@ -131,13 +154,42 @@ class AdapterLayer(ctypes.Structure):
     _fields_ = _fields(LowRank, "query_key_value", "output", "gate_up", "down")
 
 
-class DecoderStep(ctypes.Structure):
+class DecoderStep(Filled):
     _fields_ = (
         *_fields(_INT64, "num_tokens", "num_segments", "num_rows", "num_logits"),
         *_fields(_POINTER, "token_ids", "positions", "slots", "segments", "tables", "rows"),
         *_fields(_POINTER, "logits_rows", "cosine", "sine", "logits", "likeliest", "hidden"),
         ("num_adapters", _INT64), *_fields(_POINTER, "adapters", "adapter_of"),
     )  # fmt: skip
+
+
+class Segment(Filled):
+    """A row of `Segments.segments`."""
+
+    _fields_ = _fields(_INT32, "first_token", "num_tokens", "start", "table_offset")
+
+
+class Draw(Filled):
+    _fields_ = (
+        ("seed", _UINT64),
+        *_fields(_INT64, "position", "top_k"),
+        *_fields(_FLOAT, "temperature", "top_p", "min_p"),
+    )
+
+
+class Adjustments(Filled):
+    _fields_ = (
+        ("repetition_penalty", _FLOAT), ("seen", _POINTER), ("num_seen", _INT64),
+        ("deducted", _POINTER), ("num_deducted", _INT64), ("deductions", _POINTER),
+        ("biased", _POINTER), ("num_biased", _INT64), ("biases", _POINTER),
+        ("banned", _POINTER), ("num_banned", _INT64), ("mask", _INT64),
+    )  # fmt: skip
+
+
+STRUCTURES: tuple[type[ctypes.Structure], ...] = (
+    AttentionShape, Strides, ExpertsShape, DecoderShape, MlpWeights, LayerWeights, LowRank, AdapterLayer, DecoderStep,
+    Segment, Draw, Adjustments,
+)  # fmt: skip
 
 
 # Name → argument types and result type; a name that ends in {} stands for one function of each dtype.
@@ -149,6 +201,7 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "draw": ((_POINTER, _POINTER, _INT64, _POINTER, _POINTER, _INT64, _POINTER), None),
     "logprobs": ((_POINTER, _POINTER, _INT64, _POINTER, _POINTER, _INT64, _INT64) + (_POINTER,) * 5, None),
     "is_fast_in_{}": ((), _INT32),
+    "layouts_{}": ((), ctypes.c_char_p),
     "amx_refusal": ((), _INT32),
     "attention_step_{}": ((_POINTER,) * 7 + (_INT64,) + (_POINTER,) * 4 + (_INT64,) + (_POINTER,) * 2, None),
     "decoder_new_{}": ((_POINTER,) * 6, _POINTER),
@@ -177,7 +230,33 @@ def library() -> ctypes.CDLL | None:
         for name in {pattern.format(suffix) for suffix in DTYPES.values()}:
             function = getattr(found, f"carousel_{name}")
             function.argtypes, function.restype = arguments, result
+    for suffix in DTYPES.values():
+        check_layouts(getattr(found, f"carousel_layouts_{suffix}")().decode(), STRUCTURES)
     return found
+
+
+def check_layouts(native: str, structures: Iterable[type[ctypes.Structure]]) -> None:
+    """Compare structures with those that the library was compiled with, as layouts.h tells of them.
+
+    Raises RuntimeError, with both, where a size, a field or its place differs: one side would write elsewhere than the
+    other reads.
+    """
+    lines = {line.split(maxsplit=1)[0]: line for line in native.splitlines()}
+    own = {kind.__name__: _layout_of(kind) for kind in structures}
+    for name in sorted(lines.keys() | own.keys()):
+        if lines.get(name) != own.get(name):
+            raise RuntimeError(
+                f"the native code and Python lay out {name} differently; the structure in C++, layouts.h and "
+                f"library.py change together. Size, then name, offset and size of each field: "
+                f"C++ has {lines.get(name)!r}, Python has {own.get(name)!r}"
+            )
+
+
+def _layout_of(kind: type[ctypes.Structure]) -> str:
+    """As a line of layouts.h."""
+    places = [(name, getattr(kind, name)) for name, *_ in kind._fields_]
+    fields = "".join(f" {name} {place.offset} {place.size}" for name, place in places)
+    return f"{kind.__name__} {ctypes.sizeof(kind)}{fields}"
 
 
 class ThreadPool:

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import torch
 
 from app.engine.batch import ScheduledSequence
-from app.model.cpu.library import ThreadPool
+from app.model.cpu.library import Adjustments, Draw, ThreadPool
 from app.model.logprobs import Logprobs
 from app.model.sampler import Sampler, joined_masks
 
-_DRAW = "Qqqfff4x"  # a Draw of sampling.h: seed, position, top-k, temperature, top-p, min-p
+_DRAW, _ADJUSTMENTS = Draw.packing(), Adjustments.packing()
 
 
 class NativeSampler(Sampler):
@@ -33,7 +33,7 @@ class NativeSampler(Sampler):
             sampling = item.sampling
             numbers += (sampling.seed & all_bits, item.end, sampling.top_k or 0)
             numbers += (sampling.temperature, sampling.top_p, sampling.min_p)
-        draws = struct.pack(_DRAW * len(items), *numbers)
+        draws = struct.pack("=" + _DRAW * len(items), *numbers)
         where = _rows_at(rows)
         tokens = torch.empty(len(items), dtype=torch.long)
         self._threads.code.carousel_draw(
@@ -55,10 +55,9 @@ class NativeSampler(Sampler):
             numbers += (*tokens.buffer_info(), -1 if item.matcher is None else num_masks)
             num_masks += item.matcher is not None
         adjusted = torch.empty(len(items), logits.shape[1])
-        adjustments = "f4xQqQqQQqQQqq"  # an Adjustments of sampling.h
         self._threads.code.carousel_adjust(
             self._threads.handle, logits.data_ptr(), logits.shape[1], _pointer_to(where),
-            struct.pack(adjustments * len(items), *numbers), len(items),
+            struct.pack("=" + _ADJUSTMENTS * len(items), *numbers), len(items),
             torch.frombuffer(masks, dtype=torch.uint8).data_ptr() if masks else None,
             len(masks) // max(1, num_masks), adjusted.data_ptr(),
         )  # fmt: skip

@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "decoder.h"
+#include "layouts.h"
 #include "pack.h"
 #include "thread_pool.h"
 
@@ -15,10 +16,6 @@ using namespace carousel;
 namespace {
 
 using T = TYPE;
-
-struct Strides {  // in elements; the innermost stride is 1
-    int64_t query_token, query_head, key_token, key_head, value_token, value_head;
-};
 
 // Writes the new tokens' keys and values, then attends.
 void attention_step(ThreadPool& threads, const AttentionShape& shape, const Strides& strides, const T* query, const T* key,
@@ -43,6 +40,8 @@ void attention_step(ThreadPool& threads, const AttentionShape& shape, const Stri
 
 #pragma GCC visibility push(default)
 extern "C" {
+
+const char* OF_TYPE(layouts)() { return layouts(); }
 
 void OF_TYPE(attention_step)(void* threads, const AttentionShape* shape, const Strides* strides,
                              const void* query, const void* key, const void* value, const int64_t* slots,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import struct
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,3 +108,46 @@ def test_libraries_in_one_process_share_nothing_of_their_own() -> None:
     assert {name for name in kinds if not name.startswith("_Z")} == {
         f"carousel_{pattern.format(suffix)}" for pattern in library._FUNCTIONS for suffix in library.DTYPES.values()
     }
+
+
+def as_strides(*fields: tuple[str, Any]) -> type[ctypes.Structure]:
+    return type("Strides", (ctypes.Structure,), {"_fields_": fields})
+
+
+STRIDES = tuple((field[0], field[1]) for field in library.Strides._fields_)
+
+
+@pytest.mark.skipif(library.library() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        STRIDES[:-1],
+        (*STRIDES, ("more", ctypes.c_int64)),
+        (*STRIDES[:-2], STRIDES[-1], STRIDES[-2]),
+        (*STRIDES[:-1], (STRIDES[-1][0], ctypes.c_int32)),
+        (*STRIDES[:-1], ("renamed", ctypes.c_int64)),
+    ],
+    ids=["a field less", "a field more", "in another order", "of another type", "of another name"],
+)
+def test_a_structure_that_the_native_code_has_otherwise_is_refused(
+    wrong: tuple[tuple[str, Any], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = tuple(kind for kind in library.STRUCTURES if kind is not library.Strides)
+    monkeypatch.setattr(library, "STRUCTURES", (*others, as_strides(*STRIDES)))
+    assert library.library.__wrapped__() is not None
+    monkeypatch.setattr(library, "STRUCTURES", (*others, as_strides(*wrong)))
+    with pytest.raises(
+        RuntimeError, match=r"lay out Strides differently.* C\+\+ has 'Strides 48 .* Python has 'Strides"
+    ):
+        library.library.__wrapped__()
+    monkeypatch.setattr(library, "STRUCTURES", others)
+    with pytest.raises(RuntimeError, match=r"lay out Strides differently.* Python has None"):
+        library.library.__wrapped__()
+
+
+def test_a_structure_is_filled_by_the_names_of_all_its_fields() -> None:
+    assert library.MlpWeights(gate_up=1, down=2).down == 2
+    for wrong in ({"gate_up": 1}, {"gate_up": 1, "down": 2, "more": 3}):
+        with pytest.raises(AssertionError, match="MlpWeights has"):
+            library.MlpWeights(**wrong)
+    assert struct.calcsize("=" + library.Adjustments.packing()) == ctypes.sizeof(library.Adjustments)

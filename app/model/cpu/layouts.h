@@ -1,0 +1,68 @@
+// The structures that Python fills, as this compiler lays them out. library.py compares them with its own when it loads
+// the library: a field that only one side has would be memory that the other side reads as something else.
+#pragma once
+
+#include <cstddef>
+#include <cstdio>
+#include <initializer_list>
+#include <string>
+
+#include "decoder.h"
+#include "sampling.h"
+
+namespace carousel {
+
+struct Field {
+    const char* name;
+    size_t offset, size;
+};
+
+// A line: the name of the structure, its size, then name, offset and size of each field.
+inline std::string layout(const char* name, size_t size, std::initializer_list<Field> fields) {
+    char numbers[64];  // std::to_string would share a table with other libraries of the process
+    std::snprintf(numbers, sizeof(numbers), " %zu", size);
+    std::string line = std::string(name) + numbers;
+    for (const Field& field : fields) {
+        std::snprintf(numbers, sizeof(numbers), " %zu %zu", field.offset, field.size);
+        line += std::string(" ") + field.name + numbers;
+    }
+    return line + "\n";
+}
+
+#define CAROUSEL_FIELD(NAME) Field{#NAME, offsetof(Struct, NAME), sizeof(Struct::NAME)}
+#define CAROUSEL_LAYOUT(NAME, ...)                           \
+    [] {                                                     \
+        using Struct = NAME;                                 \
+        return layout(#NAME, sizeof(Struct), {__VA_ARGS__}); \
+    }()
+
+inline const char* layouts() {
+#define F CAROUSEL_FIELD
+    static const std::string lines =
+        CAROUSEL_LAYOUT(AttentionShape, F(num_heads), F(num_kv_heads), F(key_dim), F(value_dim), F(block_size),
+                        F(scaling), F(softcap), F(sliding_window), F(sinks)) +
+        CAROUSEL_LAYOUT(Strides, F(query_token), F(query_head), F(key_token), F(key_head), F(value_token),
+                        F(value_head)) +
+        CAROUSEL_LAYOUT(ExpertsShape, F(num_experts), F(per_token), F(intermediate_size), F(weights_sum_to_one),
+                        F(rounds_weights)) +
+        CAROUSEL_LAYOUT(DecoderShape, F(hidden_size), F(num_heads), F(num_kv_heads), F(head_dim), F(intermediate_size),
+                        F(vocab_size), F(block_size), F(num_layers), F(weight_bits), F(epsilon), F(scaling),
+                        F(experts)) +
+        CAROUSEL_LAYOUT(MlpWeights, F(gate_up), F(down)) +
+        CAROUSEL_LAYOUT(LayerWeights, F(input_norm), F(query_key_value), F(query_key_value_bias), F(query_norm),
+                        F(key_norm), F(output), F(output_bias), F(post_attention_norm), F(router), F(mlps), F(keys),
+                        F(values), F(scales), F(sliding_window)) +
+        CAROUSEL_LAYOUT(LowRank, F(down), F(up), F(rank)) +
+        CAROUSEL_LAYOUT(AdapterLayer, F(query_key_value), F(output), F(gate_up), F(down)) +
+        CAROUSEL_LAYOUT(DecoderStep, F(num_tokens), F(num_segments), F(num_rows), F(num_logits), F(token_ids),
+                        F(positions), F(slots), F(segments), F(tables), F(rows), F(logits_rows), F(cosine), F(sine),
+                        F(logits), F(likeliest), F(hidden), F(num_adapters), F(adapters), F(adapter_of)) +
+        CAROUSEL_LAYOUT(Segment, F(first_token), F(num_tokens), F(start), F(table_offset)) +
+        CAROUSEL_LAYOUT(Draw, F(seed), F(position), F(top_k), F(temperature), F(top_p), F(min_p)) +
+        CAROUSEL_LAYOUT(Adjustments, F(repetition_penalty), F(seen), F(num_seen), F(deducted), F(num_deducted),
+                        F(deductions), F(biased), F(num_biased), F(biases), F(banned), F(num_banned), F(mask));
+#undef F
+    return lines.c_str();
+}
+
+}  // namespace carousel
