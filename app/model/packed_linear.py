@@ -84,7 +84,7 @@ class JoinedPart(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """As that of `PackedLinear`."""
+        """A copy, as `PackedLinear` gives one."""
         return self._weight_of(self._index)
 
 

@@ -86,7 +86,7 @@ def test_queries_that_are_scaled_by_their_place_in_a_step_are_found_by_the_steps
 def test_a_sequence_beside_another_is_compared_in_the_native_decoder(
     tiny_model_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where the decoder takes the blocks of the first sequence of a step for all of them."""
+    """The decoder is made to take the blocks of the first sequence of a step for every sequence."""
     right = decoder.build_segments
 
     def wrong(batch: StepBatch, **sizes: int) -> Segments:
