@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from app.usage.journal import UsageJournal
@@ -58,15 +58,11 @@ class UsageCounter:
         """All that is known to be used by a key today and this month."""
         today, known = self.today, self._known
         of_ledger = known.totals.get(key, BudgetTotals())
-        tokens_today = of_ledger.tokens_today if known.day == today else 0
-        is_same_month = month_of(known.day) == month_of(today)
-        tokens, money = (of_ledger.tokens_this_month, of_ledger.money_this_month) if is_same_month else (0, 0.0)
-        for used_for, used in self._uncounted(key):
-            if month_of(used_for.day) == month_of(today):
-                tokens_today += used.num_tokens if used_for.day == today else 0
-                tokens += used.num_tokens
-                money += used.cost
-        return BudgetTotals(tokens_today, tokens, money)
+        if month_of(known.day) != month_of(today):
+            of_ledger = BudgetTotals()
+        elif known.day != today:
+            of_ledger = of_ledger._replace(tokens_today=0)
+        return of_ledger.plus(_totals_of(self._uncounted(key), today))
 
     def uncounted(self) -> dict[UsedFor, Used]:
         """All that the ledger may not have yet."""
@@ -86,13 +82,20 @@ class UsageCounter:
         """Of the report that will have what is counted now."""
         return self._sent.number + 1
 
-    def report(self, **fields: Any) -> UsageReport:
-        """The report to send now, with these other fields. It has no more usage while the last one is not answered."""
+    def report(self, reserved: Mapping[str, BudgetTotals] | None = None, **fields: Any) -> UsageReport:
+        """The report to send now, with these other fields. It has no more usage while the last one is not answered.
+
+        `reserved`: by key with budgets what its running requests may use.
+        """
         number, used = self._sent.number, self._in_flight
         if self.begins_report:
             number, used = self.number, self.uncounted()
             self._counted = {}
-        self._sent = UsageReport(process=self.process, number=number, used=used, **fields)
+        left_out = {
+            key: each.plus(_totals_of(self._counted.get(key, {}).items(), self.today))
+            for key, each in (reserved or {}).items()
+        }
+        self._sent = UsageReport(process=self.process, number=number, used=used, reserved=left_out, **fields)
         return self._sent
 
     def take(self, answer: UsageAnswer) -> None:
@@ -106,3 +109,13 @@ class UsageCounter:
     def _uncounted(self, key: str) -> Iterator[tuple[UsedFor, Used]]:
         yield from self._counted.get(key, {}).items()
         yield from ((used_for, used) for used_for, used in self._in_flight.items() if used_for.key == key)
+
+
+def _totals_of(used: Iterable[tuple[UsedFor, Used]], today: str) -> BudgetTotals:
+    """What budgets of today and of this month are compared with."""
+    totals = BudgetTotals()
+    for used_for, each in used:
+        if month_of(used_for.day) == month_of(today):
+            tokens_today = each.num_tokens if used_for.day == today else 0
+            totals = totals.plus(BudgetTotals(tokens_today, each.num_tokens, each.cost))
+    return totals

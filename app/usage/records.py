@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 ONLINE, BACKGROUND = "online", "background"
 ROUNDING = 1e-6  # of a limit: so much less is as much
-PLACES = "requests at once"  # a limit of these is of whole ones; all others are of amounts a minute
+PLACES = "requests at once"  # a limit of these is of whole ones
 
 
 class UsedFor(NamedTuple):
@@ -63,19 +63,24 @@ class BudgetTotals(NamedTuple):
         return BudgetTotals(*map(add, self, other))
 
 
+MONEY = "money_per_month"
+# The budgets that a key may have, and the total that each is compared with. A budget does not fill up with time.
+BUDGETS = dict(zip(("tokens_per_day", "tokens_per_month", MONEY), BudgetTotals._fields, strict=True))
+
+
 class LimitId(NamedTuple):
-    """A limit of a key. With another amount it is another limit."""
+    """A limit of a key: of PLACES, of one of BUDGETS, or of an amount a minute. Another amount is another limit."""
 
     key: str
     what: str
-    limit: int
+    limit: float
 
 
 class LimitUse(NamedTuple):
     """What one process has of a limit, and what it was asked for since its last report."""
 
-    share: float  # the part of what comes in a minute, 0 before it was given any; of PLACES how many
-    held: float  # what its bucket has, without what it began with; of PLACES how many are taken
+    share: float  # the part of what comes in a minute, 0 before it was given any; of PLACES how many; 0 of a budget
+    held: float  # what its bucket has, or what it may reserve, without what it began with; of PLACES how many are taken
     wanted: float  # the sum of what was asked for; of PLACES the most at once
     refused: float = 0.0  # the smallest request that was refused; of PLACES not told
 
@@ -84,7 +89,7 @@ class Share(NamedTuple):
     """What a process has of a limit from now on."""
 
     share: float
-    given: float = 0.0  # what its bucket has more than before; below 0: less
+    given: float = 0.0  # what its bucket has more than before, or what it may reserve more; below 0: less
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +104,7 @@ class UsageReport:
     used: Mapping[UsedFor, Used] = field(default_factory=dict)
     reserved: Mapping[str, BudgetTotals] = field(
         default_factory=dict
-    )  # by key with budgets: what running requests may use
+    )  # by key with budgets: what running requests may use, and what has ended and is not in `used` yet
     limits: Mapping[LimitId, LimitUse] = field(default_factory=dict)
     num_processes: int = 0  # that share limits, as it was last told
     takes_slack: bool = True  # it has a part of what no process asks for, too

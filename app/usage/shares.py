@@ -1,7 +1,8 @@
-"""How the processes that send requests share the limits of a key: each has a part, by what it is asked for.
+"""How the processes that send requests share the limits and budgets of a key: each has a part, by what it is asked for.
 
 A process goes on with its part while it has no answer, so no request waits for an answer, and the owner may die. What
-is given to one process was taken from another before: all parts together are never more than the limit.
+is given to one process was taken from another before: all parts together are never more than the limit. Of a budget the
+ledger's total, what running requests have reserved, and all that processes may still reserve are never more than it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,17 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from app.usage.records import PLACES, ROUNDING, BudgetTotals, LimitId, LimitUse, Share, UsageAnswer, UsageReport
+from app.usage.records import (
+    BUDGETS,
+    PLACES,
+    ROUNDING,
+    BudgetTotals,
+    LimitId,
+    LimitUse,
+    Share,
+    UsageAnswer,
+    UsageReport,
+)
 
 LEASE_S = 90.0  # of silence: then the owner gives the part of a process to others, and it falls back to its first one
 SETTLING_S = 3.0  # so long a new owner only listens
@@ -52,14 +63,17 @@ class Shares:
     def answer(self, report: UsageReport, answer: UsageAnswer) -> UsageAnswer:
         """The ledger's answer to a report, with its parts of limits and what others have reserved."""
         self._reserved[report.process] = report.reserved
-        shares, totals = self._exchange(report), dict(answer.totals)
+        shares, totals = self._exchange(report, answer.totals), dict(answer.totals)
         for process, reserved in self._reserved.items():
             for key in reserved.keys() & totals.keys() if process != report.process else ():
                 totals[key] = totals[key].plus(reserved[key])
         return replace(answer, totals=totals, shares=shares, num_processes=len(self._heard_at))
 
-    def _exchange(self, report: UsageReport) -> dict[LimitId, Share]:
-        """The parts of a process; none while others may have parts that are not known here."""
+    def _exchange(self, report: UsageReport, used: Mapping[str, BudgetTotals]) -> dict[LimitId, Share]:
+        """The parts of a process; none while others may have parts that are not known here.
+
+        `used`: what the ledger has of each key with budgets.
+        """
         process, uses = report.process, report.limits
         now = self._clock()
         if self._began_at is None:
@@ -73,10 +87,12 @@ class Shares:
         self._leave(process, self._limits.keys() - uses.keys())
         for limit_id, use in uses.items():
             limit = self._limits.setdefault(limit_id, _Limit(counted_at=now))
-            _note(limit, process, use, limit_id, now, takes_slack=report.takes_slack)
+            # A part of a budget lasts: the process of batches needs one before it is asked for anything.
+            takes_slack = report.takes_slack or limit_id.what in BUDGETS
+            _note(limit, process, use, limit_id, now, takes_slack=takes_slack)
         age_s, has_heard_all = now - self._began_at, len(self._heard_at) >= self._num_expected
         self._is_settled |= age_s >= SETTLING_S and (has_heard_all or age_s >= LEASE_S)
-        return {limit_id: self._share(limit_id, process, now) for limit_id in uses} if self._is_settled else {}
+        return {limit_id: self._share(limit_id, process, now, used) for limit_id in uses} if self._is_settled else {}
 
     def _leave(self, process: str, limit_ids: Collection[LimitId]) -> None:
         for limit_id in list(limit_ids):
@@ -85,11 +101,19 @@ class Shares:
             if not members:
                 del self._limits[limit_id]
 
-    def _share(self, limit_id: LimitId, process: str, now: float) -> Share:
+    def _share(self, limit_id: LimitId, process: str, now: float, used: Mapping[str, BudgetTotals]) -> Share:
         limit = self._limits[limit_id]
         if limit_id.what == PLACES:
-            return _share_of_places(limit.members, process, limit_id.limit)
+            return _share_of_places(limit.members, process, int(limit_id.limit))
+        if limit_id.what in BUDGETS:
+            return _share_of_budget(limit.members, process, limit_id.limit - self._spent(limit_id, used))
         return _share_of_bucket(limit, process, limit_id.limit, now)
+
+    def _spent(self, limit_id: LimitId, used: Mapping[str, BudgetTotals]) -> float:
+        """Of a budget what is used, and what running requests have reserved."""
+        key, name = limit_id.key, BUDGETS[limit_id.what]
+        parts = (each.get(key, BudgetTotals()) for each in (used, *self._reserved.values()))
+        return sum(float(getattr(part, name)) for part in parts)
 
 
 def _note(limit: _Limit, process: str, use: LimitUse, limit_id: LimitId, now: float, *, takes_slack: bool) -> None:
@@ -108,7 +132,7 @@ def _note(limit: _Limit, process: str, use: LimitUse, limit_id: LimitId, now: fl
     member.use, member.reported_at = use, now
 
 
-def _share_of_bucket(limit: _Limit, process: str, most: int, now: float) -> Share:
+def _share_of_bucket(limit: _Limit, process: str, most: float, now: float) -> Share:
     members = limit.members
     member, held = members[process], sum(each.use.held for each in members.values())
     if limit.spare is None:  # no process has a part yet; or an owner before this gave them, and what it kept is lost
@@ -120,15 +144,30 @@ def _share_of_bucket(limit: _Limit, process: str, most: int, now: float) -> Shar
     limit.spare = min(limit.spare, max(0.0, most - held))
     limit.counted_at = now
     share = max(0.0, min(_wanted_part(members, process, most), 1 - of_others))
-    target = share * max(0.0, held + limit.spare)
-    at_once = min(member.refused, most * (1 - ROUNDING))
-    if target < at_once and share < 1 - ROUNDING:
-        # Of what is too little for all that is asked for here another may make use.
-        target = at_once if limit.spare + member.use.held >= at_once else 0.0
-    given = min(target - member.use.held, limit.spare)
+    given = _given(member, share, held, limit.spare, most)
     limit.spare -= given
     member.use = member.use._replace(share=share, held=member.use.held + given)
     return Share(share, given)
+
+
+def _share_of_budget(members: Mapping[str, _Member], process: str, left: float) -> Share:
+    """`left`: of the budget, what is neither used nor reserved by running requests."""
+    member, held = members[process], sum(each.use.held for each in members.values())
+    share = _wanted_part(members, process, left) if left > 0 else 0.0
+    given = _given(member, share, held, left - held, left)
+    # What is taken from a process it may have reserved meanwhile: it goes to others once the next report shows it.
+    member.use = member.use._replace(held=member.use.held + max(0.0, given))
+    return Share(share, given)
+
+
+def _given(member: _Member, share: float, held: float, spare: float, most: float) -> float:
+    """What a process gets of what no process has, or has to give up, for its part of `held` and `spare` together."""
+    target = share * max(0.0, held + spare)
+    at_once = min(member.refused, most * (1 - ROUNDING))
+    if target < at_once and share < 1 - ROUNDING:
+        # Of what is too little for all that is asked for here another may make use.
+        target = at_once if spare + member.use.held >= at_once else 0.0
+    return min(target - member.use.held, spare)
 
 
 def _wanted_part(members: Mapping[str, _Member], process: str, most: float) -> float:

@@ -1,31 +1,35 @@
 """How near ingresses keep the limits of a key that they share: `python -m benchmarks.service.fleet --limits`.
 
 The accounts of ingresses and the owner of the shares are the service's own; time is simulated. The same requests come
-to one account that has the whole limit: what that admits is allowed.
+to one account that has the whole limit: what that admits is allowed. Of a budget, all that is used is compared with it.
 """
 
 from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable
-from contextlib import ExitStack
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from app.api.auth.keys import AccountLimits, KeyRing
 from app.api.auth.limits import Account, SharedPools
 from app.config import KeyConfig
-from app.errors import LimitReached
-from app.usage import CallUsage, UsageAnswer, UsageReport, Used
+from app.errors import BudgetSpent, LimitReached
+from app.jobs.usage_ledger import SCHEMA, UsageLedger
+from app.usage import CallUsage, UsageAnswer, UsageCounter, UsageReport, Used
 from app.usage.exchange import PERIOD_S, SILENCE_S
+from app.usage.records import day_of
 from app.usage.shares import LEASE_S, Shares
 
 MINUTE_S = 60.0
 # What the owner does not answer, in seconds of a run.
 DEAD_FROM_S, DEAD_UNTIL_S = 120.0, 180.0
+NUM_AT_ONCE, BUDGET_WAVES_S = 150, (0.5, 20.0, 60.0)  # in runs with a budget: so many requests come at these times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +43,8 @@ class Case:
     tokens_per_minute: int | None = 120_000
     requests_per_minute: int | None = None
     max_concurrency: int | None = None
+    tokens_per_day: int | None = None  # with this the requests come in waves, and come again when they may
+    answer_s: float = 0.0  # from what the owner decides until a process knows of it
     seconds: float = 300.0
 
 
@@ -51,14 +57,44 @@ class Admitted:
     most_running: int = 0
 
 
+class _Request(NamedTuple):
+    num_tokens: int  # that it may use at most
+    used: CallUsage
+
+
 class _Ingress:
     def __init__(self, name: str, config: KeyConfig, clock: Callable[[], float], *, first_share: float) -> None:
         self.name = name
-        ring = KeyRing([config], SharedPools(first_share=first_share), clock=clock)
+        pools = SharedPools(first_share=first_share, shares_budgets=True)
+        self.counter = pools.usage = UsageCounter(clock)
+        ring = KeyRing([config], pools, clock=clock)
         [self.account] = ring.accounts
         self.limits = AccountLimits(ring)
         self.answered_at = clock()
         self.num_processes = 0
+
+
+class _Owner:
+    """The ledger outlives a death of the owner, its shares do not."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        connection = sqlite3.connect(":memory:", isolation_level=None)
+        connection.row_factory = sqlite3.Row
+        connection.executescript(SCHEMA)
+        self._ledger = UsageLedger(connection, _transaction)
+        self.shares: Shares | None = Shares(clock)
+
+    def answer(self, report: UsageReport) -> UsageAnswer | None:
+        """None while it is dead."""
+        if self.shares is None:
+            return None
+        return self.shares.answer(report, self._ledger.add(report, day_of(self._clock())))
+
+
+@contextmanager
+def _transaction() -> Iterator[None]:
+    yield
 
 
 class _Run:
@@ -74,11 +110,12 @@ class _Run:
             tokens_per_minute=case.tokens_per_minute,
             requests_per_minute=case.requests_per_minute,
             max_concurrency=case.max_concurrency,
+            tokens_per_day=case.tokens_per_day,
         )
         share = 1 / case.num_ingresses
         self._ingresses = [_Ingress(str(n), config, self._clock, first_share=share) for n in range(case.num_ingresses)]
         self._single = _Ingress("", config, self._clock, first_share=1.0)
-        self._shares: Shares | None = Shares(self._clock)
+        self._owner = _Owner(self._clock)
         self.shared, self.single = Admitted({}), Admitted({})
 
     def _clock(self) -> float:
@@ -93,34 +130,56 @@ class _Run:
             begins_s = (number + self._rng.random()) * PERIOD_S / case.num_ingresses
             self._at(begins_s, partial(self._exchange, ingress))
         if case.owner_dies:
-            self._at(DEAD_FROM_S, lambda: setattr(self, "_shares", None))
-            self._at(DEAD_UNTIL_S, lambda: setattr(self, "_shares", Shares(self._clock)))
-        self._at(0.0, self._arrive)
+            self._at(DEAD_FROM_S, lambda: setattr(self._owner, "shares", None))
+            self._at(DEAD_UNTIL_S, lambda: setattr(self._owner, "shares", Shares(self._clock)))
+        if case.tokens_per_day is None:
+            self._at(0.0, self._arrive)
+        else:
+            for wave_s in BUDGET_WAVES_S:
+                for _ in range(NUM_AT_ONCE):
+                    self._at(wave_s, partial(self._insist, self._request()))
         while self._events and self.now < case.seconds:
             self.now, _, event = heapq.heappop(self._events)
             event()
 
     def _exchange(self, ingress: _Ingress) -> None:
-        limits, uses = ingress.limits, ingress.limits.uses()
-        if self._shares is not None:
-            report = UsageReport(process=ingress.name, number=0, limits=uses, num_processes=ingress.num_processes)
-            answer = self._shares.answer(report, UsageAnswer(number=0, day=""))
-            ingress.answered_at, ingress.num_processes = self.now, answer.num_processes
-            limits.take(answer.shares)
+        limits = ingress.limits
+        report = ingress.counter.report(
+            reserved=limits.reserved(), limits=limits.uses(), num_processes=ingress.num_processes
+        )
+        answer = self._owner.answer(report)
+        if answer is not None:
+            self._at(self.now + self._case.answer_s, partial(self._learn, ingress, answer))
         elif (silence_s := self.now - ingress.answered_at) > SILENCE_S:
             limits.lose_owner(has_share=silence_s < LEASE_S)
-        self._at(self.now + PERIOD_S, partial(self._exchange, ingress))
+        self._at(self.now + self._case.answer_s + PERIOD_S, partial(self._exchange, ingress))
+
+    def _learn(self, ingress: _Ingress, answer: UsageAnswer) -> None:
+        ingress.answered_at, ingress.num_processes = self.now, answer.num_processes
+        ingress.counter.take(answer)
+        ingress.limits.take(answer.shares)
 
     def _arrive(self) -> None:
-        case, rng = self._case, self._rng
-        num_prompt, max_tokens = rng.randint(50, 150), 400
-        used = CallUsage("model", False, Used(1, num_prompt, 0, rng.randint(50, max_tokens)))
-        is_hot = rng.random() < case.skew
-        ingress = self._ingresses[0] if is_hot else rng.choice(self._ingresses)
-        ends_at = self.now + rng.uniform(0.5, 9.5)
+        ingress, request = self._ingress(), self._request()
+        ends_at = self.now + self._rng.uniform(0.5, 9.5)
         for each, admitted in ((ingress, self.shared), (self._single, self.single)):
-            self._ask(each.account, admitted, num_prompt + max_tokens, used, ends_at)
-        self._at(self.now + rng.expovariate(self._num_per_s), self._arrive)
+            self._ask(each.account, admitted, request, ends_at)
+        self._at(self.now + self._rng.expovariate(self._num_per_s), self._arrive)
+
+    def _insist(self, request: _Request) -> None:
+        """Ask, and ask again when the refusal says so."""
+        refusal = self._ask(self._ingress().account, self.shared, request, self.now + self._rng.uniform(0.5, 9.5))
+        if refusal is not None and not isinstance(refusal, BudgetSpent):
+            self._at(self.now + refusal.retry_after_s, partial(self._insist, request))
+
+    def _ingress(self) -> _Ingress:
+        is_hot = self._rng.random() < self._case.skew
+        return self._ingresses[0] if is_hot else self._rng.choice(self._ingresses)
+
+    def _request(self) -> _Request:
+        num_prompt, max_tokens = self._rng.randint(50, 150), 400
+        used = CallUsage("model", False, Used(1, num_prompt, 0, self._rng.randint(50, max_tokens)))
+        return _Request(num_prompt + max_tokens, used)
 
     @property
     def _num_per_s(self) -> float:
@@ -132,14 +191,15 @@ class _Run:
         ]
         return case.load * min(each for each in allowed if each)
 
-    def _ask(self, account: Account, admitted: Admitted, num_tokens: int, used: CallUsage, ends_at: float) -> None:
-        running = ExitStack()
+    def _ask(self, account: Account, admitted: Admitted, request: _Request, ends_at: float) -> LimitReached | None:
+        """Begin a request, or tell what it is refused for."""
+        running, used = ExitStack(), request.used
         try:
             reservation = running.enter_context(account.reserve())
-            reservation.reserve(num_tokens)
+            reservation.reserve(request.num_tokens)
         except LimitReached as refusal:
             running.__exit__(type(refusal), refusal, None)
-            return
+            return refusal
         reservation.usages.append(lambda: used)
         minute = int(self.now / MINUTE_S)
         admitted.by_minute[minute] = admitted.by_minute.get(minute, 0) + used.used.num_tokens
@@ -151,6 +211,7 @@ class _Run:
             admitted.num_running -= 1
 
         self._at(ends_at, end)
+        return None
 
 
 def measure(case: Case, *, seed: int) -> dict[str, float]:
@@ -167,6 +228,14 @@ def measure(case: Case, *, seed: int) -> dict[str, float]:
     }
 
 
+def measure_budget(case: Case, *, seed: int) -> dict[str, float]:
+    """Tokens that were used over the budget, when all requests have ended or were refused for good."""
+    assert case.tokens_per_day is not None, "it has a budget"
+    run = _Run(case, seed)
+    run.run()
+    return {"used_of_budget": round(sum(run.shared.by_minute.values()) / case.tokens_per_day, 3)}
+
+
 def measure_all(*, seed: int) -> dict[str, Any]:
     """The table."""
     figures: dict[str, Any] = {"seed": seed}
@@ -174,6 +243,9 @@ def measure_all(*, seed: int) -> dict[str, Any]:
         for name, fields in CASES.items():
             case = Case(num_ingresses=num_ingresses, **fields)
             figures[f"{num_ingresses} ingresses, {name}"] = measure(case, seed=seed)
+        for name, fields in BUDGET_CASES.items():
+            case = Case(num_ingresses=num_ingresses, **fields)
+            figures[f"{num_ingresses} ingresses, {name}"] = measure_budget(case, seed=seed)
     return figures
 
 
@@ -190,4 +262,10 @@ CASES: dict[str, dict[str, Any]] = {
     "200 at once, skewed": {**_AT_ONCE, **_SKEWED},
     "200 at once, skewed, the owner dead for a minute": {**_AT_ONCE, **_SKEWED, "owner_dies": True},
     "40 at once, even": {**_AT_ONCE, "max_concurrency": 40},
+}
+_BUDGET: dict[str, Any] = {"tokens_per_minute": None, "tokens_per_day": 5_000, "answer_s": 0.2, "seconds": 80.0}
+BUDGET_CASES: dict[str, dict[str, Any]] = {
+    "150 requests at once on a budget of 5,000": _BUDGET,
+    "150 requests at once on a budget of 5,000, skewed": {**_BUDGET, **_SKEWED},
+    "150 requests at once on a budget of 50,000": {**_BUDGET, "tokens_per_day": 50_000},
 }

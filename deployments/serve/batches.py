@@ -32,7 +32,7 @@ class Batches(Sender):
     ) -> None:
         """See `Sender`."""
         # Items wait: of what no process asks for it needs no part.
-        super().__init__(config, paths, handles, pools=SharedPools(first_share=0.0))
+        super().__init__(config, paths, handles, pools=SharedPools(first_share=0.0, shares_budgets=True))
         self._feeds: dict[str, Feed] = {}
         # Serve calls this on the loop that everything here runs on.
         self._opening = asyncio.create_task(self._open())

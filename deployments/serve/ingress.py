@@ -41,7 +41,11 @@ class Ingress(Sender):
     ) -> None:
         """See `Sender`. `batches` is the deployment that keeps files and batches, where they are served."""
         collect_later()
-        pools = SharedPools(max_ingress_requests(config), first_share=1 / config.ingress.num_replicas)
+        pools = SharedPools(
+            max_ingress_requests(config),
+            first_share=1 / config.ingress.num_replicas,
+            shares_budgets=batches is not None,
+        )
         super().__init__(config, paths, handles, batches, pools)
         accept_odd_headers()
         leave_request_ids_alone()

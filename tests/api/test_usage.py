@@ -17,10 +17,10 @@ import pytest
 from app.api.auth.keys import AccountLimits
 from app.api.auth.limits import Account, SharedPools
 from app.config import KeyConfig, PricesConfig
-from app.errors import BudgetSpent
+from app.errors import BudgetSpent, LimitReached
 from app.text import Tokenizer
 from app.usage import CallUsage, UsageCounter, UsageExchange, Used
-from app.usage.records import BudgetTotals, day_of, next_day, next_month
+from app.usage.records import BudgetTotals, LimitUse, Share, day_of, next_day, next_month
 from tests.kit.engine import FakeClock
 from tests.kit.service import ADMIN_KEY, KEY, OTHER_KEY, WAIT, Answer, Connection, Service, bearer, entry, say
 from tests.kit.usage import NOON, LedgerOwner
@@ -210,3 +210,26 @@ def test_a_new_day_has_a_new_budget() -> None:
     assert caught.value.retry_after_s == (datetime(2026, 11, 28, tzinfo=UTC).timestamp() - NOON) == 43_200
     clock.advance(caught.value.retry_after_s)
     account.check_budgets(100, 0.0)
+
+
+def test_what_other_processes_may_use_of_a_budget_is_refused_for_a_moment_and_then_given_here() -> None:
+    pools = SharedPools(first_share=0.5, shares_budgets=True)
+    account = Account(KeyConfig.model_validate(entry(tokens_per_day=1000)), FakeClock(), pools)
+    [part] = account.shared_limits.values()
+    with account.reserve() as reservation:
+        reservation.reserve(50)  # a tenth of the budget is here and elsewhere before its owner has answered
+        with pytest.raises(
+            LimitReached, match=r"1,000; 50 are used or reserved.* needs up to 20, and .* give 0"
+        ) as caught:
+            reservation.reserve(20)
+        assert (type(caught.value), caught.value.retry_after_s) == (LimitReached, 2.0)
+        assert part.use() == LimitUse(0.0, -50.0, 70.0, 20.0)
+        part.set_share(Share(0.5, 450.0))
+        reservation.reserve(400)
+        with pytest.raises(BudgetSpent, match="450 are used or reserved"):
+            reservation.reserve(551)
+        part.set_share(Share(0.5, -50.0))
+        assert part.use().held == 0.0, "it cannot give up more than it has"
+        part.lose_owner(has_share=False)
+        reservation.usages.append(lambda: CallUsage("demo", False, Used(1, 40, 0, 60)))
+    assert part.use().held == 350.0

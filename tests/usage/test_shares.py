@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import random
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
-from app.usage import UsageAnswer, UsageReport
+from app.api.auth.keys import AccountLimits, KeyRing
+from app.api.auth.limits import UNTOLD_PART, Reservation, SharedPools
+from app.config import KeyConfig
+from app.errors import LimitReached
+from app.usage import CallUsage, UsageAnswer, UsageCounter, UsageReport, Used
+from app.usage.exchange import SILENCE_S
 from app.usage.records import PLACES, BudgetTotals, LimitId, LimitUse, Share
 from app.usage.shares import LEASE_S, SETTLING_S, Shares
-from benchmarks.service.shares import CASES, Case, measure
+from benchmarks.service.shares import BUDGET_CASES, CASES, Case, measure, measure_budget
 from tests.kit.engine import FakeClock
+from tests.kit.service import entry
 
 TOKENS = LimitId("alice", "tokens", 600)
 AT_ONCE = LimitId("alice", PLACES, 5)
@@ -28,6 +36,110 @@ def test_what_is_admitted_is_what_is_allowed(name: str, num_ingresses: int) -> N
     assert figures["highest_minute"] <= 1.2, figures
     if most := CASES[name].get("max_concurrency"):
         assert figures["most_at_once"] <= most, figures
+
+
+@pytest.mark.parametrize("num_ingresses", [1, 3, 8])
+@pytest.mark.parametrize("name", BUDGET_CASES)
+def test_a_budget_is_used_and_not_exceeded(name: str, num_ingresses: int) -> None:
+    figures = measure_budget(Case(num_ingresses=num_ingresses, **BUDGET_CASES[name]), seed=7)
+    assert 0.85 <= figures["used_of_budget"] <= 1.0
+
+
+class Process:
+    """One that sends requests, with a budget of 1,000 tokens a day and of 10 in money."""
+
+    def __init__(self, clock: FakeClock, *, first_share: float) -> None:
+        self._clock = clock
+        pools = SharedPools(first_share=first_share, shares_budgets=True)
+        self.counter = pools.usage = UsageCounter(clock)
+        key = KeyConfig.model_validate(entry(tokens_per_day=1000, money_per_month=10.0))
+        ring = KeyRing([key], pools, clock=clock)
+        [self.account] = ring.accounts
+        self._limits = AccountLimits(ring)
+        self._answered_at = clock()
+        self.running: list[tuple[ExitStack, Reservation]] = []
+        self.num_used = 0
+
+    def ask(self, num_tokens: int) -> bool:
+        """Whether a request of so many tokens has begun."""
+        running = ExitStack()
+        try:
+            reservation = running.enter_context(self.account.reserve())
+            reservation.reserve(num_tokens, cost=num_tokens / 100)
+        except LimitReached as refusal:
+            running.__exit__(type(refusal), refusal, None)
+            return False
+        self.running.append((running, reservation))
+        return True
+
+    def end(self, index: int, part: float) -> None:
+        """A request that runs ends, and has used this part of its tokens."""
+        running, reservation = self.running.pop(index)
+        num_tokens = int(part * reservation.num_reserved)
+        self.num_used += num_tokens
+        call = CallUsage("demo", False, Used(1, num_tokens, 0, 0, num_tokens / 100))
+        reservation.usages.append(lambda: call)
+        running.close()
+
+    def report(self) -> UsageReport:
+        return self.counter.report(reserved=self._limits.reserved(), limits=self._limits.uses(), num_processes=3)
+
+    def learn(self, answer: UsageAnswer | None) -> None:
+        """None: it has come to no answer."""
+        if answer is not None:
+            self._answered_at = self._clock()
+            self.counter.take(answer)
+            self._limits.take(answer.shares)
+        elif (silence_s := self._clock() - self._answered_at) > SILENCE_S:
+            self._limits.lose_owner(has_share=silence_s < LEASE_S)
+
+
+class Ledger:
+    """Of one key, in memory. It outlives the owner of the shares."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        self._clock = clock
+        self.shares = Shares(clock)
+        self.num_tokens = 0
+        self._numbers: dict[str, int] = {}
+
+    def answer(self, report: UsageReport) -> UsageAnswer:
+        if report.number > self._numbers.get(report.process, 0):
+            self._numbers[report.process] = report.number
+            self.num_tokens += sum(used.num_tokens for used in report.used.values())
+        totals = BudgetTotals(self.num_tokens, self.num_tokens, self.num_tokens / 100)
+        answer = UsageAnswer(number=report.number, day="1970-01-01", totals={"alice": totals})
+        return self.shares.answer(report, answer)
+
+    def die(self) -> None:
+        self.shares = Shares(self._clock)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_order_of_requests_reports_lost_answers_and_deaths_exceeds_a_budget(seed: int) -> None:
+    choose, clock = random.Random(seed), FakeClock()
+    ledger = Ledger(clock)
+    processes = [Process(clock, first_share=share) for share in (0.5, 0.5, 0.0)]
+    num_refused = 0
+    for _ in range(400):
+        process = choose.choice(processes)
+        if process.running and choose.random() < 0.4:
+            process.end(choose.randrange(len(process.running)), choose.random() ** 4)
+        elif choose.random() < 0.6:
+            num_refused += not process.ask(choose.randint(1, 60))
+        else:
+            report = process.report()
+            arrives, is_answered = choose.random() < 0.9, choose.random() < 0.9
+            answer = ledger.answer(report) if arrives else None
+            if choose.random() < 0.5:  # it takes requests before it has the answer
+                num_refused += not process.ask(choose.randint(1, 60))
+            process.learn(answer if is_answered else None)
+        if choose.random() < 0.01:
+            ledger.die()
+        clock.advance(choose.expovariate(2.0))
+        used = sum(each.num_used + each.account.reserved.tokens_today for each in processes)
+        assert used <= 1000 * (1 + UNTOLD_PART)
+    assert num_refused
 
 
 class Fleet:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from app.api.auth.limits import Account, Places, SharedPools, TokenBucket
+from app.api.auth.limits import Account, SharedLimit, SharedPools
 from app.config import ApiConfig, KeyConfig
 from app.errors import Unauthenticated
 from app.usage.records import BudgetTotals, LimitId, LimitUse, Share
@@ -135,7 +135,7 @@ class AccountLimits:
         for _, limit in self._limits():
             limit.lose_owner(has_share=has_share)
 
-    def _limits(self) -> Iterator[tuple[LimitId, TokenBucket | Places]]:
+    def _limits(self) -> Iterator[tuple[LimitId, SharedLimit]]:
         for account in self._authenticator.accounts:
             yield from account.shared_limits.items()
 

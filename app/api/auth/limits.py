@@ -16,13 +16,16 @@ from app.config import KeyConfig
 from app.errors import BudgetSpent, InvalidRequest, LimitReached, MoneySpent, NotPermitted
 from app.fair import SharedPool
 from app.usage import CallUsage, UsageCounter
-from app.usage.records import PLACES, ROUNDING, BudgetTotals, LimitId, LimitUse, Share, next_day, next_month
+from app.usage.records import MONEY, PLACES, ROUNDING, BudgetTotals, LimitId, LimitUse, Share, next_day, next_month
 
 # How soon a place among the requests at once is free cannot be known, and a retry is cheap.
 CONCURRENCY_RETRY_S = 1.0
 # Of bodies that arrive or are being checked. They take several times as much once they are parsed, one after the other.
 MAX_BODY_BYTES_AT_ONCE = 512 * 1024 * 1024
 SHARES_MOVE_S = 2.0  # after a refusal: the next report of each process and its answer
+# Of a budget: as much all processes together may use before the owner of the ledger has told them of it, or after they
+# have lost it. So a budget is exceeded by at most this part.
+UNTOLD_PART = 0.1
 
 
 class TokenBucket:
@@ -141,15 +144,66 @@ class Places:
             self.num_here = min(self.num_here, self._first)
 
 
+class BudgetPart:
+    """How much of a budget one process may still reserve. The owner of the ledger gives it, and takes it back."""
+
+    def __init__(self, budget: float, *, share: float) -> None:
+        """`share`: the process's part of UNTOLD_PART."""
+        self.limit = budget
+        self.left = self._first = share * UNTOLD_PART * budget
+        self._was_given = False
+        self._wanted = self._refused = 0.0  # since the last report
+
+    def allows(self, amount: float) -> bool:
+        """Whether so much may be reserved."""
+        return amount <= self.left + ROUNDING * self.limit
+
+    def take(self, amount: float) -> None:
+        """Reserve an amount; a negative amount is given back."""
+        self.left -= amount
+        self._wanted += amount
+
+    def refuse(self, amount: float) -> None:
+        """It was asked for more than there was."""
+        self._wanted += amount
+        self._refused = min(amount, self._refused or amount)
+
+    def use(self) -> LimitUse:
+        """What is reported; what was asked for counts from here on."""
+        use = LimitUse(0.0, self.left - (0.0 if self._was_given else self._first), self._wanted, self._refused)
+        self._wanted = self._refused = 0.0
+        return use
+
+    def set_share(self, share: Share) -> None:
+        """What the owner gives."""
+        if self._was_given:  # of what it takes back, some may have been reserved since the report
+            self.left += max(share.given, -max(0.0, self.left))
+        else:
+            self.left += share.given - self._first
+        self._was_given = True
+
+    def lose_owner(self, *, has_share: bool) -> None:
+        """As of a bucket."""
+        if not has_share:
+            self.left = min(self.left, self._first)
+
+
+SharedLimit = TokenBucket | Places | BudgetPart
+
+
 class SharedPools:
     """The pools of one process, and the counter of what its requests use."""
 
-    def __init__(self, max_requests: int = sys.maxsize, *, first_share: float = 1.0) -> None:
+    def __init__(
+        self, max_requests: int = sys.maxsize, *, first_share: float = 1.0, shares_budgets: bool = False
+    ) -> None:
         """`max_requests`: requests that the process serves at once; by default, any number.
 
-        `first_share`: its part of the limits of a key until it is given another.
+        `first_share`: its part of the limits of a key until it is given another. `shares_budgets`: whether the owner of
+        a ledger gives it parts of budgets; otherwise it keeps budgets by its own count alone.
         """
         self.first_share = first_share
+        self.shares_budgets = shares_budgets
         self.requests = SharedPool[Account](max_requests)
         self.body_bytes = SharedPool[Account](MAX_BODY_BYTES_AT_ONCE)
         # Log-probabilities that the calls under way may have together: 16 bytes each until the answer is written, some
@@ -207,6 +261,8 @@ class Account:
         taken = partial(self.pools.requests.held, self)
         self._places = Places(at_once, taken, share=self.pools.first_share) if at_once else None
         self.budgets = key.budgets if key else {}
+        shared = self.budgets if self.pools.shares_budgets else {}
+        self._budget_parts = {name: BudgetPart(each, share=self.pools.first_share) for name, each in shared.items()}
 
     @property
     def usage(self) -> Usage:
@@ -262,6 +318,7 @@ class Account:
         for call in calls:
             self.pools.usage.add(self.name, call)
         num_used = sum(call.used.num_tokens for call in calls)
+        self._take_of_budgets(num_used - num_reserved, sum(call.used.cost for call in calls) - cost)
         self._num_tokens += num_used
         if self.tokens:
             self.tokens.take(num_used - num_reserved)
@@ -303,25 +360,45 @@ class Account:
             )
 
     def check_budgets(self, num_tokens: int, cost: float) -> None:
-        """Raises BudgetSpent when a request may use more than a day's or a month's budget has left."""
+        """Raises BudgetSpent when a request may use more than a day's or a month's budget has left.
+
+        Raises LimitReached when other processes have what it needs of that.
+        """
         counter = self.pools.usage
         totals, end_of_month = counter.totals(self.name).plus(self.reserved), next_month(counter.today)
         used_and_needed = {
             "tokens_per_day": (totals.tokens_today, num_tokens, next_day(counter.today)),
             "tokens_per_month": (totals.tokens_this_month, num_tokens, end_of_month),
-            "money_per_month": (totals.money_this_month, cost, end_of_month),
+            MONEY: (totals.money_this_month, cost, end_of_month),
         }
         for name, budget in self.budgets.items():
             used, needed, renewed_at = used_and_needed[name]
+            amount = partial(_amount, name)
             if used + needed > budget:
-                is_money = name == "money_per_month"
-                form = ",.4f" if is_money else ","
-                raise (MoneySpent if is_money else BudgetSpent)(
-                    f"{name} of this API key is {budget:{form}}; {used:{form}} are used or reserved, and this request "
-                    f"needs up to {needed:{form}}; the budget is renewed at {renewed_at:%Y-%m-%dT%H:%M:%SZ}; wait, or "
-                    f"ask for fewer tokens",
+                raise (MoneySpent if name == MONEY else BudgetSpent)(
+                    f"{name} of this API key is {amount(budget)}; {amount(used)} are used or reserved, and this "
+                    f"request needs up to {amount(needed)}; the budget is renewed at "
+                    f"{renewed_at:%Y-%m-%dT%H:%M:%SZ}; wait, or ask for fewer tokens",
                     retry_after_s=renewed_at.timestamp() - counter.now,
                 )
+            part = self._budget_parts.get(name)
+            if part is not None and not part.allows(needed):
+                part.refuse(needed)
+                raise LimitReached(
+                    f"{name} of this API key is {amount(budget)}; {amount(used)} are used or reserved. This request "
+                    f"needs up to {amount(needed)}, and this process may give {amount(max(0, part.left))} now, "
+                    f"as other processes have the rest; try again in {SHARES_MOVE_S:.0f} s, or ask for fewer tokens",
+                    retry_after_s=SHARES_MOVE_S,
+                )
+
+    def reserve_of_budgets(self, num_tokens: int, cost: float) -> None:
+        """A request that runs may use so much."""
+        self.reserved = self.reserved.plus(BudgetTotals(num_tokens, num_tokens, cost))
+        self._take_of_budgets(num_tokens, cost)
+
+    def _take_of_budgets(self, num_tokens: int, cost: float) -> None:
+        for name, part in self._budget_parts.items():
+            part.take(cost if name == MONEY else num_tokens)
 
     def headers(self) -> dict[str, str]:
         """`x-ratelimit-…`, as OpenAI's, for the limits that there are."""
@@ -337,15 +414,21 @@ class Account:
         return TokenBucket(per_minute, self._clock, share=self.pools.first_share) if per_minute else None
 
     @property
-    def shared_limits(self) -> dict[LimitId, TokenBucket | Places]:
+    def shared_limits(self) -> dict[LimitId, SharedLimit]:
         """Those that processes share."""
-        limits = {"requests": self._requests, "tokens": self.tokens, PLACES: self._places}
+        limits: dict[str, SharedLimit | None] = {
+            "requests": self._requests, "tokens": self.tokens, PLACES: self._places, **self._budget_parts
+        }  # fmt: skip
         return {LimitId(self.name, what, limit.limit): limit for what, limit in limits.items() if limit}
 
     @property
     def of_sender(self) -> str:
         """The sender of a request, in errors."""
         return "of this API key" if self.key else "without a key"
+
+
+def _amount(budget_name: str, amount: float) -> str:
+    return f"{amount:,.4f}" if budget_name == MONEY else f"{int(amount):,}"
 
 
 def _check(bucket: TokenBucket, amount: int, what: str) -> None:
@@ -384,7 +467,7 @@ class Reservation:
             account.tokens.take(num_tokens)
         self.num_reserved += num_tokens
         self.cost_reserved += cost
-        account.reserved = account.reserved.plus(BudgetTotals(num_tokens, num_tokens, cost))
+        account.reserve_of_budgets(num_tokens, cost)
 
     def hold_logprobs(self, num_logprobs: int) -> None:
         """Count log-probabilities that an answer may have in memory, until its end. Raises LimitReached."""
