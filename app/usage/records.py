@@ -90,6 +90,7 @@ class Share(NamedTuple):
 
     share: float
     given: float = 0.0  # what its bucket has more than before, or what it may reserve more; below 0: less
+    elsewhere: float = 0.0  # of a bucket: what other processes have of it, and what none has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

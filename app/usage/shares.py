@@ -146,8 +146,9 @@ def _share_of_bucket(limit: _Limit, process: str, most: float, now: float) -> Sh
     share = max(0.0, min(_wanted_part(members, process, most), 1 - of_others))
     given = _given(member, share, held, limit.spare, most)
     limit.spare -= given
+    elsewhere = max(0.0, held - member.use.held + limit.spare)
     member.use = member.use._replace(share=share, held=member.use.held + given)
-    return Share(share, given)
+    return Share(share, given, elsewhere)
 
 
 def _share_of_budget(members: Mapping[str, _Member], process: str, left: float) -> Share:

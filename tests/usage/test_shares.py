@@ -46,14 +46,13 @@ def test_a_budget_is_used_and_not_exceeded(name: str, num_ingresses: int) -> Non
 
 
 class Process:
-    """One that sends requests, with a budget of 1,000 tokens a day and of 10 in money."""
+    """One that sends requests of a key with these limits."""
 
-    def __init__(self, clock: FakeClock, *, first_share: float) -> None:
+    def __init__(self, clock: FakeClock, *, first_share: float, **limits: Any) -> None:
         self._clock = clock
         pools = SharedPools(first_share=first_share, shares_budgets=True)
         self.counter = pools.usage = UsageCounter(clock)
-        key = KeyConfig.model_validate(entry(tokens_per_day=1000, money_per_month=10.0))
-        ring = KeyRing([key], pools, clock=clock)
+        ring = KeyRing([KeyConfig.model_validate(entry(**limits))], pools, clock=clock)
         [self.account] = ring.accounts
         self._limits = AccountLimits(ring)
         self._answered_at = clock()
@@ -81,8 +80,13 @@ class Process:
         reservation.usages.append(lambda: call)
         running.close()
 
-    def report(self) -> UsageReport:
-        return self.counter.report(reserved=self._limits.reserved(), limits=self._limits.uses(), num_processes=3)
+    def report(self, num_processes: int) -> UsageReport:
+        return self.counter.report(
+            reserved=self._limits.reserved(),
+            limits=self._limits.uses(),
+            num_processes=num_processes,
+            takes_slack=self._limits.takes_slack,
+        )
 
     def learn(self, answer: UsageAnswer | None) -> None:
         """None: it has come to no answer."""
@@ -119,7 +123,8 @@ class Ledger:
 def test_no_order_of_requests_reports_lost_answers_and_deaths_exceeds_a_budget(seed: int) -> None:
     choose, clock = random.Random(seed), FakeClock()
     ledger = Ledger(clock)
-    processes = [Process(clock, first_share=share) for share in (0.5, 0.5, 0.0)]
+    budgets = {"tokens_per_day": 1000, "money_per_month": 10.0}
+    processes = [Process(clock, first_share=share, **budgets) for share in (0.5, 0.5, 0.0)]
     num_refused = 0
     for _ in range(400):
         process = choose.choice(processes)
@@ -128,7 +133,7 @@ def test_no_order_of_requests_reports_lost_answers_and_deaths_exceeds_a_budget(s
         elif choose.random() < 0.6:
             num_refused += not process.ask(choose.randint(1, 60))
         else:
-            report = process.report()
+            report = process.report(len(processes))
             arrives, is_answered = choose.random() < 0.9, choose.random() < 0.9
             answer = ledger.answer(report) if arrives else None
             if choose.random() < 0.5:  # it takes requests before it has the answer
@@ -263,6 +268,35 @@ def test_items_of_batches_have_what_no_request_asks_for_and_no_more(limit_id: Li
             fleet.clock.advance(1.0)
         shares = [round(use.share, 3) for use in fleet.uses.values()]
         assert shares == ([1, 0] if wanted_by_a else [0, 1])
+
+
+def test_a_kept_response_takes_what_other_processes_have_before_it_has_come() -> None:
+    """No part of an idle key's tokens is in the process of batches, and one a minute is asked for there."""
+    clock = FakeClock()
+    ledger = Ledger(clock)
+    ingress, batches = processes = [Process(clock, first_share=share, tokens_per_minute=600) for share in (1.0, 0.0)]
+
+    def exchange(seconds: int) -> None:
+        for _ in range(seconds):
+            for process in processes:
+                process.learn(ledger.answer(process.report(num_processes=2)))
+            clock.advance(1.0)
+
+    exchange(int(SETTLING_S) + 3)
+    for _ in range(3):
+        with batches.account.reserve_kept() as kept:
+            kept.reserve(100)
+            exchange(2)
+            assert not ingress.ask(550), "the tokens that the response has taken are not there any more"
+        exchange(60)
+        assert ingress.ask(550)
+        ingress.end(0, 0.0)
+        exchange(60)
+    assert not batches.ask(100), "a line of a batch waits"
+    with batches.account.reserve_kept() as kept:
+        kept.reserve(400)
+        with pytest.raises(LimitReached):
+            kept.reserve(300)
 
 
 def test_a_new_owner_gives_nothing_before_it_has_heard_of_all_parts() -> None:

@@ -42,6 +42,7 @@ class TokenBucket:
         self._is_led = False  # the owner answers
         self._balance = share * per_minute
         self._counted_at = clock()
+        self._elsewhere = 0.0  # what can come here from other processes
         self._wanted = self._refused = 0.0  # since the last report
 
     @property
@@ -54,11 +55,14 @@ class TokenBucket:
         """Seconds until it is full again, if nothing is taken."""
         return max(0.0, self._share * self.limit - self._counted()) * 60 / self.limit
 
-    def wait_s(self, amount: float) -> float:
+    def wait_s(self, amount: float, *, may_owe: bool = False) -> float:
         """Seconds until so much could be taken; for more than a minute's worth, until the bucket is full.
 
-        What is asked for here comes here from other processes, as far as there is any.
+        What is asked for here comes here from other processes, as far as there is any. `may_owe`: it may be taken
+        before it has come.
         """
+        if may_owe and min(amount, self.limit * (1 - ROUNDING)) <= self._counted() + self._elsewhere:
+            return 0.0
         if (self._is_led and self._share < 1) or not self._share:
             short = min(amount, self.limit) - self._counted()
             return max(SHARES_MOVE_S, short * 60 / self.limit) if short > ROUNDING * self.limit else 0.0
@@ -87,13 +91,13 @@ class TokenBucket:
         """What the owner gives."""
         self._counted()
         self._balance += share.given - (0.0 if self._was_given else self._first_share * self.limit)
-        self._share = share.share
+        self._share, self._elsewhere = share.share, share.elsewhere
         self._was_given = self._is_led = True
 
     def lose_owner(self, *, has_share: bool) -> None:
         """The owner is silent. `has_share`: it cannot have given the share to others yet."""
         self._counted()
-        self._is_led = False
+        self._is_led, self._elsewhere = False, 0.0
         if not has_share:
             self._share = min(self._share, self._first_share)
 
@@ -302,8 +306,11 @@ class Account:
 
     @contextmanager
     def reserve_kept(self) -> Iterator[Reservation]:
-        """Around a response that is kept, which was counted as a request where it came in."""
-        reservation = Reservation(self)
+        """Around a response that is kept, which was counted as a request where it came in.
+
+        It has come from another process, which has the tokens for it: it does not wait until they are here.
+        """
+        reservation = Reservation(self, may_owe=True)
         try:
             yield reservation
         finally:
@@ -431,8 +438,8 @@ def _amount(budget_name: str, amount: float) -> str:
     return f"{amount:,.4f}" if budget_name == MONEY else f"{int(amount):,}"
 
 
-def _check(bucket: TokenBucket, amount: int, what: str) -> None:
-    wait_s = bucket.wait_s(amount)
+def _check(bucket: TokenBucket, amount: int, what: str, *, may_owe: bool = False) -> None:
+    wait_s = bucket.wait_s(amount, may_owe=may_owe)
     if wait_s > 0:
         bucket.refuse(amount)
         raise LimitReached(
@@ -447,6 +454,7 @@ class Reservation:
     """One HTTP request on an account: the tokens that it has reserved and has used, what it holds of the memory."""
 
     account: Account
+    may_owe: bool = False  # its tokens of this minute may be in other processes
     num_reserved: int = 0
     cost_reserved: float = 0.0
     num_body_bytes: int = 0
@@ -463,7 +471,7 @@ class Reservation:
             account.check_budgets(num_tokens, cost)
         self.hold_logprobs(num_logprobs)
         if account.tokens:
-            _check(account.tokens, num_tokens, "tokens")
+            _check(account.tokens, num_tokens, "tokens", may_owe=self.may_owe)
             account.tokens.take(num_tokens)
         self.num_reserved += num_tokens
         self.cost_reserved += cost
