@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from app.errors import described
 from app.usage.counter import UsageCounter
-from app.usage.journal import UsageJournal, remains
+from app.usage.journal import Remains, UsageJournal, processes, remains
 from app.usage.records import Limits, Owner
 from app.usage.shares import LEASE_S
 
@@ -70,7 +70,9 @@ class UsageExchange:
     async def exchange(self) -> None:
         """Report, and take the answer. Raises what the owner raises, and TimeoutError; the next one sends it again."""
         counter, journal = self._counter, self._counter.journal
-        next_file = await self._next_file()
+        goes_on, next_file = False, None
+        if journal is not None and (counter.begins_report or not journal.has_file):
+            goes_on, next_file = True, await self._file_of(journal, counter.number + counter.begins_report)
         limits = self._limits
         report = counter.report(
             reserved=limits.reserved(),
@@ -78,8 +80,8 @@ class UsageExchange:
             num_processes=self._num_processes,
             takes_slack=limits.takes_slack,
         )
-        if journal is not None and next_file is not None:
-            await asyncio.to_thread(os.close, journal.go_on_in(next_file))
+        if journal is not None and goes_on and (before := journal.go_on_in(next_file)) is not None:
+            await asyncio.to_thread(os.close, before)
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 answer = await self._owner.report_usage(report)
@@ -94,27 +96,32 @@ class UsageExchange:
         if journal is not None and report.used:
             await asyncio.to_thread(journal.forget, report.number)
 
-    async def _next_file(self) -> int | None:
-        """On some storages it takes long to open and close files, but not to write."""
-        counter, journal = self._counter, self._counter.journal
-        if journal is None or not counter.begins_report:
-            return None
+    async def _file_of(self, journal: UsageJournal, number: int) -> int | None:
+        """None: there can be none now. On some storages it takes long to open and close files, but not to write."""
         try:
-            return await asyncio.to_thread(journal.file_of, counter.number + 1)
+            return await asyncio.to_thread(journal.file_of, number)
         except OSError as error:
             journal.report_failure(error)
             return None
 
     async def report_remains(self) -> None:
-        """Report what dead processes have left."""
-        for dead in await asyncio.to_thread(lambda: list(remains(self._folder))):
+        """Report what dead processes have left. Raises what the owner raises; others may take the rest then."""
+        for process in await asyncio.to_thread(processes, self._folder):
+            dead = await asyncio.to_thread(remains, self._folder, process)
+            if dead is None:
+                continue
             try:
-                for report in await asyncio.to_thread(dead.reports):
-                    async with asyncio.timeout(_TIMEOUT_S):
-                        await self._owner.report_usage(report)
-                await asyncio.to_thread(dead.forget)
+                await self._report(dead)
+            except OSError as error:  # of its files; those of others may be read
+                logger.error("what a dead process has used cannot be read: %s", described(error))
             finally:
-                dead.close()
+                await asyncio.to_thread(dead.close)
+
+    async def _report(self, dead: Remains) -> None:
+        for report in await asyncio.to_thread(dead.reports):
+            async with asyncio.timeout(_TIMEOUT_S):
+                await self._owner.report_usage(report)
+        await asyncio.to_thread(dead.forget)
 
     async def _without_failing(self, step: Callable[[], Awaitable[None]]) -> None:
         num_usual = 10  # failures, while the owner starts

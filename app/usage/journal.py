@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from app.disk import hidden_name, take_lock
@@ -38,11 +37,18 @@ class UsageJournal:
         assert held is not None, "the name is this process's"
         self._lock = held
         os.rename(hidden, lock)
-        self._file = self.file_of(number)
+        self._file: int | None = self.file_of(number)
         self._has_failed = False
+
+    @property
+    def has_file(self) -> bool:
+        """Whether there is a file to write to."""
+        return self._file is not None
 
     def write(self, used_for: UsedFor, used: Used) -> None:
         """One request has ended. What the disk does not take is counted all the same, if the process lives on."""
+        if self._file is None:
+            return
         line = b"\n" + json.dumps([*used_for, *values_of(used)]).encode()
         try:
             os.write(self._file, line)
@@ -60,18 +66,19 @@ class UsageJournal:
         """A new file for a report, opened."""
         return os.open(_path(self._folder, self._process, number), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
-    def go_on_in(self, file: int) -> int:
-        """Write to this file from now on; the one before, to be closed."""
+    def go_on_in(self, file: int | None) -> int | None:
+        """Write to this file from now on, or to none; the one before, to be closed."""
         before, self._file = self._file, file
         return before
 
     def forget(self, number: int) -> None:
-        """A report counts now."""
+        """A report counts now. Its file is not written to any more."""
         _path(self._folder, self._process, number).unlink(missing_ok=True)
 
     def close(self) -> None:
         """As if the process had died."""
-        os.close(self._file)
+        if self._file is not None:
+            os.close(self._file)
         os.close(self._lock)
 
 
@@ -103,12 +110,15 @@ class Remains:
         os.close(self._lock)
 
 
-def remains(folder: Path) -> Iterator[Remains]:
-    """Of all processes that have died. Close each."""
-    for path in sorted(folder.glob(f"*{_LOCK_SUFFIX}")):
-        lock = take_lock(path)
-        if lock is not None:
-            yield Remains(folder, path.name.removesuffix(_LOCK_SUFFIX), lock)
+def processes(folder: Path) -> list[str]:
+    """Those that have written here and are not forgotten, dead or alive."""
+    return sorted(path.name.removesuffix(_LOCK_SUFFIX) for path in folder.glob(f"*{_LOCK_SUFFIX}"))
+
+
+def remains(folder: Path, process: str) -> Remains | None:
+    """Of a process that has died, to be closed; None: it lives, or another process has them."""
+    lock = take_lock(folder / (process + _LOCK_SUFFIX))
+    return None if lock is None else Remains(folder, process, lock)
 
 
 def _path(folder: Path, process: str, number: int) -> Path:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import random
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from app.config import KeyConfig
 from app.errors import Unavailable
 from app.usage import CallUsage, UsageCounter, UsageExchange, Used, UsedFor, shares
 from app.usage.exchange import SILENCE_S
-from app.usage.journal import remains
+from app.usage.journal import UsageJournal, remains
 from app.usage.records import BudgetTotals
 from app.usage.shares import LEASE_S
 from tests.kit.engine import FakeClock
@@ -174,6 +176,56 @@ async def test_what_a_dead_process_has_left_stays_until_the_owner_takes_it(tmp_p
     assert (owner.total(), files(tmp_path)) == (CALL.used, [])
 
 
+@pytest.mark.parametrize("seed", range(5))
+async def test_reports_that_fail_at_any_point_leave_what_dead_processes_have_used_to_others(
+    tmp_path: Path, owner: LedgerOwner, seed: int
+) -> None:
+    choose, num_used = random.Random(seed), 0
+    for _ in range(6):
+        counter = UsageCounter(at_noon())
+        journal = UsageJournal(tmp_path / "usage", counter.process, 1)
+        for report in range(1, choose.randint(2, 4)):
+            journal.write(UsedFor("alice", "demo", "online", TODAY), CALL.used)
+            num_used += 1
+            before = journal.go_on_in(journal.file_of(report + 1))
+            assert before is not None
+            os.close(before)
+        journal.close()
+
+    def fail() -> None:
+        if choose.random() < 0.3:
+            raise choose.choice([Unavailable("lost"), OSError(errno.EIO, "of a file")])
+
+    owner.before = owner.after = fail
+    exchanges = [exchange_of(UsageCounter(at_noon()), owner, tmp_path) for _ in range(2)]
+    num_open = len(os.listdir("/proc/self/fd"))
+    for _ in range(100):
+        with suppress(Unavailable):
+            await choose.choice(exchanges).report_remains()
+        assert len(os.listdir("/proc/self/fd")) == num_open, "all locks are free for others"
+    assert (owner.total().num_requests, files(tmp_path)) == (num_used, [])
+
+
+async def test_without_a_new_file_for_the_next_report_the_one_before_counts_and_later_ones_are_written(
+    tmp_path: Path, owner: LedgerOwner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counter, other = UsageCounter(at_noon()), exchange_of(UsageCounter(at_noon()), owner, tmp_path)
+    exchange = exchange_of(counter, owner, tmp_path)
+    await exchange.open_journal()
+    counter.add("alice", CALL)
+    with monkeypatch.context() as full:
+        full.setattr(UsageJournal, "file_of", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        await exchange.exchange()
+    assert (owner.total().num_requests, files(tmp_path)) == (1, [".lock"])
+    await exchange.exchange()
+    counter.add("alice", CALL)
+    assert files(tmp_path) == [".2", ".lock"]
+    assert counter.journal is not None
+    counter.journal.close()
+    await other.report_remains()
+    assert (owner.total().num_requests, files(tmp_path)) == (2, [])
+
+
 async def test_a_line_that_a_full_disk_has_cut_off_takes_no_other_with_it(tmp_path: Path, owner: LedgerOwner) -> None:
     counter = UsageCounter(at_noon())
     await exchange_of(counter, owner, tmp_path).open_journal()
@@ -184,7 +236,8 @@ async def test_a_line_that_a_full_disk_has_cut_off_takes_no_other_with_it(tmp_pa
     counter.add("bob", CallUsage("demo", True, Used(1, 1, 0, 1)))
     assert counter.journal is not None
     counter.journal.close()
-    [dead] = remains(tmp_path / "usage")
+    dead = remains(tmp_path / "usage", counter.process)
+    assert dead is not None
     [report] = dead.reports()
     dead.close()
     assert report.used == {
