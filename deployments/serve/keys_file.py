@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from app.api.auth.keys import Authenticator, KeyRing, without_keys
 from app.api.auth.limits import SharedPools
-from app.config import ApiConfig
+from app.config import ApiConfig, KeyConfig
 from app.errors import Failure, InvalidSetup, described
 from deployments.serve.settings import read_keys
 
@@ -39,7 +40,8 @@ class Keys:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             try:
-                await asyncio.to_thread(self.refresh)
+                # The accounts are the event loop's: a thread only reads.
+                self._take(await asyncio.to_thread(self.changed))
             except Exception as error:
                 self._report(described(error))
             else:
@@ -55,16 +57,25 @@ class Keys:
 
     def refresh(self) -> None:
         """Take the keys of the file if it has changed since the last look."""
+        self._take(self.changed())
+
+    def changed(self) -> tuple[tuple[int, ...], Sequence[KeyConfig]] | None:
+        """The state and the keys of a file that has changed; None: they stay as they are."""
         state = self._look()
-        if self._path is None or self._ring is None or state == self._state:
-            return
+        if self._path is None or state == self._state:
+            return None
         try:
-            keys = read_keys(self._path)
+            return state, read_keys(self._path)
         except InvalidSetup as error:
             self._report(str(error))
+            return None
+
+    def _take(self, changed: tuple[tuple[int, ...], Sequence[KeyConfig]] | None) -> None:
+        if changed is None or self._ring is None:
             return
+        self._state, keys = changed
+        self._reported = ""
         self._ring.replace(keys)
-        self._state, self._reported = state, ""
         logger.info("there are %d API keys now: %s", len(keys), ", ".join(key.name for key in keys))
 
     def _report(self, mistake: str) -> None:

@@ -26,7 +26,7 @@ REQUEST_LINES = [
 HEADER_LINES = [
     [], ["Host: health"], ["Host: 127.0.0.1/health?"], ["Host: a", "Host: b"], ["Authorization: Bearer wrong"],
     ["Authorization: bearer"], ["Authorization:"], [f"Authorization: Basic {KEY}"], [f"X-Authorization: Bearer {KEY}"],
-    ["Authorization: Bearer wrong", f"Authorization: Bearer {KEY}"], [f"Authorization : Bearer {KEY}"],
+    ["Authorization: Bearer wrong", f"Authorization: Basic {KEY}"], [f"Authorization : Bearer {KEY}"],
     ["X-HTTP-Method-Override: GET", "X-Original-URL: /health"], ["Connection: upgrade", "Upgrade: h2c"],
     ["Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: dGhlIHNhbXBsZQ=="],
     ["Content-Length: 5", "Transfer-Encoding: chunked"], ["Content-Length: -1"], ["Connection: Authorization"],

@@ -1,9 +1,8 @@
-"""The account of a request, by its API key. Keys themselves are stored nowhere: only their hashes are compared."""
+"""The account of a request, by its API key. Keys themselves are stored nowhere: only their hashes are looked up."""
 
 from __future__ import annotations
 
 import hashlib
-import hmac
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
@@ -61,16 +60,13 @@ class KeyRing:
         self._accounts = accounts
 
     def account_of(self, headers: Headers) -> Account:
-        """The account of the key that was sent. Raises Unauthenticated, never with what was sent."""
-        digest = hashlib.sha256(_key_of(headers)).digest()
-        found: Account | None = None
-        # Hashes, all of them, each in constant time: how long it takes says nothing about any key.
-        for known, account in self._accounts.items():
-            if hmac.compare_digest(known, digest):
-                found = account
-        if found is None:
-            raise Unauthenticated("this API key is not known here; check it, or ask for another")
-        return found
+        """The account of the first key that was sent and is known. Raises Unauthenticated, never with what was sent."""
+        for key in _keys_of(headers):
+            # How long a look-up takes depends on the key's hash alone, which says nothing about any other key.
+            account = self._accounts.get(hashlib.sha256(key).digest())
+            if account is not None:
+                return account
+        raise Unauthenticated("this API key is not known here; check it, or ask for another")
 
     def account_named(self, name: str) -> Account:
         """The account of the key of this name.
@@ -149,15 +145,21 @@ def without_keys(config: ApiConfig, pools: SharedPools | None = None) -> NoAuthe
     return NoAuthentication(pools, may_administer=not config.allow_unauthenticated)
 
 
-def _key_of(headers: Headers) -> bytes:
-    """The key in `Authorization: Bearer`, or in `x-api-key` as Anthropic's clients send it."""
+def _keys_of(headers: Headers) -> list[bytes]:
+    """The keys in `Authorization: Bearer`, and in `x-api-key` as Anthropic's clients send it.
+
+    Clients and proxies may send both headers. One without a value does not count.
+    """
     given = [(name, value.strip()) for name, value in headers if name in (b"authorization", b"x-api-key")]
-    if not given:
+    if not any(value for _, value in given):
         raise Unauthenticated("an API key is required; send it in the header `Authorization: Bearer <key>`")
-    if len(given) > 1:
-        raise Unauthenticated(f"there are {len(given)} Authorization and x-api-key headers; send one")
-    [(name, value)] = given
-    scheme, _, key = (b"bearer", b"", value) if name == b"x-api-key" else value.partition(b" ")
-    if scheme.lower() != b"bearer" or not key.strip():
+    keys = [value if name == b"x-api-key" else _bearer(value) for name, value in given]
+    if not any(keys):
         raise Unauthenticated("the Authorization header should be `Bearer <key>`")
-    return key.strip()
+    return [key for key in keys if key]
+
+
+def _bearer(value: bytes) -> bytes:
+    """The key in an Authorization header; empty: there is none."""
+    scheme, _, key = value.partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else b""

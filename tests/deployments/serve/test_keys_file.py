@@ -6,14 +6,16 @@ import asyncio
 import errno
 import logging
 import os
+import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from app.api.auth.keys import NoAuthentication
-from app.config import ApiConfig
+from app.api.auth.keys import KeyRing, NoAuthentication
+from app.config import ApiConfig, KeyConfig
 from app.errors import Failure, InvalidSetup, Unauthenticated
 from deployments.cli import make_key
 from deployments.serve import keys_file
@@ -100,6 +102,30 @@ def test_a_change_of_the_file_holds_and_a_mistake_changes_nothing(
         assert [is_known(keys, key) for key in (KEY, OTHER_KEY, "third")] == [False, True, True]
 
 
+def test_keys_are_replaced_in_the_thread_that_uses_their_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys_file, "LOOK_EVERY_S", 0.001)
+    path = write(tmp_path / "keys.yaml", [entry(KEY, "alice")])
+    keys, threads = Keys(ApiConfig(keys_file=str(path))), list[int]()
+
+    def look_at_thread(ring: KeyRing, keys: Iterable[KeyConfig]) -> None:
+        threads.append(threading.get_ident())
+        take(ring, keys)
+
+    take = KeyRing.replace
+    monkeypatch.setattr(KeyRing, "replace", look_at_thread)
+
+    async def run() -> None:
+        following = asyncio.create_task(keys.follow())
+        replace(path, yaml.safe_dump([entry(OTHER_KEY, "bob")]))
+        await until(lambda: is_known(keys, OTHER_KEY))
+        following.cancel()
+
+    asyncio.run(run())
+    assert threads == [threading.get_ident()]
+
+
 @pytest.mark.parametrize("mistake", ["- name: 2024-13-45", "- name: !!int ''", "[" * 1000, "- {name: alice}", "- ]"])
 def test_the_follower_survives_any_file_and_a_key_that_is_revoked_later_is_unknown(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, mistake: str
@@ -160,7 +186,7 @@ async def test_a_follower_that_cannot_look_is_unhealthy(tmp_path: Path, monkeypa
     path = write(tmp_path / "keys.yaml", [entry(KEY, "alice")])
     keys = Keys(ApiConfig(keys_file=str(path)))
     keys.check_health()  # it does not follow yet
-    monkeypatch.setattr(keys, "refresh", failing)
+    monkeypatch.setattr(keys, "changed", failing)
 
     following = asyncio.create_task(keys.follow())
     await asyncio.sleep(0.2)
