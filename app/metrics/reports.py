@@ -34,10 +34,13 @@ class KnownReports(Generic[ReportT]):
         self._num_counted = num_counted
         self._last: dict[str, ReportT] = {}
 
-    @property
-    def last(self) -> Mapping[str, ReportT]:
-        """By the process's id, for others to learn."""
-        return self._last
+    def counts(self) -> dict[str, int]:
+        """How much each report counts, by the process's id."""
+        return {name: self._num_counted(report) for name, report in self._last.items()}
+
+    def beyond(self, counts: Mapping[str, int]) -> dict[str, ReportT]:
+        """The reports that count more than these, for another instance to learn."""
+        return {name: each for name, each in self._last.items() if self._num_counted(each) > counts.get(name, -1)}
 
     def learn(self, reports: Mapping[str, ReportT]) -> None:
         """Keep the later of two reports of the same process."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, cast
@@ -24,9 +23,11 @@ from deployments.serve.process import collect_later, freeze_loaded
 from deployments.serve.ray_metrics import RayMetrics, families_of_requests
 from deployments.serve.sender import Sender
 from deployments.serve.settings import check_exposure, max_ingress_requests
+from deployments.serve.shared_look import SharedLook
 from deployments.serve.transport import detached_call, to_carousel_error
 
 _ROOM_FOR_THE_REST = 64 * 1024  # of a call that carries a body
+READY_CACHE_S = 1.0  # a yes and a no hold so long: probes need no key
 
 
 class Ingress(Sender):
@@ -54,8 +55,7 @@ class Ingress(Sender):
         self._service = None if batches is None else cast(BatchService, _RemoteService(batches))
         self._fleets = {name: client.fleet for name, client in self._clients.items()}
         self._running = RunningCalls(self._fleets)
-        self._ready_until = 0.0
-        self._ready_lock = asyncio.Lock()
+        self._is_ready = SharedLook(self._look_at_replicas, holds_s=READY_CACHE_S)
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Called by Serve after the constructor; waits for a replica of every model."""
@@ -89,19 +89,11 @@ class Ingress(Sender):
             return True
         return any((await answers_of(this_deployment(), "cancel_request", request_id, account)).reports)
 
-    async def _is_ready(self) -> bool:
-        """Whether every model has a replica that answers, or may sleep until the first request wakes it.
-
-        A yes holds for a moment; callers share one question.
-        """
-        ready_cache_s = 1.0
-        async with self._ready_lock:
-            if time.monotonic() >= self._ready_until:
-                # To ask a model that sleeps would wake it.
-                awake = [self._clients[model.name] for model in self._config.models if not model.replicas.may_sleep]
-                answers = await asyncio.gather(*(client.answers() for client in awake))
-                self._ready_until = time.monotonic() + ready_cache_s if all(answers) else 0.0
-            return time.monotonic() < self._ready_until
+    async def _look_at_replicas(self) -> bool:
+        """Whether every model has a replica that answers, or may sleep until the first request wakes it."""
+        # To ask a model that sleeps would wake it.
+        awake = [self._clients[model.name] for model in self._config.models if not model.replicas.may_sleep]
+        return all(await asyncio.gather(*(client.answers() for client in awake)))
 
 
 class _RemoteService:

@@ -30,6 +30,7 @@ from app.metrics import (
 from app.metrics.requests import merge
 from deployments.ray_internals import begin_call_on_all_replicas
 from deployments.serve.autoscaling import advice
+from deployments.serve.shared_look import SharedLook
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +45,23 @@ class IngressReport:
     ingress_id: str
     requests: Snapshot
     loop: LoopSnapshot
-    # The last report of each that it has: of replicas by model and id, of processes that send requests by id.
+    batches: Mapping[str, int] = field(default_factory=dict)  # `LocalBatchService.counts` where it has the folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownCounts:
+    """How much of each process is known somewhere, as the reports tell it: of replicas by model and id."""
+
+    replicas: Mapping[str, Mapping[str, int]]
+    senders: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaterReports:
+    """Reports of processes, most of them gone, that count more than another ingress knows."""
+
     replicas: Mapping[str, Mapping[str, EngineReport]]
     senders: Mapping[str, Snapshot]
-    batches: Mapping[str, int] = field(default_factory=dict)  # `LocalBatchService.counts` where it has the folder
 
 
 class MetricsCollector:
@@ -67,6 +81,7 @@ class MetricsCollector:
         self._senders = other_senders
         self._known = {name: KnownReports(_num_steps) for name in handles}
         self._known_senders = KnownReports(num_counted)
+        self.expose = SharedLook(self._expose)
 
     def report(self) -> IngressReport:
         """What this process has measured."""
@@ -76,13 +91,18 @@ class MetricsCollector:
             ingress_id=context.replica_id.unique_id,
             requests=self.requests.snapshot(),
             loop=self.loop.snapshot(),
-            replicas={name: known.last for name, known in self._known.items()},
-            senders=self._known_senders.last,
         )
 
-    async def expose(self) -> bytes:
+    def later_reports(self, known: KnownCounts) -> LaterReports:
+        """What this process knows beyond what the one that asks does."""
+        return LaterReports(
+            replicas={name: here.beyond(known.replicas.get(name, {})) for name, here in self._known.items()},
+            senders=self._known_senders.beyond(known.senders),
+        )
+
+    async def _expose(self) -> bytes:
         """The text of /metrics, summed over all ingresses and replicas that answer in time."""
-        return exposition(await self._scrape())
+        return await asyncio.to_thread(exposition, await self._scrape())
 
     async def wanted_replicas(self) -> list[Json]:
         """Of each model with autoscaling how many replicas there are and should be, and why."""
@@ -102,6 +122,7 @@ class MetricsCollector:
         ingresses = [report for each in asked[: len(senders)] for report in each.reports]
         replicas = {name: each.reports for name, each in zip(self._handles, asked[len(senders) :], strict=True)}
         self._learn(ingresses, replicas)
+        await self._learn_of_gone()
         by_id = {report.ingress_id: report for report in (*ingresses, self.report())}
         in_flight = merge([report.requests for report in by_id.values()])
         wanted = {
@@ -124,12 +145,18 @@ class MetricsCollector:
 
     def _learn(self, ingresses: Sequence[IngressReport], replicas: Mapping[str, Sequence[EngineReport]]) -> None:
         for name, known in self._known.items():
-            for ingress in ingresses:
-                known.learn(ingress.replicas.get(name, {}))
             known.learn({report.replica_id: report for report in replicas[name]})
-        for ingress in ingresses:
-            self._known_senders.learn(ingress.senders)
         self._known_senders.learn({ingress.ingress_id: ingress.requests for ingress in ingresses})
+
+    async def _learn_of_gone(self) -> None:
+        """Ask the other ingresses for the last reports of processes that are gone. Only ingresses answer scrapes."""
+        counts = KnownCounts(
+            replicas={name: known.counts() for name, known in self._known.items()}, senders=self._known_senders.counts()
+        )
+        for later in (await answers_of(this_deployment(), "later_reports", counts)).reports:
+            for name, known in self._known.items():
+                known.learn(later.replicas.get(name, {}))
+            self._known_senders.learn(later.senders)
 
 
 def this_deployment() -> DeploymentHandle:

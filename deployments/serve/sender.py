@@ -22,7 +22,14 @@ from deployments.open_files import allow_many_files
 from deployments.ray_internals import keep_calls_on_loopback
 from deployments.serve.gossip import ModelGossip
 from deployments.serve.keys_file import Keys
-from deployments.serve.metrics import IngressReport, MetricsCollector, answers_of, this_deployment
+from deployments.serve.metrics import (
+    IngressReport,
+    KnownCounts,
+    LaterReports,
+    MetricsCollector,
+    answers_of,
+    this_deployment,
+)
 from deployments.serve.model_client import ModelClient, registry_of, served_model
 from deployments.serve.process import log_where_serve_does, return_freed_memory
 from deployments.serve.tracing import tracer_of_environment
@@ -104,6 +111,10 @@ class Sender:
     async def metrics_report(self) -> IngressReport:
         """What this process has measured, for the ingress that answers the scrape."""
         return self._metrics.report()
+
+    def later_reports(self, known: KnownCounts) -> LaterReports:
+        """What this process knows of others beyond what the ingress that answers a scrape does."""
+        return self._metrics.later_reports(known)
 
     def admin_report(self) -> ProcessReport:
         """What this process knows of keys and replicas, for the ingress that answers the admin."""

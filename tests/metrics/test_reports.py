@@ -31,10 +31,11 @@ def test_the_last_report_of_a_replica_counts_in_whatever_order_they_come() -> No
 
 def test_two_that_tell_each_other_know_the_same() -> None:
     mine, other = known_of(report("a", 3), report("b", 1)), known_of(report("b", 4), report("c", 2))
-    mine.learn(other.last)
-    other.learn(mine.last)
-    assert mine.last == other.last
-    assert {name: each.stats.total_steps for name, each in mine.last.items()} == {"a": 3, "b": 4, "c": 2}
+    assert other.beyond(mine.counts()).keys() == {"b", "c"}, "no more than the other one lacks"
+    mine.learn(other.beyond(mine.counts()))
+    other.learn(mine.beyond(other.counts()))
+    assert mine.counts() == other.counts() == {"a": 3, "b": 4, "c": 2}
+    assert mine.beyond(other.counts()) == other.beyond(mine.counts()) == {}
 
 
 def test_those_that_are_there_are_not_gone() -> None:
@@ -45,4 +46,4 @@ def test_those_that_are_there_are_not_gone() -> None:
 def test_the_oldest_are_forgotten_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reports_module, "MAX_KNOWN", 2)
     known = known_of(*(report(name, 1) for name in "abc"))
-    assert list(known.last) == ["b", "c"]
+    assert list(known.counts()) == ["b", "c"]
