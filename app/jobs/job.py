@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from app.batches import JobState
@@ -188,7 +188,8 @@ def new_job_id() -> str:
 
 def file_object(file: StoredFile) -> Json:
     """The `file` of OpenAI's API."""
-    shown = {name: value for name, value in asdict(file).items() if name != "owner"}
+    names = (each.name for each in fields(file) if each.name != "owner")
+    shown = {name: getattr(file, name) for name in names}
     return shown | {"object": "file", "status": "processed", "status_details": None}
 
 

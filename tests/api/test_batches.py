@@ -16,6 +16,7 @@ import httpx
 import openai
 import pytest
 
+from app.api.endpoints import files
 from app.batches import BatchLimits
 from app.engine.request import FinishReason, Pooling, Request, TokenDelta, TokenLogprobs
 from app.text import Tokenizer
@@ -332,6 +333,21 @@ async def test_a_page_that_cannot_be(service: Service, tmp_path: Path, query: st
         response = await client.get(f"/v1/batches?{query}")
         assert response.status_code == (404 if "after" in query else 400)
         assert response.json()["error"]["param"] == query.partition("=")[0]
+
+
+async def test_a_page_of_files_has_a_thousand_at_most_and_says_that_others_follow(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert files.MAX_FILES_OF_PAGE <= 1000, "more would hold the event loops that they pass"
+    monkeypatch.setattr(files, "MAX_FILES_OF_PAGE", 2)
+    async with openai_batches(service, tmp_path) as client:
+        sent = [(await client.files.create(file=("a.jsonl", b"{}\n"), purpose="batch")).id for _ in range(5)]
+        for asked in ({}, {"limit": 10_000}, {"limit": 1}):
+            page = await client.files.list(**asked)
+            assert (len(page.data), page.has_more) == (min(2, asked.get("limit", 2)), True)
+            assert [file.id async for file in page] == sent[::-1], "clients ask for the rest"
+        with pytest.raises(openai.BadRequestError, match="limit should be 1 to 10,000"):
+            await client.files.list(limit=10_001)
 
 
 async def test_a_file_says_when_it_goes(service: Service, tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
+from app.api.http.answers import FileAnswer
 from app.api.http.guard import owner_of
 from app.api.http.multipart import Form, read_form
 from app.api.http.operations import OF_A_LIST, TEXT, Operation, RouteGroup, page_query
@@ -20,7 +22,8 @@ from app.batches import PIECE_BYTES, BatchLimits, BatchService, NewFile, PageOf
 from app.errors import InvalidRequest
 
 MAX_FILE_BYTES = BatchLimits().max_file_bytes
-MAX_FILES_OF_PAGE = 10_000
+MAX_LIMIT = 10_000  # as at OpenAI
+MAX_FILES_OF_PAGE = 1000  # a page of more would hold the event loops that it passes
 _FIELDS = frozenset(("purpose", "expires_after[anchor]", "expires_after[seconds]"))  # beside the file
 
 
@@ -51,14 +54,12 @@ class FileRoutes(RouteGroup):
 
     @Operation(
         "get", "/v1/files", "The files", "FileList", OF_A_LIST,
-        query=page_query(MAX_FILES_OF_PAGE) | {"purpose": {"schema": TEXT}},
+        query=page_query(MAX_LIMIT) | {"purpose": {"schema": TEXT}},
     )  # fmt: skip
     async def list(self, request: Request) -> Response:
-        """A page of files, the newest first unless asked otherwise."""
-        page = page_of(
-            owner_of(request), request.query_params, max_limit=MAX_FILES_OF_PAGE, default_limit=MAX_FILES_OF_PAGE
-        )
-        return JSONResponse(await self._service.files(page))
+        """A page of files, the newest first unless asked otherwise. `has_more` says whether others follow."""
+        page = page_of(owner_of(request), request.query_params, max_limit=MAX_LIMIT, default_limit=MAX_LIMIT)
+        return JSONResponse(await self._service.files(replace(page, limit=min(page.limit, MAX_FILES_OF_PAGE))))
 
     @Operation("get", "/v1/files/{file_id}", "One file", "File", OF_A_LIST)
     async def retrieve(self, request: Request) -> Response:
@@ -76,7 +77,7 @@ class FileRoutes(RouteGroup):
         file = await self._service.file(owner_of(request), request.path_params["file_id"])
         num_bytes = file["bytes"]
         headers = {"Content-Length": str(num_bytes), "X-Content-Type-Options": "nosniff"}
-        return StreamingResponse(
+        return FileAnswer(
             content_of(self._service, owner_of(request), file["id"], num_bytes),
             media_type="application/jsonl",
             headers=headers,

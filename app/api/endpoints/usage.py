@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import io
 import time
@@ -15,7 +16,7 @@ from app.api.http.operations import TEXT, Operation, RouteGroup
 from app.errors import InvalidRequest
 from app.json_pieces import Json
 from app.usage import Owner, UsageQuery, Used, grouped
-from app.usage.records import day_of, month_of
+from app.usage.records import UsageRows, day_of, month_of
 
 # Fields of `UsedFor` by their names in the API.
 _GROUPS = {"key": "key", "model": "model", "class": "request_class", "day": "day"}
@@ -53,14 +54,9 @@ class UsageRoutes(RouteGroup):
                 f"there are more than {query.max_rows:,} rows; ask for fewer days, or for fewer fields in group_by",
                 param="group_by",
             )
-        names = [name for name, field in _GROUPS.items() if field in query.group_by]
-        entries = [dict(zip(names, group, strict=True)) | _sums(used) for group, used in rows]
-        if is_csv:
-            return _csv([*names, *_sums(Used())], entries)
-        about = {"from": query.first_day, "to": query.last_day, "group_by": names}
-        return JSONResponse(
-            {"object": "list", "data": entries, **about, "kept": self._owner is not None, "processes": processes}
-        )
+        about: Json = {"kept": self._owner is not None, "processes": processes}
+        # Thousands of rows would hold the event loop.
+        return await asyncio.to_thread(_csv if is_csv else _json, query, rows, about)
 
 
 def _asked(request: Request) -> tuple[UsageQuery, bool]:
@@ -100,9 +96,22 @@ def _sums(used: Used) -> Json:
     }
 
 
-def _csv(names: list[str], entries: list[Json]) -> Response:
+def _entries(query: UsageQuery, rows: UsageRows) -> tuple[list[str], list[Json]]:
+    """The names of the fields that they have in common, and the rows."""
+    names = [name for name, field in _GROUPS.items() if field in query.group_by]
+    return names, [dict(zip(names, group, strict=True)) | _sums(used) for group, used in rows]
+
+
+def _json(query: UsageQuery, rows: UsageRows, about: Json) -> Response:
+    names, entries = _entries(query, rows)
+    asked = {"from": query.first_day, "to": query.last_day, "group_by": names}
+    return JSONResponse({"object": "list", "data": entries, **asked, **about})
+
+
+def _csv(query: UsageQuery, rows: UsageRows, _: Json) -> Response:
+    names, entries = _entries(query, rows)
     written = io.StringIO()
-    writer = csv.DictWriter(written, names, lineterminator="\n")
+    writer = csv.DictWriter(written, [*names, *_sums(Used())], lineterminator="\n")
     writer.writeheader()
     writer.writerows(entries)
     return Response(written.getvalue(), media_type=_CSV)
