@@ -263,15 +263,24 @@ class RequestHandler:
     ) -> AsyncGenerator[ItemOutcome, None]:
         """What comes of several prompts of one client, computed side by side, each as soon as it is there.
 
-        Each prompt is a body with no other fields. Closing it ends those that still run.
+        Each prompt is a body with no other fields. The body of the client is not held any more once all are prepared.
+        Closing it ends those that still run.
         """
-        # Not a TaskGroup, which must not span a `yield`.
-        limits = context.limits.shared_by(len(prompts))
+        limits, num_unprepared = context.limits.shared_by(len(prompts)), len(prompts)
         context = replace(context, is_strict=False, limits=limits, shared=common.fields)
+
+        def note_prepared() -> None:
+            nonlocal num_unprepared
+            num_unprepared -= 1
+            if not num_unprepared:
+                context.reservation.release_body()
+
+        # Not a TaskGroup, which must not span a `yield`.
         tasks = [
-            asyncio.create_task(self._outcome(index, common, prompt, context), name=task_name())
+            asyncio.create_task(self._outcome(index, common, prompt, context, note_prepared), name=task_name())
             for index, prompt in enumerate(prompts)
         ]
+        del common, prompts
         try:
             for ended in asyncio.as_completed(tasks):
                 yield await ended
@@ -280,12 +289,24 @@ class RequestHandler:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _outcome(self, index: int, common: SharedBody, prompt: Json, context: RequestContext) -> ItemOutcome:
+    async def _outcome(
+        self,
+        index: int,
+        common: SharedBody,
+        prompt: Json,
+        context: RequestContext,
+        note_prepared: Callable[[], None],
+    ) -> ItemOutcome:
         began_at = self.metrics.clock()
         context = replace(context, request_id=f"{context.request_id}-{index}", arrived_at=began_at, begun=[])
         outcome: Json | Exception
         try:
-            outcome = await (await self._handle_shared(common, prompt, context)).full_response()
+            try:
+                state = await self._handle_shared(common, prompt, context)
+            finally:
+                del common, prompt
+                note_prepared()
+            outcome = await state.full_response()
         except Exception as error:
             outcome = error
         return ItemOutcome(index, context.request_id, outcome, self.metrics.clock() - began_at)

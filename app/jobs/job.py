@@ -186,10 +186,12 @@ def new_job_id() -> str:
     return f"batch_{uuid.uuid4().hex}"
 
 
+_SHOWN_OF_FILE = [each.name for each in fields(StoredFile) if each.name != "owner"]
+
+
 def file_object(file: StoredFile) -> Json:
     """The `file` of OpenAI's API."""
-    names = (each.name for each in fields(file) if each.name != "owner")
-    shown = {name: getattr(file, name) for name in names}
+    shown = {name: getattr(file, name) for name in _SHOWN_OF_FILE}
     return shown | {"object": "file", "status": "processed", "status_details": None}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,19 @@ import httpx
 import openai
 import pytest
 
+from app.api import build_app
 from app.api.prepared_request import RequestLimits
 from app.batches import BatchLimits
 from app.config import WebhooksConfig
 from app.errors import Overloaded, StepFailed
 from app.text import Tokenizer
 from tests.api.test_large_bodies import CountingTokenizer
+from tests.kit.jobs import Echo, service_in
 from tests.kit.service import (
     KEY,
     OTHER_KEY,
     WAIT,
+    Connection,
     Service,
     bearer,
     begun_batch,
@@ -55,6 +59,23 @@ def echoing(tokenizer: Tokenizer) -> Service:
 
 def texts(results: list[dict[str, Any]]) -> list[str]:
     return [each["response"]["choices"][0].get("text") for each in results]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_list_holds_no_body_once_its_prompts_are_prepared(
+    tokenizer: Tokenizer, tmp_path: Path, stream: bool
+) -> None:
+    service, mark = Service(tokenizer, lambda request: [WAIT]), "a text of this test alone"
+    account = service.handler.authenticator.accounts[0]
+    body = {"prompts": ["Hi", "Ho"], "stream": stream, "unknown": [mark]}
+    async with service_in(tmp_path, Echo()) as batches:
+        app = build_app(service.handler, service._is_ready, batches=batches)
+        async with Connection(app, "POST", "/v1/batch", [json.dumps(body).encode()], {}) as client:
+            await until(lambda: len(service.generate.open) == 2)
+            await until(lambda: not account.pools.body_bytes.held(account))
+            lists = [each for each in gc.get_objects() if type(each) is list and len(each) == 1]
+            assert sum(isinstance(each[0], str) and each[0] == mark for each in lists) == 1, "the test's own"
+            client.hang_up()
 
 
 async def test_a_prediction_that_prompts_have_in_common_is_encoded_once(tokenizer: Tokenizer, tmp_path: Path) -> None:

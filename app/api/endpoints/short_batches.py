@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from app.api.endpoints.batch_results import encoded_json, result, results_of, speed
 from app.api.endpoints.batches import WebhookRequest
 from app.api.endpoints.files import upload
-from app.api.handler import RequestHandler, SharedBody
+from app.api.handler import ItemOutcome, RequestHandler, SharedBody
 from app.api.http.answers import JsonAnswer
 from app.api.http.body import read_json_object
 from app.api.http.guard import owner_of, reservation_of
@@ -138,14 +138,17 @@ class ShortBatchRoutes(RouteGroup):
             is_strict=asks_for(request.headers, STRICT_HEADER),
         )
         prompts = await prompt_list(body, self._handler, context)
+        del body
         ignored = prompts.common.ignored_header
         if prompts.asked.is_async:
             return JSONResponse(await self._begin_job(owner_of(request), prompts), headers=ignored)
         self._check_number(prompts)
-        if prompts.asked.stream:
-            events = _events(self._handler, prompts, context)
-            return EventResponse(events, heartbeat_s=self._handler.limits.heartbeat_s, headers=lambda: ignored)
-        return JsonAnswer(await self._answer(request, prompts, context), self._handler.turns, headers=ignored)
+        endpoint, is_streamed, limits = prompts.endpoint, prompts.asked.stream, self._handler.limits
+        outcomes = self._handler.outcomes(prompts.common, prompts.own_bodies(), context)
+        del prompts  # while they are computed nothing keeps the body
+        if is_streamed:
+            return EventResponse(_events(endpoint, outcomes), heartbeat_s=limits.heartbeat_s, headers=lambda: ignored)
+        return JsonAnswer(await _answer(request, endpoint, outcomes), self._handler.turns, headers=ignored)
 
     # Before the ids: it is none.
     @Operation("get", "/v1/batch/stats", "What batches have to do and have done", "BatchStats", OF_A_LIST)
@@ -170,18 +173,6 @@ class ShortBatchRoutes(RouteGroup):
                 f"once: send async: true for more",
                 param="prompts",
             )
-
-    async def _answer(self, request: Request, prompts: PromptList, context: RequestContext) -> Json:
-        began_at = time.monotonic()
-        outcomes = self._handler.outcomes(prompts.common, prompts.own_bodies(), context)
-        async with WhileConnected(request.receive), aclosing(outcomes):
-            ended = sorted([each async for each in outcomes], key=lambda each: each.index)
-        refusals = [each.refusal for each in ended if each.refusal is not None]
-        if len(refusals) == len(ended):  # none of them could be served now
-            raise refusals[0]
-        answers = [each.answered(prompts.endpoint) for each in ended]
-        results = [result(index, str(index), answered) for index, answered in enumerate(answers)]
-        return _answered_at_once(prompts, answers, time.monotonic() - began_at) | {"results": results}
 
     async def _begin_job(self, owner: str, prompts: PromptList) -> Json:
         service, asked = self._service, prompts.asked
@@ -223,18 +214,30 @@ def _with_progress(batch: Json) -> Json:
     return batch | {"progress": num_ended / counts["total"] if counts["total"] else 0.0}
 
 
-async def _events(handler: RequestHandler, prompts: PromptList, context: RequestContext) -> AsyncGenerator[bytes, None]:
+async def _answer(request: Request, endpoint: str, outcomes: AsyncGenerator[ItemOutcome, None]) -> Json:
+    began_at = time.monotonic()
+    async with WhileConnected(request.receive), aclosing(outcomes):
+        ended = sorted([each async for each in outcomes], key=lambda each: each.index)
+    refusals = [each.refusal for each in ended if each.refusal is not None]
+    if len(refusals) == len(ended):  # none of them could be served now
+        raise refusals[0]
+    answers = [each.answered(endpoint) for each in ended]
+    results = [result(index, str(index), answered) for index, answered in enumerate(answers)]
+    return _answered_at_once(endpoint, answers, time.monotonic() - began_at) | {"results": results}
+
+
+async def _events(endpoint: str, outcomes: AsyncGenerator[ItemOutcome, None]) -> AsyncGenerator[bytes, None]:
     """The entries of a list as events, each as soon as it is there, then the object without them, then [DONE]."""
     began_at, answers = time.monotonic(), list[Answered]()
-    async with aclosing(handler.outcomes(prompts.common, prompts.own_bodies(), context)) as outcomes:
+    async with aclosing(outcomes):
         async for each in outcomes:
-            answered = each.answered(prompts.endpoint)
+            answered = each.answered(endpoint)
             answers.append(replace(answered, body={"usage": answered.body.get("usage")}))
             yield b"".join(event_pieces(result(each.index, str(each.index), answered)))
-    yield event(_answered_at_once(prompts, answers, time.monotonic() - began_at) | {"results": None}) + DONE
+    yield event(_answered_at_once(endpoint, answers, time.monotonic() - began_at) | {"results": None}) + DONE
 
 
-def _answered_at_once(prompts: PromptList, answers: list[Answered], latency_s: float) -> Json:
+def _answered_at_once(endpoint: str, answers: list[Answered], latency_s: float) -> Json:
     """The same object as for a job that has ended, without its results and the fields of stored batches."""
     num_completed = sum(answered.status_code == 200 for answered in answers)
     usages = [answered.body["usage"] for answered in answers if answered.status_code == 200]
@@ -242,7 +245,7 @@ def _answered_at_once(prompts: PromptList, answers: list[Answered], latency_s: f
     return {
         "id": None,  # nothing of it is kept
         "object": "batch",
-        "endpoint": prompts.endpoint,
+        "endpoint": endpoint,
         "status": JobState.COMPLETED.value,
         "request_counts": {"total": len(answers), "completed": num_completed, "failed": len(answers) - num_completed},
         "progress": 1.0,
