@@ -24,6 +24,8 @@ class AdapterStats(NamedTuple):
     loaded: tuple[str, ...] = ()  # digests
     num_loads: int = 0
     max_loaded: int = 0
+    names: tuple[str, ...] = ()  # of those that are loaded
+    waiting_names: tuple[str, ...] = ()  # of those that requests wait for
 
 
 class HeldAdapter:
@@ -60,6 +62,7 @@ class AdapterStore:
         self._max_loaded = max_loaded
         self._loaded: OrderedDict[str, _Loaded] = OrderedDict()  # by digest, the least recently used first
         self._waiting: FairQueue[_Waiting] = FairQueue()
+        self._reading: Adapter | None = None  # what waits for it is not in the queue any more
         self._num_loads = 0
         self._is_closed = False
         self._lock = threading.Lock()  # of the fields
@@ -105,18 +108,21 @@ class AdapterStore:
         """Load what the next of all that wait needs, if any. Called as often as something began to wait."""
         with self._lock:
             first = self._next()
+            self._reading = None if first is None else first.adapter
         if first is None:
             return
         try:
             weights = self._loaded_for(first)
         except BaseException as error:
             with self._lock:
+                self._reading = None
                 failed = [first, *self._others_for(first)]
             for each in failed:
                 each.held.set_exception(error)
             return
         adapter = first.adapter
         with self._lock:
+            self._reading = None
             self._num_loads += 1
             self._loaded[adapter.digest] = _Loaded(adapter.name, weights)
             served = [(each, self._take(adapter.digest, each.tenant)) for each in (first, *self._others_for(first))]
@@ -162,7 +168,11 @@ class AdapterStore:
 
     def stats(self) -> AdapterStats:
         with self._lock:
-            return AdapterStats(tuple(self._loaded), self._num_loads, self._max_loaded)
+            names = tuple(each.name for each in self._loaded.values())
+            waiting = {each.adapter.name for line in self._waiting.lines.values() for each in line}
+            if self._reading is not None:
+                waiting.add(self._reading.name)
+            return AdapterStats(tuple(self._loaded), self._num_loads, self._max_loaded, names, tuple(sorted(waiting)))
 
     def _take(self, digest: str, tenant: str) -> HeldAdapter:
         loaded = self._loaded[digest]

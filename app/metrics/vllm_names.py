@@ -67,6 +67,15 @@ def _memory(model: ModelReport) -> dict[Labels, int]:
     )
 
 
+def _adapters(model: ModelReport) -> dict[Labels, int]:
+    """How many a replica may have loaded, the names of those that some replica has, and of those that wait."""
+    several = [stats for each in model.replicas if (stats := each.measurements.adapters)]
+    most = max((each.max_loaded for each in several), default=0)
+    loaded = sorted({name for each in several for name in each.names})
+    waiting = sorted({name for each in several for name in each.waiting_names})
+    return {(str(most), ",".join(loaded), ",".join(waiting)): 1}
+
+
 _FAMILIES: Sequence[Family[ModelReport]] = (
     Family("gauge", "vllm:num_requests_running", "Requests in the engines' batches.",
         lambda model: model.now(lambda stats: stats.num_running)),
@@ -79,7 +88,7 @@ _FAMILIES: Sequence[Family[ModelReport]] = (
         lambda model: {"capacity": _num_waiting(model)}, ("reason",)),
     Family("gauge", "vllm:cache_config_info", "The KV memory of one replica.", _memory,
         ("block_size", "num_gpu_blocks")),
-    Family("gauge", "vllm:lora_requests_info", "LoRA adapters; there are none.", lambda model: {("0", "", ""): 1},
+    Family("gauge", "vllm:lora_requests_info", "LoRA adapters: loaded at some replica, and waited for.", _adapters,
         ("max_lora", "running_lora_adapters", "waiting_lora_adapters")),
     Family("counter", "vllm:num_preemptions", "Times that a request's memory was taken back.",
         lambda model: model.ever(lambda stats: stats.total_preemptions)),

@@ -93,6 +93,20 @@ def test_one_that_cannot_be_read_takes_no_place_and_none_of_another() -> None:
         store.hold(adapter("a")).release()
 
 
+def test_the_names_of_those_that_are_loaded_and_waited_for_are_told() -> None:
+    store, read, gate = gated_store(2)
+    gate.release()
+    store.hold(adapter("a")).release()
+    waiting = [store.hold_soon(adapter(name)) for name in ("a", "b", "c", "c")]
+    eventually(lambda: read == ["a", "b"])
+    stats = store.stats()
+    assert (stats.max_loaded, stats.names, stats.waiting_names) == (2, ("a",), ("b", "c"))
+    gate.release(2)
+    for each in waiting:
+        each.result().release()
+    assert (store.stats().names, store.stats().waiting_names) == (("b", "c"), ())
+
+
 def test_threads_that_need_one_adapter_read_it_once() -> None:
     store, read, gate = gated_store(2)
     threads = [threading.Thread(target=store.hold, args=(adapter("a"),)) for _ in range(8)]

@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from app.engine.adapter_store import AdapterStats
 from app.engine.histogram import SECONDS, Histogram
 from app.engine.stats import SleepState, SleepStats
 from app.metrics import CallMetrics, EngineReport, LoopSnapshot, RequestMetrics, Scrape, exposition
@@ -100,6 +101,25 @@ def test_no_series_appears_twice_and_every_counter_says_total() -> None:
     counters = [family for family in parsed(text).values() if family.type == "counter"]
     assert counters
     assert all(sample.name.endswith("_total") for family in counters for sample in family.samples)
+
+
+def test_adapters_are_named_as_gateways_look_for_them() -> None:
+    def told(*several: AdapterStats | None) -> dict[str, str]:
+        reports = [report(f"{number}", 1) for number in range(len(several))]
+        reports = [
+            replace(each, measurements=replace(each.measurements, adapters=stats))
+            for each, stats in zip(reports, several, strict=True)
+        ]
+        scrape = Scrape(requests=[RequestMetrics(["demo"]).snapshot()], replicas={"demo": reports})
+        [sample] = parsed(exposition(scrape))["vllm:lora_requests_info"].samples
+        return {name: value for name, value in sample.labels.items() if name != "model_name"}
+
+    first = AdapterStats(("1", "2"), 3, 8, ("sql", "chat"), ("poem",))
+    second = AdapterStats(("1",), 1, 8, ("sql",), ("law", "poem"))
+    assert told(first, second, None) == {
+        "max_lora": "8", "running_lora_adapters": "chat,sql", "waiting_lora_adapters": "law,poem"
+    }  # fmt: skip
+    assert told(None) == {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
 
 
 def test_replicas_are_summed_under_vllms_names_and_told_apart_under_ours() -> None:
