@@ -57,6 +57,13 @@ def test_every_path_and_module_exists(page: Path) -> None:
     assert not missing, f"{name(page)} names {missing}"
 
 
+def test_every_noun_of_the_page_of_jobs_is_a_class_in_the_file_that_it_names() -> None:
+    rows = re.findall(r"^\| (\w+) \| `(\w+\.py)` \|", (PROJECT / "docs/design/jobs.md").read_text(), re.MULTILINE)
+    assert rows
+    files = {path.name: path.read_text() for path in (PROJECT / "app/jobs").glob("*.py")}
+    assert not [(noun, file) for noun, file in rows if f"class {noun}" not in files.get(file, "")]
+
+
 @pytest.mark.parametrize("page", CURRENT, ids=name)
 def test_every_setting_exists(page: Path) -> None:
     known = {re.sub(r"\[\]", "", path) for path, _ in leaves(ApplicationConfig)}
