@@ -112,7 +112,7 @@ class UsageCounter:
 
 
 def _totals_of(used: Iterable[tuple[UsedFor, Used]], today: str) -> BudgetTotals:
-    """What budgets of today and of this month are compared with."""
+    """Add up the usage of today and of this month, which budgets are compared with."""
     totals = BudgetTotals()
     for used_for, each in used:
         if month_of(used_for.day) == month_of(today):

@@ -97,7 +97,10 @@ class UsageExchange:
             await asyncio.to_thread(journal.forget, report.number)
 
     async def _file_of(self, journal: UsageJournal, number: int) -> int | None:
-        """None: there can be none now. On some storages it takes long to open and close files, but not to write."""
+        """A new file for a report; None when it cannot be opened now.
+
+        On some storages it takes long to open and close files, but not to write.
+        """
         try:
             return await asyncio.to_thread(journal.file_of, number)
         except OSError as error:

@@ -111,12 +111,12 @@ class Remains:
 
 
 def processes(folder: Path) -> list[str]:
-    """Those that have written here and are not forgotten, dead or alive."""
+    """The names of all processes that have files here, dead or alive."""
     return sorted(path.name.removesuffix(_LOCK_SUFFIX) for path in folder.glob(f"*{_LOCK_SUFFIX}"))
 
 
 def remains(folder: Path, process: str) -> Remains | None:
-    """Of a process that has died, to be closed; None: it lives, or another process has them."""
+    """What a dead process has left; the caller must close it. None when it lives, or when another process has this."""
     lock = take_lock(folder / (process + _LOCK_SUFFIX))
     return None if lock is None else Remains(folder, process, lock)
 

@@ -23,8 +23,8 @@ CONCURRENCY_RETRY_S = 1.0
 # Of bodies that arrive or are being checked. They take several times as much once they are parsed, one after the other.
 MAX_BODY_BYTES_AT_ONCE = 512 * 1024 * 1024
 SHARES_MOVE_S = 2.0  # after a refusal: the next report of each process and its answer
-# Of a budget: as much all processes together may use before the owner of the ledger has told them of it, or after they
-# have lost it. So a budget is exceeded by at most this part.
+# All processes together may use this part of a budget before the owner of the ledger has answered them, and after they
+# have lost the owner. So a budget is exceeded by at most this part.
 UNTOLD_PART = 0.1
 
 
@@ -58,8 +58,8 @@ class TokenBucket:
     def wait_s(self, amount: float, *, may_owe: bool = False) -> float:
         """Seconds until so much could be taken; for more than a minute's worth, until the bucket is full.
 
-        What is asked for here comes here from other processes, as far as there is any. `may_owe`: it may be taken
-        before it has come.
+        What is asked for here comes here from other processes, as far as there is any. With `may_owe` the amount may be
+        taken before it has come.
         """
         if may_owe and min(amount, self.limit * (1 - ROUNDING)) <= self._counted() + self._elsewhere:
             return 0.0
@@ -163,31 +163,31 @@ class BudgetPart:
         return amount <= self.left + ROUNDING * self.limit
 
     def take(self, amount: float) -> None:
-        """Reserve an amount; a negative amount is given back."""
+        """Reserve an amount, or give a negative amount back."""
         self.left -= amount
         self._wanted += amount
 
     def refuse(self, amount: float) -> None:
-        """It was asked for more than there was."""
+        """Note a request that needs more than is left here."""
         self._wanted += amount
         self._refused = min(amount, self._refused or amount)
 
     def use(self) -> LimitUse:
-        """What is reported; what was asked for counts from here on."""
+        """What is reported. The sums of what was asked for begin anew."""
         use = LimitUse(0.0, self.left - (0.0 if self._was_given else self._first), self._wanted, self._refused)
         self._wanted = self._refused = 0.0
         return use
 
     def set_share(self, share: Share) -> None:
-        """What the owner gives."""
-        if self._was_given:  # of what it takes back, some may have been reserved since the report
+        """Add what the owner gives, or give up what it takes back."""
+        if self._was_given:  # requests may have reserved some of that since the report
             self.left += max(share.given, -max(0.0, self.left))
         else:
             self.left += share.given - self._first
         self._was_given = True
 
     def lose_owner(self, *, has_share: bool) -> None:
-        """As of a bucket."""
+        """See `TokenBucket.lose_owner`."""
         if not has_share:
             self.left = min(self.left, self._first)
 
@@ -308,7 +308,7 @@ class Account:
     def reserve_kept(self) -> Iterator[Reservation]:
         """Around a response that is kept, which was counted as a request where it came in.
 
-        It has come from another process, which has the tokens for it: it does not wait until they are here.
+        It came in at another process, which has the tokens for it, so it does not wait until they are here.
         """
         reservation = Reservation(self, may_owe=True)
         try:
@@ -454,7 +454,7 @@ class Reservation:
     """One HTTP request on an account: the tokens that it has reserved and has used, what it holds of the memory."""
 
     account: Account
-    may_owe: bool = False  # its tokens of this minute may be in other processes
+    may_owe: bool = False  # it may take tokens of this minute that other processes still have
     num_reserved: int = 0
     cost_reserved: float = 0.0
     num_body_bytes: int = 0
