@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import io
+import logging
 import os
 from array import array
-from collections.abc import Iterator, Sequence
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from glob import glob
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
 import numpy
@@ -24,9 +26,13 @@ from pyarrow import fs, parquet
 
 from app.batches import PIECE_BYTES
 from app.errors import InvalidSetup
-from app.jobs.items import Row, RowSettings, has_question, hash_of_id, row_from_fields, row_from_line
+from app.jobs.items import Row, RowSettings, has_question, hash_of_id, row_from_fields, row_from_line, without_bom
+from app.jobs.run_folder import MANIFEST
+
+logger = logging.getLogger(__name__)
 
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
+HIDDEN = (".", "_")  # how the names of files begin that no folder and no pattern means
 ROWS_IN_A_PIECE = 512
 
 
@@ -64,7 +70,9 @@ class InputRows:
 def find_files(pattern: str) -> tuple[InputFile, ...]:
     """The files that a path, a folder or a glob pattern means, in the order of their names.
 
-    Local paths and whatever pyarrow (and so Ray Data) opens by a URI: s3://, gs://, abfs://, hdfs://.
+    Local paths and whatever pyarrow (and so Ray Data) opens by a URI: s3://, gs://, abfs://, hdfs://. A folder is read
+    with its sub-folders. A folder or a pattern does not mean hidden files, as in pyarrow and Ray Data: those whose
+    name, or whose sub-folder's name, begins with "." or "_". A line of the log names input that is left out.
 
     Raises:
         InvalidSetup: there is none, or the name of one does not show its format.
@@ -74,7 +82,7 @@ def find_files(pattern: str) -> tuple[InputFile, ...]:
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise InvalidSetup(f"--input {pattern}: cannot be read: {error}") from error
     if not uris:
-        raise InvalidSetup(f"--input {pattern}: there is no such file")
+        raise InvalidSetup(f"--input {pattern}: there is no such file, or only hidden ones")
     folder = os.path.dirname(uris[0]) if len(uris) == 1 else os.path.commonpath([os.path.dirname(uri) for uri in uris])
     return tuple(InputFile(uri=uri, name=os.path.relpath(uri, folder), format=_format(uri)) for uri in uris)
 
@@ -83,20 +91,26 @@ def look_through(files: Sequence[InputFile], settings: RowSettings) -> InputRows
     """Read everything once.
 
     Raises:
-        InvalidSetup: there are no rows, two have the same id (their lines are named), or no row asks anything.
+        InvalidSetup: there are no rows, two have the same id (their lines are named), no row asks anything, or a file
+            is no JSONL: it is a JSON array over several lines, or none of its rows can be read.
     """
     digest, id_hashes = hashlib.blake2b(digest_size=16), array("Q")
     pieces: list[InputPiece] = []
     num_rows, asks_something, sample = 0, False, None
     for file in files:
+        has_readable_row, first_error = False, ""
         try:
             for piece in _pieces(file, first_number=num_rows, digest=digest):
                 pieces.append(piece)
                 num_rows += piece.num_rows
                 for row in read_piece(piece):
                     id_hashes.append(_hash(row.id))
+                    has_readable_row = has_readable_row or row.fields is not None
+                    first_error = first_error or row.error
                     sample = sample or row.fields
                     asks_something = asks_something or has_question(row, settings)
+            if first_error:
+                _check_is_jsonl(file, first_error, has_readable_row=has_readable_row)
         except (OSError, pyarrow.ArrowException) as error:
             raise InvalidSetup(f"{file.uri}: cannot be read: {error}") from error
     if num_rows == 0:
@@ -134,7 +148,7 @@ def _line_pieces(file: InputFile, first_number: int, digest: hashlib.blake2b) ->
         for line_number, line in enumerate(stream, start=1):
             digest.update(line)
             at += len(line)
-            num_rows += not line.isspace()
+            num_rows += _is_row(without_bom(line, line_number))
             if num_rows == ROWS_IN_A_PIECE:
                 yield InputPiece(
                     file=file, first_number=first_number, num_rows=num_rows, first_line=first_line, offset=offset
@@ -163,9 +177,14 @@ def _read_lines(piece: InputPiece) -> Iterator[Row]:
         for line_number, line in enumerate(stream, start=piece.first_line):
             if number == piece.first_number + piece.num_rows:
                 return
-            if not line.isspace():
-                yield row_from_line(line, number=number, place=f"{piece.file.name}:{line_number}")
+            text = without_bom(line, line_number)
+            if _is_row(text):
+                yield row_from_line(text, number=number, place=f"{piece.file.name}:{line_number}")
                 number += 1
+
+
+def _is_row(line: bytes) -> bool:
+    return bool(line) and not line.isspace()
 
 
 def _read_parquet(piece: InputPiece) -> Iterator[Row]:
@@ -183,6 +202,33 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _check_is_jsonl(file: InputFile, first_error: str, *, has_readable_row: bool) -> None:
+    """Raise InvalidSetup if a file, in which some line cannot be read as a row, is not JSONL at all."""
+    with _open(file) as stream:
+        lines = (without_bom(line, number) for number, line in enumerate(stream, start=1))
+        first_line = next(filter(_is_row, lines)).strip()
+    # The last line of an array may well be a row, if each of its elements has a line.
+    is_open_array = first_line.startswith(b"[") and not first_line.endswith(b"]")
+    if not has_readable_row or is_open_array:
+        raise InvalidSetup(f"{file.uri}: {_kind_of(first_line, Path(file.uri).name, first_error)}")
+
+
+def _kind_of(first_line: bytes, name: str, first_error: str) -> str:
+    """The kind of a file that begins with this line, and the command that makes JSONL of it."""
+    if first_line.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) or b"\0" in first_line[:2]:
+        return f"is UTF-16, and JSONL is UTF-8; convert it: iconv -f UTF-16 -t UTF-8 {name} > rows.jsonl"
+    if first_line.startswith(b"\x1f\x8b"):
+        return f"is compressed by gzip; decompress it: gunzip --stdout {name} > rows.jsonl"
+    if first_line.startswith(b"PAR1"):
+        return "is Parquet; give it a name that ends in .parquet"
+    if first_line.startswith(b"["):
+        return f"is a JSON array, and JSONL has one object a line; convert it: jq -c '.[]' {name} > rows.jsonl"
+    return (
+        f"has no row that can be read; the first error: {first_error}. JSONL has one object a line; an object over "
+        f"several lines is converted by: jq -c . {name} > rows.jsonl"
+    )
 
 
 def _check_ids(pieces: Sequence[InputPiece], id_hashes: array[int]) -> None:
@@ -212,13 +258,25 @@ def _hash(row_id: str) -> int:
 def _local(pattern: str) -> list[str]:
     path = Path(pattern).expanduser()
     if path.is_dir():
-        return sorted(str(entry.absolute()) for entry in path.iterdir() if entry.suffix in FORMATS)
+        return [str(path.absolute() / name) for name in _read_of(pattern, _names_below(path))]
     if path.exists():
         return [str(path.absolute())]
-    return sorted(str(Path(found).absolute()) for found in glob(str(path), recursive=True) if Path(found).is_file())
+    found = [each for each in glob(str(path), recursive=True) if os.path.isfile(each)]
+    folder = os.path.dirname(str(path).partition("*")[0].partition("?")[0].partition("[")[0])
+    names = _matched(pattern, [os.path.relpath(each, folder or ".") for each in found])
+    return sorted(str(Path(folder, name).absolute()) for name in names)
+
+
+def _names_below(folder: Path) -> Iterator[str]:
+    """The files in a folder and its sub-folders, relative to it, and the links to folders, which may lead back."""
+    for place, folders, files in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(place, name))]
+        for name in (*files, *links):
+            yield os.path.relpath(os.path.join(place, name), folder)
 
 
 def _remote(pattern: str) -> list[str]:
+    pattern = pattern.rstrip("/")
     filesystem, path = fs.FileSystem.from_uri(pattern)
     prefix = pattern.removesuffix(path)
     folder, _, name = path.rpartition("/")
@@ -226,16 +284,57 @@ def _remote(pattern: str) -> list[str]:
         raise InvalidSetup(f"--input {pattern}: only the last part of a remote path may be a pattern")
     if any(character in name for character in "*?["):
         listed = filesystem.get_file_info(fs.FileSelector(folder))
-        return sorted(prefix + info.path for info in listed if info.is_file and fnmatch(info.base_name, name))
+        matching = [info.base_name for info in listed if info.is_file and fnmatch(info.base_name, name)]
+        return [f"{prefix}{folder}/{each}" for each in sorted(_matched(pattern, matching))]
     found = filesystem.get_file_info(path)
     if found.type == fs.FileType.Directory:
-        listed = filesystem.get_file_info(fs.FileSelector(path))
-        return sorted(prefix + info.path for info in listed if info.is_file and Path(info.path).suffix in FORMATS)
+        listed = filesystem.get_file_info(fs.FileSelector(path, recursive=True))
+        names = [info.path.removeprefix(f"{path}/") for info in listed if info.is_file]
+        return [f"{prefix}{path}/{each}" for each in _read_of(pattern, names)]
     return [pattern] if found.is_file else []
 
 
+def _read_of(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names in a folder that are input, sorted. If none is, the names of other formats, which are refused later."""
+    all_names = sorted(names)
+    visible = _not_hidden(pattern, all_names)
+    run_folders = {PurePosixPath(name).parent for name in visible if PurePosixPath(name).name == MANIFEST}
+    run_folders.discard(PurePosixPath("."))  # the results of a run may be the input of another, if they are asked for
+    there = [name for name in visible if not run_folders.intersection(PurePosixPath(name).parents)]
+    read = [name for name in there if PurePosixPath(name).suffix.lower() in FORMATS]
+    if read:
+        left_out = [f"the folder of a run {folder}" for folder in sorted(run_folders)]
+        _say_left_out(pattern, left_out + sorted(set(there) - set(read)), "only JSONL and Parquet files are read")
+    return read or there
+
+
+def _matched(pattern: str, names: Sequence[str]) -> Sequence[str]:
+    """The names that match a pattern, without hidden ones unless its last part asks for them."""
+    return names if PurePosixPath(pattern).name.startswith(HIDDEN) else _not_hidden(pattern, names)
+
+
+def _not_hidden(pattern: str, names: Sequence[str]) -> list[str]:
+    hidden = [name for name in names if any(part.startswith(HIDDEN) for part in PurePosixPath(name).parts)]
+    input_like = [name for name in hidden if PurePosixPath(name).suffix.lower() in FORMATS]
+    _say_left_out(pattern, input_like, "hidden files are not read; name them one by one if they should be")
+    return [name for name in names if name not in set(hidden)]
+
+
+def _say_left_out(pattern: str, names: Sequence[str], why: str) -> None:
+    max_named = 5
+    if names:
+        more = f" and {len(names) - max_named:,} more" if len(names) > max_named else ""
+        logger.warning("--input %s: left out %s%s: %s", pattern, ", ".join(names[:max_named]), more, why)
+
+
 def _format(uri: str) -> str:
-    suffix = Path(uri).suffix
+    suffix = Path(uri).suffix.lower()
+    if suffix == ".csv":
+        name = Path(uri).stem
+        raise InvalidSetup(
+            f'{uri}: CSV is not supported; use JSONL or Parquet. To convert it: python -c "from pyarrow import csv, '
+            f"parquet; parquet.write_table(csv.read_csv('{name}.csv'), '{name}.parquet')\""
+        )
     if suffix not in FORMATS:
         raise InvalidSetup(f"{uri}: a name that ends in {suffix!r} does not tell the format; use {', '.join(FORMATS)}")
     return FORMATS[suffix]

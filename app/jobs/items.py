@@ -70,6 +70,11 @@ def batch_line(value: Mapping[str, Any], urls: Sequence[str]) -> tuple[str, str,
     return custom_id, url, body
 
 
+def without_bom(line: bytes, line_number: int) -> bytes:
+    """A line of a file, without the byte order mark that Windows programs write before the first line."""
+    return line.removeprefix(BOM_UTF8) if line_number == 1 else line
+
+
 def json_object(line: bytes) -> dict[str, Any]:
     """The object in a line of JSON. Raises NotAnItem."""
     try:
@@ -155,7 +160,7 @@ def _read_lines(open_file: OpenFile, rules: InputRules) -> Generator[tuple[int, 
                 message = f"the line has more than {rules.max_line_bytes:,} bytes, which is what one may have"
                 yield line_number, ItemError(code="line_too_long", line=line_number, message=message)
                 continue
-            text = raw.removeprefix(BOM_UTF8) if line_number == 1 else raw
+            text = without_bom(raw, line_number)
             if text.strip():
                 yield line_number, _read_line(text, number, line_number, rules.endpoint)
                 number += 1

@@ -92,7 +92,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-tokens", type=positive, metavar="N", help="where a row does not say")
     parser.add_argument("--temperature", type=_temperature, metavar="T", help="where a row does not say; 0 is greedy")
     parser.add_argument("--resume", action="store_true", help="go on with a run that was interrupted")
-    parser.add_argument("--fail-on-row-errors", action="store_true", help="exit with 3 when any row failed")
+    parser.add_argument(
+        "--fail-on-row-errors", action="store_true", help="exit with 3 when any row failed, not only when all did"
+    )
     return parser
 
 

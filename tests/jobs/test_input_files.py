@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -114,11 +117,94 @@ def test_a_column_that_no_row_has_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.parquet").write_bytes(b"no parquet")
-    (tmp_path / "table.csv").write_text("prompt\n")
+    (tmp_path / "table.xls").write_text("prompt\n")
     for name, words in {
         "nothing.jsonl": "no such file",
         "broken.parquet": "cannot be read",
-        "table.csv": "does not tell the format",
+        "table.xls": "does not tell the format",
     }.items():
         with pytest.raises(InvalidSetup, match=words):
             looked_through(tmp_path / name)
+
+
+def test_a_byte_order_mark_before_the_first_row_is_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "input.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + b'{"id": "first", "prompt": "a"}\n{"id": "second", "prompt": "b"}\n')
+    assert [(row.id, row.error) for row in all_rows(looked_through(path))] == [("first", ""), ("second", "")]
+    path.write_bytes(b'\xef\xbb\xbf\n{"id": "only", "prompt": "a"}\n')
+    assert [row.id for row in all_rows(looked_through(path))] == ["only"]
+
+
+PROMPTS = [{"prompt": "a"}, {"prompt": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (json.dumps(PROMPTS, indent=2).encode(), r"is a JSON array, .*: jq -c '\.\[\]' input\.jsonl > rows\.jsonl"),
+        (json.dumps(PROMPTS).encode(), "is a JSON array"),
+        (b'[\n{"prompt": "a"},\n{"prompt": "b"}\n]\n', "is a JSON array"),
+        (b'[{"prompt": "a"},\n{"prompt": "b"}]\n', "is a JSON array"),
+        (b"\xef\xbb\xbf \n" + json.dumps(PROMPTS, indent=2).encode(), "is a JSON array"),
+        (json.dumps(PROMPTS[0], indent=2).encode(), r"has no row that can be read; .*input\.jsonl:1.*: jq -c \. input"),
+        ('{"prompt": "a"}\n'.encode("utf-16"), "is UTF-16, .*: iconv -f UTF-16 -t UTF-8 input"),
+        ('{"prompt": "a"}\n'.encode("utf-16-le"), "is UTF-16"),
+        (gzip.compress(b'{"prompt": "a"}\n', mtime=0), "is compressed by gzip; .*: gunzip --stdout input"),
+        (b"PAR1\x15\x04", "is Parquet"),
+    ],
+)
+def test_a_file_that_is_no_jsonl_is_refused_with_its_kind_and_the_way_out(
+    tmp_path: Path, content: bytes, words: str
+) -> None:
+    written(tmp_path / "good.jsonl", questions(2))
+    (tmp_path / "input.jsonl").write_bytes(content)
+    with pytest.raises(InvalidSetup, match=words):
+        looked_through(tmp_path)
+
+
+def test_a_row_that_cannot_be_read_fails_alone_where_others_can(tmp_path: Path) -> None:
+    path = written(tmp_path / "input.jsonl", ["[1, 2]\n", {"prompt": "a"}, "{broken\n"])
+    assert [bool(row.error) for row in all_rows(looked_through(path))] == [True, False, True]
+
+
+@pytest.mark.parametrize("uri", ["{}", "{}/", "file://{}", "file://{}/"])
+def test_a_folder_is_read_with_its_sub_folders_and_without_hidden_files(
+    tmp_path: Path, uri: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "_data"
+    for name in ("b.JSONL", "sub/a.jsonl", ".c.jsonl", "_a.jsonl", "._a.jsonl", ".hidden/d.jsonl", "_SUCCESS", "x.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        written(folder / name, questions(1, name))
+    (folder / "out").mkdir()
+    for name in ("run.json", "results.jsonl"):
+        written(folder / "out" / name, questions(1, name))
+    assert [row.id for row in all_rows(looked_through(uri.format(folder)))] == ["b.JSONL-0", "sub/a.jsonl-0"]
+    assert "left out ._a.jsonl, .c.jsonl, .hidden/d.jsonl, _a.jsonl: hidden files are not read" in caplog.text
+    assert "left out the folder of a run out, x.txt: only JSONL and Parquet files are read" in caplog.text
+    assert "_SUCCESS" not in caplog.text
+
+
+def test_a_link_to_a_folder_is_named_and_not_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    written(tmp_path / "a.jsonl", questions(1))
+    (tmp_path / "again").symlink_to(tmp_path)
+    assert [file.name for file in find_files(str(tmp_path))] == ["a.jsonl"]
+    assert "left out again" in caplog.text
+
+
+@pytest.mark.parametrize("prefix", ["", "file://"])
+def test_a_pattern_means_hidden_files_only_if_it_names_them(tmp_path: Path, prefix: str) -> None:
+    for name in ("a.jsonl", "_b.jsonl", ".c.jsonl"):
+        written(tmp_path / name, questions(1, name))
+    assert [file.name for file in find_files(f"{prefix}{tmp_path}/*.jsonl")] == ["a.jsonl"]
+    assert [file.name for file in find_files(f"{prefix}{tmp_path}/_*.jsonl")] == ["_b.jsonl"]
+    assert [file.name for file in find_files(f"{prefix}{tmp_path}/.c.jsonl")] == [".c.jsonl"]
+
+
+def test_csv_is_refused_by_name_also_as_the_only_file_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text("prompt\na\n")
+    for pattern in (tmp_path / "table.csv", tmp_path, f"file://{tmp_path}"):
+        with pytest.raises(InvalidSetup, match="CSV is not supported; use JSONL or Parquet") as refusal:
+            looked_through(pattern)
+    command = str(refusal.value).partition('python -c "')[2].rstrip('"')
+    subprocess.run([sys.executable, "-c", command], cwd=tmp_path, check=True)
+    assert looked_through(tmp_path / "table.parquet").num_rows == 1

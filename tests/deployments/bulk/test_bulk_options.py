@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from app.errors import InvalidSetup
+from app.jobs.input_files import find_files, look_through
+from app.jobs.run_folder import FORMAT_VERSION, MANIFEST, SUMMARY, Summary
 from deployments.bulk.__main__ import main
 from deployments.bulk.options import Options, read_options
 
@@ -105,3 +108,23 @@ def test_another_runs_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "out" / "run.json").write_text(json.dumps({"version": 2, "fingerprint": "another"}))
     assert main(["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out"), "--resume"]) == 1
     assert "holds another run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("num_ok", "num_failed", "arguments", "status"),
+    [(2, 0, [], 0), (1, 1, [], 0), (1, 1, ["--fail-on-row-errors"], 3), (0, 2, [], 3)],
+)
+def test_the_exit_status_says_when_every_row_failed(
+    tmp_path: Path, num_ok: int, num_failed: int, arguments: list[str], status: int
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    arguments = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out"), "--resume", *arguments]
+    asked = read_options(arguments)
+    found = look_through(find_files(asked.input), asked.rows)
+    run = asked.description() | {"num_rows": found.num_rows, "fingerprint": found.fingerprint}
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / MANIFEST).write_text(json.dumps({"version": FORMAT_VERSION} | run))
+    counts = dict.fromkeys((field.name for field in fields(Summary)), 0)
+    finished = counts | {"rows": 2, "ok": num_ok, "failed": num_failed, "runs": 1}
+    (tmp_path / "out" / SUMMARY).write_text(json.dumps(finished))
+    assert main(arguments) == status
