@@ -93,7 +93,7 @@ ALLOWED = {
     "app.rank": {"app.child_process", "app.config", "app.errors", "app.model", "torch"},
     "deployments": {
         "app", "ray", "numpy", "starlette", "pydantic", "pydantic_core", "yaml", "grpc", "opentelemetry",
-        "prometheus_client",
+        "httptools", "prometheus_client", "uvicorn",
     },
     "deployments.plan.report": {"app", "deployments.plan", "matplotlib", "yaml"},
 }  # fmt: skip

@@ -18,6 +18,7 @@ from app.config import ApplicationConfig
 from app.errors import BodyTooLarge
 from deployments.ray_internals import accept_odd_headers, http_host, leave_request_ids_alone, max_call_bytes
 from deployments.serve.following import FeedItem, Following, Wanted
+from deployments.serve.http_server import use_own_protocol
 from deployments.serve.metrics import answers_of, this_deployment
 from deployments.serve.process import collect_later, freeze_loaded
 from deployments.serve.ray_metrics import RayMetrics, families_of_requests
@@ -50,6 +51,7 @@ class Ingress(Sender):
         super().__init__(config, paths, handles, batches, pools)
         accept_odd_headers()
         leave_request_ids_alone()
+        use_own_protocol()
         # Here too: on a cluster no launcher has checked it.
         check_exposure(http_host(), config.api)
         self._service = None if batches is None else cast(BatchService, _RemoteService(batches))

@@ -45,7 +45,13 @@ def answered(url: str) -> set[str]:
 
 
 def exchange(url: str, request: str, *, stays: bool = False) -> list[int]:
-    """The statuses of all answers to these bytes.
+    """The statuses of all answers to these bytes, as `received` gets them."""
+    answers = received(url, request, stays=stays)
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", answers)]
+
+
+def received(url: str, request: str, *, stays: bool = False) -> bytes:
+    """All that comes back for these bytes until the server closes the connection.
 
     stays: the client goes on listening without an end of its own. To one that has ended, HAProxy says 400 by itself
     unless a connection to the service is open already.
@@ -57,7 +63,7 @@ def exchange(url: str, request: str, *, stays: bool = False) -> list[int]:
         connection.sendall(request.encode("latin-1"))
         if not stays:
             connection.shutdown(socket.SHUT_WR)
-        received = b""
+        answers = b""
         while chunk := connection.recv(65536):
-            received += chunk
-    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", received)]
+            answers += chunk
+    return answers

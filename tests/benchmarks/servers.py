@@ -7,7 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import uvicorn
 from starlette.applications import Starlette
@@ -25,9 +25,9 @@ from tests.waiting import PATIENCE_S, eventually, until
 
 
 @contextmanager
-def serving(app: ASGIApp) -> Iterator[str]:
+def serving(app: ASGIApp, *, ws: Literal["none", "auto"] = "none") -> Iterator[str]:
     """The base URL of an app on a port of its own."""
-    config = uvicorn.Config(app, port=0, ws="none", lifespan="off", loop="asyncio", log_level="error")
+    config = uvicorn.Config(app, port=0, ws=ws, lifespan="off", loop="asyncio", log_level="error")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()

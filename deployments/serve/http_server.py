@@ -1,0 +1,76 @@
+"""HTTP/1 as uvicorn speaks it for Ray Serve, but for two kinds of requests that it does not answer as HTTP says.
+
+Serve has no setting for the protocol. No upstream issues are known.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any
+
+import httptools
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.config import HTTP_PROTOCOLS
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+
+def use_own_protocol() -> None:
+    """Have the HTTP server that Serve starts in this process use `Protocol`. Call it before that: in the constructor of
+    the HTTP deployment.
+    """
+    HTTP_PROTOCOLS["auto"] = f"{__name__}:{Protocol.__name__}"
+
+
+class Protocol(HttpToolsProtocol):
+    """One connection. No request changes its protocol, and no chunks are sent to a client that does not know them.
+
+    A server may ignore `Upgrade` (RFC 9110, 7.8), and no route of ours has WebSockets. uvicorn takes an upgrade to a
+    WebSocket also from a POST, which gets no answer then. Of a request for any other upgrade, as the HTTP client of
+    Java sends it, httptools does not read the body.
+    """
+
+    _data = b""
+
+    def data_received(self, data: bytes) -> None:
+        self._data = data
+        super().data_received(data)
+
+    def _should_upgrade(self) -> bool:
+        """Asked of a request that wants an upgrade, or to be a tunnel: such a request is handled below, not here."""
+        return self.scope["method"] != "CONNECT"
+
+    def handle_websocket_upgrade(self) -> None:
+        """Called where the parser has stopped behind the head: parse it again without `Upgrade`, and then the body."""
+        stopped = sys.exception()
+        assert isinstance(stopped, httptools.HttpParserUpgrade), "uvicorn calls this when it catches that"
+        rest = self._data[stopped.args[0] :]
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as in the constructor
+        self.data_received(b"\r\n".join([*lines, b"", rest]))
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        knows_chunks = cycle.scope["http_version"] != "1.0"  # RFC 9112, 6.1
+        given = app if knows_chunks else partial(_answer_without_chunks, cycle, app)
+        HttpToolsProtocol._start_asgi_task(self, cycle, given)
+
+
+async def _answer_without_chunks(
+    cycle: RequestResponseCycle, app: ASGIApp, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Answer a request so that the end of the connection ends an answer without a length."""
+    has_length = False
+
+    async def send_without_chunks(message: Message) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            if not has_length:
+                cycle.chunked_encoding = False
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    await app(scope, receive, send_without_chunks)
