@@ -65,6 +65,7 @@ def _import_serve() -> None:
     internals = importlib.import_module("deployments.ray_internals")
     internals.keep_pages_with_the_service()
     internals.end_silent_connections()
+    internals.copy_request_bodies()
 
 
 if "ray.serve" not in sys.modules:

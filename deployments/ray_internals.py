@@ -94,6 +94,19 @@ def end_silent_connections() -> None:
     haproxy_templates.HAPROXY_CONFIG_TEMPLATE = template.replace(unset, f"timeout http-request {head_timeout_s}s")
 
 
+def copy_request_bodies() -> None:
+    """Have HAProxy copy the bodies of requests and not splice them in the kernel.
+
+    Ray's template splices (`option splice-request`), and has no setting for it. HAProxy 2.8.25 does not notice then
+    that a client has died which waits for an answer, if its request was not the first on its connection and had a body
+    of more than a buffer, 16 KiB: the request runs to its end, the connection stays in CLOSE-WAIT, and HAProxy
+    computes without a pause meanwhile. No upstream issue is known. Call it before Serve's HAProxyManager is imported
+    in this process.
+    """
+    template: str = haproxy_templates.HAPROXY_CONFIG_TEMPLATE
+    haproxy_templates.HAPROXY_CONFIG_TEMPLATE = template.replace("    option splice-request\n", "")
+
+
 def accept_odd_headers() -> None:
     """Let Serve read headers of any bytes in this process. Call it in the constructor of the HTTP deployment.
 

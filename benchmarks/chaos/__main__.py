@@ -22,7 +22,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from benchmarks.chaos.at_random import strike_at_random
-from benchmarks.chaos.client_faults import disconnect_at_each_phase
+from benchmarks.chaos.client_faults import disconnect_at_each_phase, kill_clients
 from benchmarks.chaos.faults import (
     crash_on_request,
     kill_at_each_phase,
@@ -73,6 +73,7 @@ ROWS: dict[str, Row] = {
     "R15": break_tier,
     "node": lose_node,
     "C1": disconnect_at_each_phase,
+    "C7": kill_clients,
 }
 
 

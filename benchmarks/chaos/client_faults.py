@@ -1,21 +1,32 @@
-"""Row C1: clients that go away."""
+"""Rows C1 and C7: clients that go away, and clients that are killed."""
 
 from __future__ import annotations
 
 import asyncio
+import random
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
+from benchmarks.chaos.faults import kill
 from benchmarks.chaos.stage import Size, Stage, application, stage
-from benchmarks.chaos.traffic import Asked, alike, moment
+from benchmarks.chaos.traffic import MODEL_NAME, Asked, alike, moment
 from benchmarks.chaos.verdict import spread
 from benchmarks.harness.answer import Answer, follow
-from benchmarks.harness.command import tell
+from benchmarks.harness.command import BenchmarkError, tell
+from benchmarks.harness.processes import clients_of, cpu_between
 
 _TIMEOUT_S = 30.0
+_KILLED_WITHIN_S = 6.0
+_PATIENCE_S = 2.0  # after which a request that still runs is left over
+_WATCHED_S = 2.0
+_BUSY = 0.1  # of a core, by a proxy without clients
 
 Row = dict[str, Any]
 
@@ -35,6 +46,64 @@ async def disconnect_at_each_phase(size: Size) -> list[Row]:
     with stage(slow) as running:
         rows.append(await _leaving(running, size.runs, "prefill (a step of 400 ms)", _has_sent_for(0.1)))
     return rows
+
+
+async def kill_clients(size: Size) -> list[Row]:
+    """C7: kill -9 clients of every kind at random moments; how long until nothing is computed for them, and what their
+    proxy still holds and computes then.
+    """
+    plain = application(num_replicas=1, step_ms=20, end_probability=0, max_running=size.streams)
+    with stage(plain) as running:
+        source = size.source("C7")
+        freed_ms: list[float] = []
+        found: Counter[str] = Counter()
+        for run in range(size.runs):
+            freed, after = await asyncio.to_thread(_kill_all, running, size.streams, source)
+            freed_ms.append(freed)
+            found.update(after)
+            tell(f"C7: run {run + 1} of {size.runs}: free after {freed:.0f} ms; {after}")
+        row = {"row": "C7", "fault": f"kill -9 {size.streams} clients", "runs": size.runs}
+        return [row | spread("freed_after_ms", freed_ms) | {"left_over": dict(found)}]
+
+
+def _kill_all(running: Stage, number: int, source: random.Random) -> tuple[float, dict[str, int]]:
+    """Start clients and kill each at its moment; when the service was free after that, and what its proxy holds."""
+    proxies = running.named("haproxy")
+    with _doomed(running, number) as pids:
+        started_s = time.perf_counter()
+        for at_s, pid in sorted((source.uniform(0, _KILLED_WITHIN_S), pid) for pid in pids):
+            time.sleep(max(0.0, started_s + at_s - time.perf_counter()))
+            kill([pid])
+    killed_s = time.perf_counter()
+    while any((held := running.holdings().held).values()) and time.perf_counter() - killed_s < _PATIENCE_S:
+        continue
+    freed_ms = (time.perf_counter() - killed_s) * 1000
+    before = running.processes()
+    time.sleep(_WATCHED_S)
+    spent_s = cpu_between(before, running.processes()).get("haproxy", 0.0)
+    num_connections, num_half_closed = clients_of(proxies, running.target.port)
+    return freed_ms, {
+        "requests": held["in_flight"],
+        "connections": num_connections,
+        "half_closed": num_half_closed,
+        "busy_proxies": int(spent_s > _BUSY * _WATCHED_S),
+    }
+
+
+@contextmanager
+def _doomed(running: Stage, number: int) -> Iterator[list[int]]:
+    """The pids of so many clients that have all been started. See `benchmarks.chaos.doomed`."""
+    target = running.target
+    command = [sys.executable, "-m", "benchmarks.chaos.doomed", target.host, str(target.port), MODEL_NAME, str(number)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None, "it is a pipe"
+        pids = [int(line) for line in takewhile(lambda line: line != "all\n", parent.stdout)]
+        try:
+            if len(pids) != number:
+                raise BenchmarkError(f"{len(pids)} of {number} clients have started")
+            yield pids
+        finally:
+            kill(pids)
 
 
 def _has_tokens(number: int) -> Callable[[Answer], bool]:

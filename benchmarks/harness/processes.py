@@ -58,13 +58,42 @@ def resident_mib(pid: int) -> float:
 
 def connections(pids: Sequence[int]) -> set[tuple[int, int]]:
     """The TCP connections (IPv4) between these processes: the one that listens, and the one that has connected."""
+    found = _tcp(pids)
+    listening = {each.port: each.pid for each in found if each.state == _LISTEN}
+    return {
+        (listening[each.remote_port], each.pid)
+        for each in found
+        if each.state == _ESTABLISHED and each.remote_port in listening
+    }
+
+
+def clients_of(pids: Sequence[int], port: int) -> tuple[int, int]:
+    """How many connections these processes have on a port (IPv4), and how many of them the client has closed."""
+    held = [each.state for each in _tcp(pids) if each.port == port and each.state != _LISTEN]
+    return len(held), held.count(_CLOSE_WAIT)
+
+
+_ESTABLISHED, _CLOSE_WAIT, _LISTEN = "01", "08", "0A"
+
+
+@dataclass(frozen=True, slots=True)
+class _Tcp:
+    pid: int
+    port: int
+    remote_port: int
+    state: str
+
+
+def _tcp(pids: Sequence[int]) -> list[_Tcp]:
+    """The TCP sockets (IPv4) that these processes hold."""
     owners = {socket: pid for pid in pids for socket in _sockets(pid)}
     # sl local_address rem_address st tx:rx tr:tm retrnsmt uid timeout inode ...; an address is IP:port in hex
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    ports = [(local.split(":")[1], remote.split(":")[1], state, owners.get(inode))
-             for _, local, remote, state, *_, inode in (row[:10] for row in rows)]  # fmt: skip
-    listening = {port: pid for port, _, state, pid in ports if state == "0A" and pid}
-    return {(listening[to], pid) for _, to, state, pid in ports if state == "01" and pid and to in listening}
+    rows = [line.split()[:10] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return [
+        _Tcp(owners[inode], int(local.split(":")[1], 16), int(remote.split(":")[1], 16), state)
+        for _, local, remote, state, *_, inode in rows
+        if inode in owners
+    ]
 
 
 def _sockets(pid: int) -> set[str]:

@@ -39,7 +39,7 @@ def test_workers_import_it_before_they_have_work(tmp_path: Path) -> None:
     assert find_spec(module) is not None
 
 
-def test_haproxy_shows_its_pages_where_the_service_listens_and_ends_silent_connections() -> None:
+def test_haproxy_shows_its_pages_where_the_service_listens_and_notices_silent_and_dead_clients() -> None:
     """Every address of HAProxy is that of the service, whatever the port."""
     code = "import deployments.preload, ray.serve._private.haproxy as it; print(it.HAPROXY_CONFIG_TEMPLATE)"
     done = subprocess.run(
@@ -52,3 +52,5 @@ def test_haproxy_shows_its_pages_where_the_service_listens_and_ends_silent_conne
     assert sorted(hosts) == ["{{ config.frontend_host"] * 3 + ["{{ config.grpc_frontend_host"]
     defaults = lines[lines.index("defaults") : next(at for at, line in enumerate(lines) if line.startswith("frontend"))]
     assert "    timeout http-request 10s" in defaults
+    assert "    option abortonclose" in defaults
+    assert "splice-request" not in done.stdout
