@@ -68,7 +68,6 @@ async def kill_clients(size: Size) -> list[Row]:
 
 def _kill_all(running: Stage, number: int, source: random.Random) -> tuple[float, dict[str, int]]:
     """Start clients and kill each at its moment; when the service was free after that, and what its proxy holds."""
-    proxies = running.named("haproxy")
     with _doomed(running, number) as pids:
         started_s = time.perf_counter()
         for at_s, pid in sorted((source.uniform(0, _KILLED_WITHIN_S), pid) for pid in pids):
@@ -81,7 +80,7 @@ def _kill_all(running: Stage, number: int, source: random.Random) -> tuple[float
     before = running.processes()
     time.sleep(_WATCHED_S)
     spent_s = cpu_between(before, running.processes()).get("haproxy", 0.0)
-    num_connections, num_half_closed = clients_of(proxies, running.target.port)
+    num_connections, num_half_closed = clients_of(running.named("haproxy"), running.target.port)
     return freed_ms, {
         "requests": held["in_flight"],
         "connections": num_connections,
