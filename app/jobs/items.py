@@ -233,9 +233,11 @@ def row_from_fields(fields: Mapping[str, Any], *, number: int, place: str) -> Ro
 
 
 def own_id(fields: Mapping[str, Any]) -> str | None:
-    """The row's `custom_id` or `id` when it is a text or a whole number; else None."""
+    """The row's `custom_id` or `id` when it is a text or a whole number, also as a float; else None."""
     for name in ("custom_id", "id"):
         value = fields.get(name)
+        if isinstance(value, float) and value.is_integer():  # as pandas writes whole numbers beside missing ones
+            value = int(value)
         if isinstance(value, str | int) and not isinstance(value, bool) and 0 < len(str(value)) <= MAX_ID_LENGTH:
             return str(value)
     return None

@@ -13,13 +13,14 @@ import pytest
 
 import benchmarks
 from app.config import ApplicationConfig
+from benchmarks.cases import __main__ as cases
 from benchmarks.chaos import stage
 from benchmarks.clients import __main__ as clients
 from benchmarks.service import fields, fleet, soak
 from tests.test_imports import imported_modules, is_within
 
 FOLDER = Path(benchmarks.__file__).parent
-NOT_LISTED = {"bulk.counted"}  # run by `bulk.kills`
+NOT_LISTED = {"bulk.counted", "chaos.doomed"}  # run by `bulk.kills` and `chaos`
 ALLOWED = ("app", "benchmarks", "torch", "transformers", "tokenizers", "pydantic")
 # Imported only when they are asked for. Those of clients are run by `make clients`, each in its own environment.
 EXTRA = {
@@ -75,6 +76,7 @@ def test_every_command_prints_its_options(name: str, capsys: pytest.CaptureFixtu
     ("names", "application"),
     [
         ("demo", clients.served("models/demo")),
+        ("demo demo-tools", cases.served("models/demo", Path("keys.yaml"), "folder")),
         ("swept vectors", fields.application(fields._parser().parse_args([]), "models/demo", "folder")),
         ("simulated", fleet.served(fleet._parser().parse_args([]))),
         ("chaos", stage.application(crash_token_id=0, silence_timeout_s=0.8, place_timeout_s=1.0)),

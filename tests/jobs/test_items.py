@@ -148,6 +148,11 @@ def test_a_batch_line_is_passed_on_as_it_stands() -> None:
     assert item({"custom_id": 17, "url": CHAT, "body": body}).id == "17"
 
 
+def test_an_id_that_is_a_whole_number_is_one_also_as_a_float() -> None:
+    assert own_id({"id": 1.0}) == "1"
+    assert own_id({"custom_id": float("nan"), "id": -2e3}) == "-2000"
+
+
 def test_a_plain_row_has_the_defaults_of_the_run_and_a_seed_of_its_id() -> None:
     first = item({"id": 1, "prompt": "Once", "temperature": 0.5}, max_tokens=5, temperature=1.0)
     assert first.url == "/v1/completions"

@@ -1,0 +1,1 @@
+"""Requests that went wrong here or elsewhere, with the answers that are right: `python -m benchmarks.cases`."""

@@ -1,0 +1,91 @@
+"""One request of a case, on a connection of its own, byte for byte as it was reported, and its answer."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http.client import HTTPException, HTTPResponse
+from typing import Any
+
+from benchmarks.harness.http_call import EventStream, Target
+
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """Where requests go, and what stands in them for `$MODEL`, `$TOOLS` and `$KEY`."""
+
+    target: Target
+    model: str
+    tools_model: str  # one whose chat template has a place for tools
+    key: str = ""
+
+    def filled(self, text: str) -> str:
+        """A text of a case with the names of this service."""
+        return text.replace("$MODEL", self.model).replace("$TOOLS", self.tools_model).replace("$KEY", self.key)
+
+
+@dataclass(frozen=True, slots=True)
+class Got:
+    """An answer. Its status is 0 where there was none, and the text says why."""
+
+    status: int
+    headers: Mapping[str, str]  # by names in small letters
+    text: str
+
+    @property
+    def content(self) -> Any:
+        """The JSON of the body; of a stream `{"events": [...]}`. Raises ValueError when there is none."""
+        if "text/event-stream" in self.headers.get("content-type", ""):
+            lines = EventStream().feed(self.text.encode())
+            return {"events": [_json(line.decode()) for line in lines if line != b"[DONE]"]}
+        return _json(self.text)
+
+
+def _json(text: str) -> Any:
+    return json.loads(text, parse_constant=_refuse)
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def sent(request: Mapping[str, Any], service: Service) -> Got:
+    """Send a request and read its answer to the end.
+
+    `request` has a `path`, and a `body` (JSON) or `raw` (text), else it is a GET; `headers` (lines), in place of the
+    usual ones of the same names; `version` of HTTP. Does not raise: a connection that fails is an answer of status 0.
+    """
+    try:
+        with socket.create_connection((service.target.host, service.target.port), timeout=TIMEOUT_S) as connection:
+            connection.sendall(_bytes(request, service))
+            response = HTTPResponse(connection)
+            response.begin()
+            headers = {name.lower(): value for name, value in response.getheaders()}
+            return Got(response.status, headers, response.read().decode("utf-8", "replace"))
+    except (OSError, HTTPException) as error:
+        return Got(0, {}, f"{type(error).__name__}: {error}")
+
+
+def _bytes(request: Mapping[str, Any], service: Service) -> bytes:
+    text = request.get("raw") or (json.dumps(request["body"]) if "body" in request else "")
+    data = service.filled(text).encode()
+    given = list(request.get("headers", ()))
+    usual = ["Content-Type: application/json", *(["Authorization: Bearer $KEY"] if service.key else [])]
+    named = {_name(line) for line in given}
+    lines = [
+        f"{'POST' if data else 'GET'} {request['path']} HTTP/{request.get('version', '1.1')}",
+        f"Host: {service.target.host}:{service.target.port}",
+        *(["Connection: close"] if "connection" not in named else []),
+        f"Content-Length: {len(data)}",
+        *(line for line in usual if _name(line) not in named),
+        *given,
+    ]
+    return service.filled("\r\n".join([*lines, "", ""])).encode() + data
+
+
+def _name(line: str) -> str:
+    return line.partition(":")[0].lower()
