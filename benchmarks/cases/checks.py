@@ -1,4 +1,4 @@
-"""The right answer to a case, as data, and what an answer has instead.
+"""The checks of an answer, which a case has as data.
 
 `status`            one of these
 `has`               values by their paths, as `choices.0.text`; `*` stands for every element
@@ -12,7 +12,7 @@
 `same_as`           the value at `here` is that at `there` in the answer to another `request`
 `one_of`            several such objects, of which one has to be right
 
-Whatever a case says, an answer of 5xx and JSON that is none are wrong.
+A status of 5xx and a body that says that it is JSON, and is not, are faults in every case.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Expected = Mapping[str, Any]
 
 
 def problems(expected: Expected, got: Got, send: Send) -> list[str]:
-    """What is wrong with an answer, in words; empty if nothing is."""
+    """The faults of an answer, in words; none if it is right. `send` asks the other request of `same_as`."""
     if not 200 <= got.status < 500:
         return [f"status {got.status}"]
     if "json" in got.headers.get("content-type", "") and (broken := _broken(got)):

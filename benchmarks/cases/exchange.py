@@ -16,7 +16,7 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """Where requests go, and what stands in them for `$MODEL`, `$TOOLS` and `$KEY`."""
+    """The service that is asked, and its names for `$MODEL`, `$TOOLS` and `$KEY` in requests."""
 
     target: Target
     model: str
@@ -30,7 +30,7 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class Got:
-    """An answer. Its status is 0 where there was none, and the text says why."""
+    """An answer. If there was none, its status is 0, and its text is the reason."""
 
     status: int
     headers: Mapping[str, str]  # by names in small letters

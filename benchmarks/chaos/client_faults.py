@@ -49,8 +49,8 @@ async def disconnect_at_each_phase(size: Size) -> list[Row]:
 
 
 async def kill_clients(size: Size) -> list[Row]:
-    """C7: kill -9 clients of every kind at random moments; how long until nothing is computed for them, and what their
-    proxy still holds and computes then.
+    """C7: kill -9 clients of every kind at random moments. Measured are the time until nothing is computed for them,
+    and the connections and the CPU time of HAProxy after that.
     """
     plain = application(num_replicas=1, step_ms=20, end_probability=0, max_running=size.streams)
     with stage(plain) as running:
@@ -67,7 +67,9 @@ async def kill_clients(size: Size) -> list[Row]:
 
 
 def _kill_all(running: Stage, number: int, source: random.Random) -> tuple[float, dict[str, int]]:
-    """Start clients and kill each at its moment; when the service was free after that, and what its proxy holds."""
+    """Start clients and kill each at its moment. Returns the milliseconds until the service was free, and counts of the
+    requests, connections and busy proxies that are left.
+    """
     with _doomed(running, number) as pids:
         started_s = time.perf_counter()
         for at_s, pid in sorted((source.uniform(0, _KILLED_WITHIN_S), pid) for pid in pids):

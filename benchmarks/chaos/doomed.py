@@ -89,7 +89,7 @@ KINDS: dict[str, Callable[[socket.socket, Requests], None]] = {
 
 
 def requests_to(target: Target, model: str, seed: int) -> Requests:
-    """What a client sends to the service."""
+    """The requests of one client. The seed makes them differ from those of others."""
     body: dict[str, Any] = {"model": model, "prompt": [5, 6, 7], "seed": seed}
     body |= {"max_tokens": _NUM_TOKENS, "ignore_eos": True}
     bodies = (body | {"stream": True}, body, json.dumps(body).encode() + _PADDING)
