@@ -29,6 +29,7 @@ from benchmarks.harness.service import application, service, with_tools, write_k
 
 FOLDER = Path(__file__).parent
 MODEL, TOOLS_MODEL = "demo", "demo-tools"
+TOOLS = {"tool_parser": "hermes"}  # the added place in the template does not tell how the model writes calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,16 +111,13 @@ def _service(given: argparse.Namespace) -> Iterator[Service]:
 
 def served(with_place_for_tools: str, keys: Path, folder: str) -> dict[str, Any]:
     """The `args` of the service that is started: the bundled model as it is, and with a place for tools."""
-    engines = {MODEL: "models/demo", TOOLS_MODEL: with_place_for_tools}
-    settings = {"keys_file": str(keys)}
-    both = [
-        application(name, {"model": {"path": path}, "cache": {"memory_gib": 0.1}}) for name, path in engines.items()
+    paths = {MODEL: "models/demo", TOOLS_MODEL: with_place_for_tools}
+    models = [
+        model
+        for name, path in paths.items()
+        for model in application(name, {"model": {"path": path}, "cache": {"memory_gib": 0.1}}, model=TOOLS)["models"]
     ]
-    return {
-        "models": [model for each in both for model in each["models"]],
-        "api": settings,
-        "batches": {"path": folder},
-    }
+    return {"models": models, "api": {"keys_file": str(keys)}, "batches": {"path": folder}}
 
 
 def _parser() -> argparse.ArgumentParser:
