@@ -10,11 +10,12 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from app.errors import ContextTooLong, InvalidRequest, InvalidSetup
+from app.text.chat_messages import TemplateTraits, adapted, joined_turns
 from app.text.text_pairs import CHARACTERS_AT_ONCE, EncodedTexts, Forms
 from app.text.token_bytes import TokenBytes
 
@@ -151,8 +152,9 @@ class Tokenizer:
         `template_variables` are extra names for the template (`enable_thinking` and the like). Raises InvalidRequest
         when the model has no chat template or the template refuses the messages.
 
-        Templates get the arguments of tool calls as the objects that most of them want, or as the JSON text that they
-        came as where a template cannot take objects.
+        What the template has no place for is written as `app.text.chat_messages` says. Templates get the arguments of
+        tool calls as the objects that most of them want, or as the JSON text that they came as where a template cannot
+        take objects. Where a template refuses messages of one role in a row, they are joined.
         """
         if not self._pretrained.chat_template:
             raise InvalidRequest("this model has no chat template; use /v1/completions with a prompt", param="messages")
@@ -162,26 +164,48 @@ class Tokenizer:
             raise InvalidRequest(
                 f"chat_template_kwargs may not set {', '.join(taken)}; leave it out", param="chat_template_kwargs"
             )
-        has_calls = any(message.get("tool_calls") for message in messages)
-        attempts = [_with_argument_objects(messages), messages] if has_calls else [messages]
+        traits = self._template_traits
+        whole = adapted(messages, tools or (), traits)
+        variables |= {
+            "tools": [dict(tool) for tool in tools] if tools and traits.tools else None,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
         refusal: Exception | None = None
-        for attempt in attempts:
+        for attempt in _forms(whole):
             try:
-                return str(
-                    self._pretrained.apply_chat_template(
-                        [dict(message) for message in attempt],
-                        tools=[dict(tool) for tool in tools] if tools else None,
-                        tokenize=False,
-                        add_generation_prompt=add_generation_prompt,
-                        continue_final_message=continue_final_message,
-                        **variables,
-                    )
-                )
+                return self._applied(attempt, **variables)
             except Exception as error:  # a template may raise anything, and what makes it raise is the messages
                 refusal = refusal or error
         raise InvalidRequest(
             f"the model's chat template does not accept these messages: {_brief(refusal)}", param="messages"
         ) from refusal
+
+    def _applied(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """What the chat template makes of exactly these messages. Raises whatever the template raises."""
+        copies = [dict(message) for message in messages]
+        return str(self._pretrained.apply_chat_template(copies, tokenize=False, **options))
+
+    @cached_property
+    def _template_traits(self) -> TemplateTraits:
+        """What the chat template has a place for: names in it, and system messages that it shows in a prompt."""
+        word = "carousel"
+        system, question = {"role": "system", "content": word}, {"role": "user", "content": "Hi"}
+        other, answer = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "Hi"}
+
+        def shows(*messages: Mapping[str, Any]) -> bool:
+            try:
+                return word in self._applied(messages)
+            except Exception:  # as above
+                return False
+
+        return TemplateTraits(
+            tools=self.has_tools_in_template,
+            calls=self.has_in_template("tool_calls"),
+            developer=self.has_in_template("developer"),
+            system=shows(system, question),
+            later_system=shows(other, question, system, answer, question),
+        )
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of the ids; ids that name no token are passed over."""
@@ -220,6 +244,15 @@ def _reserved_variables() -> frozenset[str]:
 
     own = {"messages", "conversations", "generation_indices", "return_generation_indices"}
     return frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters) | own
+
+
+def _forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
+    """The messages in the forms that templates are known to take, the most usual one first."""
+    joined = joined_turns(messages)
+    for each in [messages] if len(joined) == len(messages) else [messages, joined]:
+        if any(message.get("tool_calls") for message in each):
+            yield _with_argument_objects(each)
+        yield each
 
 
 def _with_argument_objects(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -139,7 +139,7 @@ def test_the_model_is_told_of_tools_and_of_earlier_calls(tools_tokenizer: Tokeni
 
 
 def test_templates_learn_which_function_a_result_is_of() -> None:
-    tokenizer = tokenizer_with("{% for m in messages %}{{ m.name or '-' }} {% endfor %}")
+    tokenizer = tokenizer_with("{% for m in messages %}{{ m.name or '-' }} {% endfor %}{# and tool_calls #}")
     service = Service(tokenizer, say(tokenizer, "3"))
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages = [

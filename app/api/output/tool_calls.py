@@ -73,11 +73,6 @@ def tool_use(body: ChatRequest, tokenizer: Tokenizer, form: ToolFormat | None) -
     """
     if body.tool_choice == "none":
         return None
-    if not tokenizer.has_tools_in_template:
-        raise InvalidRequest(
-            "the chat template of this model has no place for tools; leave tools out, or send tool_choice none",
-            param="tools",
-        )
     offered = {tool.definition.name: tool.definition for tool in body.tools}
     choice = body.tool_choice
     mode = choice if isinstance(choice, str) else choice.mode

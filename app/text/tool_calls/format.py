@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from app.text.chat_messages import CALL_BEGIN, CALL_END
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
@@ -27,10 +29,10 @@ class ToolFormat:
 # too many.
 HERMES = ToolFormat(
     name="hermes",
-    begin="<tool_call>",
-    end="</tool_call>",
+    begin=CALL_BEGIN,
+    end=CALL_END,
     separators="}",
-    special_texts=("<tool_call>", "</tool_call>"),
+    special_texts=(CALL_BEGIN, CALL_END),
 )
 # Meta's Llama 3: {"name": …, "parameters": …}; {…} as the whole message, with or without its tag.
 LLAMA3 = ToolFormat(

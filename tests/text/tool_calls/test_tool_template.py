@@ -25,10 +25,12 @@ def test_other_templates_have_no_format(template: str) -> None:
     assert format_of(tokenizer_with(template)) is None
 
 
-def test_a_model_without_tools_has_no_format(demo_path: Path) -> None:
+def test_a_template_without_a_place_for_tools_has_the_format_in_which_they_are_written_into_messages(
+    demo_path: Path,
+) -> None:
     tokenizer = Tokenizer.load(str(demo_path))
-    assert format_of(tokenizer) is None
     assert not tokenizer.has_tools_in_template
+    assert format_of(tokenizer) is FORMATS["hermes"]
 
 
 def test_templates_get_arguments_as_objects() -> None:

@@ -1,0 +1,109 @@
+"""Conversations as a chat template can take them, which may have no place for tools or for some roles."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Message = Mapping[str, Any]
+
+CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
+_RESULT_BEGIN, _RESULT_END = "<tool_response>", "</tool_response>"
+_TOOLS = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within {begin}{end} XML tags:
+{begin}
+{{"name": <function-name>, "arguments": <args-json-object>}}
+{end}"""  # the words of the Hermes and Qwen 2.5 models, which most small models have seen
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateTraits:
+    """The parts of a conversation that a chat template writes into the prompt."""
+
+    tools: bool
+    calls: bool  # in messages of the assistant, and their results
+    developer: bool  # messages of this role
+    system: bool  # a first message of this role
+    later_system: bool  # further messages of this role, wherever they stand
+
+
+def adapted(messages: Sequence[Message], tools: Sequence[Message], traits: TemplateTraits) -> list[Message]:
+    """The conversation for a template with these traits. All of its text stays, in its order.
+
+    Tools go into the system message, and calls and their results into the text of messages, as Hermes models write
+    them. `developer` becomes `system`. Where a template takes only one system message, the first ones are joined, and
+    later ones become messages of the user; where it takes none, so does the first.
+    """
+    adapted = list(messages)
+    if not traits.developer:
+        adapted = [each | {"role": "system"} if each["role"] == "developer" else each for each in map(dict, adapted)]
+    if tools and not traits.tools:
+        adapted = _with_tools(adapted, tools)
+    is_changed = False
+    if not traits.calls and any(each["role"] == "tool" or each.get("tool_calls") for each in adapted):
+        adapted, is_changed = [_with_calls_as_text(each) for each in adapted], True
+    if not traits.later_system and any(each["role"] == "system" for each in adapted):
+        adapted, is_changed = _with_one_system_message(adapted, is_taken=traits.system), True
+    return joined_turns(adapted) if is_changed else adapted
+
+
+def joined_turns(messages: Sequence[Message]) -> list[Message]:
+    """The conversation with one message in the place of several of the user, or of the assistant, in a row."""
+    turns: list[Message] = []
+    for message in messages:
+        last = turns[-1] if turns else None
+        may_join = last is not None and last["role"] == message["role"] and message["role"] in ("user", "assistant")
+        if last is not None and may_join and not last.get("tool_calls"):
+            turns[-1] = {**last, **message, "content": _joined(last["content"], message["content"])}
+        else:
+            turns.append(message)
+    return turns
+
+
+def _joined(*texts: str) -> str:
+    return "\n\n".join(filter(None, texts))
+
+
+def _with_tools(messages: list[Message], tools: Sequence[Message]) -> list[Message]:
+    listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    text = _TOOLS.format(tools=listed, begin=CALL_BEGIN, end=CALL_END)
+    if messages and messages[0]["role"] == "system":
+        first, *others = messages
+        return [{**first, "content": _joined(first["content"], text)}, *others]
+    return [{"role": "system", "content": text}, *messages]
+
+
+def _with_calls_as_text(message: Message) -> Message:
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"{_RESULT_BEGIN}\n{message['content']}\n{_RESULT_END}"}
+    calls = [_call_text(call["function"]) for call in message.get("tool_calls") or ()]
+    kept = {name: value for name, value in message.items() if name != "tool_calls"}
+    return kept | {"content": "\n".join(filter(None, (message["content"], *calls)))}
+
+
+def _call_text(function: Mapping[str, str]) -> str:
+    """The call with its arguments as the model wrote them."""
+    name = json.dumps(function["name"], ensure_ascii=False)
+    return f'{CALL_BEGIN}\n{{"name": {name}, "arguments": {function["arguments"]}}}\n{CALL_END}'
+
+
+def _with_one_system_message(messages: list[Message], *, is_taken: bool) -> list[Message]:
+    num_first = next((at for at, each in enumerate(messages) if each["role"] != "system"), len(messages))
+    others = [{**each, "role": "user"} if each["role"] == "system" else each for each in messages[num_first:]]
+    if num_first == 0:
+        return others
+    first = {
+        "role": "system" if is_taken else "user",
+        "content": _joined(*(m["content"] for m in messages[:num_first])),
+    }
+    return [first, *others]
