@@ -25,6 +25,7 @@ from app.api.prepared_request import (
 )
 from app.api.request_context import TIMINGS_HEADER, RequestContext, asks_for
 from app.api.schemas.conversation import template_messages, template_tools
+from app.api.schemas.parameters import refuse_passed_over
 from app.api.schemas.requests import ChatRequest, CompletionRequest, GenerationRequest, QueuedRequest
 from app.engine.request import MIN_TEMPERATURE, MIN_TOP_P, Grammar, Pooling, Request, SamplingParams
 from app.errors import ContextTooLong, InvalidRequest
@@ -113,7 +114,22 @@ def shared_fields(body: GenerationRequest, model: ServedModel, context: RequestC
     }
     predicted = body.prediction if isinstance(body, ChatRequest) else None
     prediction = () if predicted is None else _encode_prediction(predicted.content, model)
-    return SharedFields(sampling, grammar, None if details == TokenDetailOptions() else details, tools, prediction)
+    ignored = _passed_over(body, model) if isinstance(body, ChatRequest) else ()
+    if context.is_strict:
+        refuse_passed_over(ignored)
+    options = None if details == TokenDetailOptions() else details
+    return SharedFields(sampling, grammar, options, tools, prediction, ignored)
+
+
+def _passed_over(body: ChatRequest, model: ServedModel) -> tuple[str, ...]:
+    """The fields about reasoning that have no effect on a model which marks none, nor on its prompt."""
+    if model.reasoning_marks is not None:
+        return ()
+    names = [] if body.thinking_token_budget is None else [body.budget_param]
+    by_effort = body.reasoning_effort not in (None, "none")
+    if by_effort and not any(map(model.tokenizer.has_in_template, ("enable_thinking", "reasoning_effort"))):
+        names.append(body.effort_param)
+    return tuple(names)
 
 
 def tools_of(body: ChatRequest, model: ServedModel) -> ToolUse | None:
@@ -345,6 +361,7 @@ def prepare_generation(
         requests=tuple(requests),
         num_prompt_tokens=num_prompt_tokens,
         num_logprobs=num_logprobs,
+        ignored=shared.ignored,
         num_samples=body.num_samples,
         num_choices=body.n,
         echoes=echoes,

@@ -54,6 +54,12 @@ class SharedBody:
     ignored_header: Mapping[str, str]  # it names fields of the body that have no effect
 
 
+def _ignored_by_models(fields: Mapping[str, SharedFields]) -> tuple[str, ...]:
+    """What has no effect on any of the models that may answer."""
+    first, *others = fields.values()
+    return tuple(name for name in first.ignored if all(name in each.ignored for each in others))
+
+
 class RequestHandler:
     """Handles requests on the served models."""
 
@@ -107,7 +113,7 @@ class RequestHandler:
                 context.request_id = parsed.request_id
             target = self.names.answering(parsed, account)
         state = await self._respond(endpoint, parsed, target, context, size)
-        state.ignored = ignored_fields(body, endpoint.schema)
+        state.ignored = ignored_fields(body, parsed)
         return state
 
     async def _respond(
@@ -354,7 +360,7 @@ class RequestHandler:
             target=target,
             fields=fields,
             size=size if is_written else 0,
-            ignored_header=ignored_header(body, endpoint.schema),
+            ignored_header=ignored_header(ignored_fields(body, parsed) + _ignored_by_models(fields)),
         )
 
     async def prepare_item(

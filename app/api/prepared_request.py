@@ -124,6 +124,7 @@ class SharedFields:
     details: TokenDetailOptions | None
     tools: ToolUse | None
     prediction: tuple[int, ...] = ()  # token ids of what much of each output may be
+    ignored: tuple[str, ...] = ()  # names of what has no effect on this model
 
 
 class AnswerFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -169,6 +170,7 @@ class PreparedRequest:
     requests: tuple[Request, ...]
     num_prompt_tokens: int  # each prompt counted once, however many samples it gets
     num_logprobs: int = 0  # the most that its answer can have: of generated, of echoed and of prompt tokens
+    ignored: tuple[str, ...] = ()  # names of what has no effect on this model
     num_samples: int = 1
     num_choices: int = 1
     echoes: tuple[EchoedPrompt, ...] = ()  # one for each prompt where prompts are echoed

@@ -24,6 +24,7 @@ from tests.kit.service import MAX_MODEL_LEN, Answer, Connection, Service, check_
 USER = {"role": "user", "content": "Hi"}
 TOOL = {"type": "function", "function": {"name": "f"}}
 RESPONSES_TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+NAMESPACE = {"type": "namespace", "name": "n", "description": "Does it.", "tools": [RESPONSES_TOOL]}
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", {"messages": [USER]}),
     "completions": ("/v1/completions", {"prompt": "Hi"}),
@@ -113,7 +114,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools[0].custom", "is required"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "match pattern"),
         ({"tools": [TOOL] * 129}, "tools", "at most 128"),
-        ({"tools": [TOOL]}, "tools", "no place for tools"),
+        ({"tools": [TOOL]}, "tools", "not known how this model writes tool calls"),
         ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
         ({"tool_choice": "sometimes"}, "tool_choice", "should be none, auto, required or an object"),
         ({"tool_choice": 5}, "tool_choice", "should be none, auto, required or an object"),
@@ -158,8 +159,8 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"truncation": "middle"}, "truncation", "should be 'auto' or 'disabled'"),
         ({"input": []}, "input", "at least 1"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "send the item itself"),
-        ({"input": [{"type": "computer_call"}]}, "input", "an item at 0"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity", "should be 'medium'; got 'low'"),
+        ({"input": [{"type": "compaction"}]}, "input", "an item at 0"),
+        ({"text": {"verbosity": "loud"}}, "text.verbosity", "should be 'low', 'medium' or 'high'; got 'loud'"),
         ({"max_tool_calls": 0}, "max_tool_calls", "greater than or equal to 1"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "'system'"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content", "not supported"),
@@ -167,13 +168,16 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"max_output_tokens": 10_000}, "max_output_tokens", "max_output_tokens is 10,000"),
         ({"input": "3 " * 1000}, "input", "this model accepts"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format.type", "got 'yaml'"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
+        ({"tools": [{"type": "functoin", "name": "f"}]}, "tools[0].type", "'function'"),
         ({"tools": [RESPONSES_TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "tools has f"),
-        ({"tools": [RESPONSES_TOOL]}, "tools", "no place for tools"),
+        ({"tools": [RESPONSES_TOOL]}, "tools", "not known how this model writes tool calls"),
+        ({"tools": [NAMESPACE, NAMESPACE]}, "tools", "'n.f', which another tool has"),
+        ({"tools": [NAMESPACE | {"name": "n" * 127}]}, "tools", "exceeds 128 characters"),
+        ({"tools": [NAMESPACE | {"tools": [RESPONSES_TOOL] * 65}] * 2}, "tools", "130 tools"),
         ({"top_logprobs": 3}, "top_logprobs", "send both"),
         ({"include": [LOGPROBS], "top_logprobs": 21}, "top_logprobs", "at most 20"),
         ({"include": [LOGPROBS], "top_logprobs": -1}, "top_logprobs", "greater than or equal to 0"),
-        ({"include": ["file_search_call.results"]}, "include[0]", LOGPROBS),
+        ({"include": [5]}, "include[0]", "should be a valid string"),
         ({"include": "all"}, "include", "valid list"),
     ],
     "embeddings": [

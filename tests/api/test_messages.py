@@ -299,18 +299,17 @@ def test_the_form_of_the_text_is_that_of_a_chat(service: Service) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "tool_reference", "tool_name": "f"}]}]},
          "a block of type 'tool_reference'"),
         ({"messages": [{"role": "user", "content": [
-            {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}
-        ]}]}, "messages[0].content[0].content has a block of type 'image' at 0; this server takes text, document"),
+            {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "audio"}]}
+        ]}]}, "messages[0].content[0].content has a block of type 'audio' at 0; this server takes text, document"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]},
          "has the role user, which has no tool_use blocks"),
-        ({"messages": [{"role": "system", "content": "Hi"}]}, "messages[0].role"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
+        ({"messages": [{"role": "tool", "content": "Hi"}]}, "messages[0].role"),
+        ({"tools": [{"type": "bash", "name": "bash", "input_schema": {}}]}, "tools[0].type"),
         ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice of type tool needs a name"),
         ({"stop_sequences": ["a"] * 129}, "stop_sequences has 129 strings; this server accepts at most 128"),
         ({"stop": ["a"]}, "send stop_sequences"),
         ({"n": 2}, "n is not supported"),
-        ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
         ({"max_tokens": 1000}, "prompt has"),
     ],
 )  # fmt: skip

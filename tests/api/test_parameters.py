@@ -142,7 +142,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"input_ids": [5]}, "send them as prompt to /v1/completions"),
         ({"plugins": [{"id": "web"}]}, "leave it out"),
         ({"lora_path": "a"}, "send the adapter's name as model"),
-        ({"verbosity": "low"}, "send a message that says how long"),
         ({"functions": [{}]}, "send tools"),
     ],
     "completions": [

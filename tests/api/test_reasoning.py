@@ -231,13 +231,58 @@ def test_a_form_without_reasoning_begins_at_once(computing: Service) -> None:
     assert json.loads(message["content"]).keys() == {"a"}
 
 
-def test_a_budget_is_refused_where_nothing_marks_reasoning(service: Service) -> None:
-    answer = service.chat(thinking_token_budget=5)
-    assert (answer.status, answer.error["param"]) == (400, "thinking_token_budget")
-    body = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 9}
-    asked = service.call("POST", "/v1/messages", body | {"thinking": {"type": "enabled", "budget_tokens": 5}})
-    assert asked.status == 400
-    assert asked.json["error"]["message"].startswith("thinking.budget_tokens is for models")
+ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 9}
+THINKING = {"type": "enabled", "budget_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        ("/v1/chat/completions", ASKED | {"thinking_token_budget": 5}, "thinking_token_budget"),
+        ("/v1/chat/completions", ASKED | {"reasoning_effort": "low"}, "reasoning_effort"),
+        ("/v1/chat/completions", ASKED | {"reasoning_effort": "none"}, None),
+        ("/v1/responses", {"input": "?", "reasoning": {"effort": "low"}}, "reasoning.effort"),
+        ("/v1/responses", {"input": "?", "reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ("/v1/messages", ASKED | {"thinking": THINKING}, "thinking.budget_tokens"),
+        ("/v1/messages", ASKED | {"output_config": {"effort": "max"}}, "output_config.effort"),
+        (
+            "/v1/messages",
+            ASKED | {"output_config": {"effort": "max"}, "thinking": THINKING},
+            "thinking.budget_tokens, output_config.effort",
+        ),
+    ],
+)
+def test_what_is_asked_about_reasoning_is_passed_over_where_nothing_marks_it(
+    tools_tokenizer: Tokenizer, path: str, body: dict[str, Any], name: str | None
+) -> None:
+    service = Service(tools_tokenizer, say(tools_tokenizer, "3"))
+    plain = {key: value for key, value in body.items() if key in ("messages", "max_tokens", "input")}
+    asked, answer = service.call("POST", path, plain), service.call("POST", path, body)
+    assert (answer.status, answer.headers.get("x-carousel-ignored")) == (200, name)
+    first, second = service.generate.requests
+    assert first.prompt_token_ids == second.prompt_token_ids
+    assert (asked.status, second.sampling.grammar) == (200, None)
+    strict = service.call("POST", path, body, {"x-strict": "true"})
+    assert strict.status == (200 if name is None else 400)
+    if name is not None:
+        assert f"{name.split(',')[0]} has no effect here" in strict.json["error"]["message"]
+
+
+def test_an_effort_that_the_template_reads_is_not_named() -> None:
+    tokenizer = tokenizer_with("{{ reasoning_effort }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    answer = Service(tokenizer, say(tokenizer, "3")).chat(reasoning_effort="high", max_tokens=1)
+    assert (answer.status, answer.headers.get("x-carousel-ignored")) == (200, None)
+
+
+def test_the_effort_of_a_message_is_one_of_its_reasoning(tokenizer: Tokenizer) -> None:
+    service, body = thinking(tokenizer), ASKED | {"max_tokens": 100, "output_config": {"effort": "max"}}
+    for asked in (None, {"type": "disabled"}, {"type": "adaptive"}, {"type": "enabled", "budget_tokens": 7}):
+        assert service.call("POST", "/v1/messages", body | {"thinking": asked}).status == 200
+    budgets = [
+        each.sampling.grammar and each.sampling.grammar.thought and each.sampling.grammar.thought.max_tokens
+        for each in service.generate.requests
+    ]
+    assert budgets == [None, None, 95, 7]
 
 
 def test_reasoning_that_is_over_leaves_the_form_alone(tokenizer: Tokenizer) -> None:
@@ -298,13 +343,3 @@ def test_an_effort_in_responses(tokenizer: Tokenizer) -> None:
     )
     assert answer.json["reasoning"] == {"effort": "high", "summary": "auto"}
     assert [item["type"] for item in answer.json["output"]] == ["reasoning", "message"]
-
-
-def test_an_effort_is_refused_where_nothing_marks_reasoning(service: Service) -> None:
-    answer = service.chat(reasoning_effort="low")
-    assert (answer.status, answer.error["param"]) == (400, "reasoning_effort")
-    assert service.chat(reasoning_effort="none").status == 200
-    answer = service.call("POST", "/v1/responses", {"input": "?", "reasoning": {"effort": "low"}})
-    assert (answer.status, answer.error["param"]) == (400, "reasoning.effort")
-    answer = service.call("POST", "/v1/responses", {"input": "?", "reasoning": {"summary": "detailed"}})
-    assert (answer.status, answer.error["param"]) == (400, "reasoning.summary")

@@ -16,7 +16,7 @@ from app.api.http.operations import OF_A_LIST, OF_GENERATION, Operation, RouteGr
 from app.api.prepared_request import RequestLimits
 from app.api.request_context import asks_for
 from app.api.schemas.fields import MAX_ID_LENGTH, Metadata, Schema
-from app.api.schemas.parameters import STRICT_HEADER, ignored_header, refuse_unknown
+from app.api.schemas.parameters import STRICT_HEADER, ignored_fields, ignored_header, refuse_unknown
 from app.batches import BatchService, NewBatch
 from app.webhooks.receiver import WebhookReceiver
 
@@ -81,7 +81,7 @@ class BatchRoutes(RouteGroup):
             output_expires_after_s=None if expires_after is None else expires_after.seconds,
             webhook=None if asked.webhook is None else asked.webhook.as_receiver(),
         )
-        return JSONResponse(await self._service.create_batch(new), headers=ignored_header(body, BatchRequest))
+        return JSONResponse(await self._service.create_batch(new), headers=ignored_header(ignored_fields(body, asked)))
 
     @Operation("get", "/v1/batches", "The batches", "BatchList", OF_A_LIST, query=page_query(MAX_BATCHES_OF_PAGE))
     async def list(self, request: Request) -> Response:

@@ -11,7 +11,6 @@ from app.api.request_context import RequestContext
 from app.api.schemas.fields import ReasoningEffort
 from app.api.schemas.requests import ChatRequest
 from app.engine.request import Grammar, GrammarKind, Thought
-from app.errors import InvalidRequest
 from app.text import Reasoning
 
 # The part of an output that reasoning may have by its effort: OpenRouter's numbers.
@@ -58,12 +57,6 @@ def _reasoning(body: ChatRequest, model: ServedModel, prompt: tuple[int, ...]) -
     """How reasoning is found in the output: some templates begin it at the end of the prompt, a last message may."""
     marks = model.reasoning_marks
     if marks is None:
-        is_by_effort = body.reasoning_effort not in (None, "none")
-        if body.thinking_token_budget is not None or is_by_effort:
-            param = body.effort_param if is_by_effort else body.budget_param
-            raise InvalidRequest(
-                f"{param} is for models that mark their reasoning, which this one does not; leave it out", param=param
-            )
         return None
     if body.continue_final_message:
         return Reasoning(marks=marks, is_open=marks.are_open(body.messages[-1].content or ""))

@@ -22,8 +22,9 @@ from app.api.output.token_details import PackedLogprobs, TokenLogprob, TokenName
 from app.api.output.tool_calls import ToolCallDelta
 from app.api.prepared_request import AnswerFacts, PreparedRequest, ServedModel
 from app.api.request_context import RequestContext
+from app.api.schemas.conversation import VendorTool
 from app.api.schemas.requests import ChatRequest
-from app.api.schemas.responses import ResponsesRequest
+from app.api.schemas.responses import ResponsesRequest, full_name
 from app.batches import RESPONSE_RUNS
 from app.errors import ContextTooLong, InvalidRequest
 from app.json_pieces import Json, Rows, joined, named_event, named_event_pieces
@@ -107,11 +108,21 @@ def _of_body(body: ResponsesRequest) -> Json:
         "tool_choice": body.tool_choice
         if isinstance(body.tool_choice, str)
         else body.tool_choice.model_dump(exclude_none=True),
-        "tools": [tool.as_json() for tool in body.tools],
+        "tools": [tool.as_json() for tool in body.tools if not isinstance(tool, VendorTool)],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": body.top_p,
         "truncation": body.truncation,
         "user": body.user or None,
+    }
+
+
+def _namespaces(tools: Iterable[Json]) -> dict[str, tuple[str, str]]:
+    """By the name that the model calls it by, the namespace and the own name of each tool in a namespace."""
+    return {
+        full_name(each["name"], tool["name"]): (each["name"], tool["name"])
+        for each in tools
+        if each["type"] == "namespace"
+        for tool in each["tools"]
     }
 
 
@@ -127,6 +138,7 @@ class ResponseBuilder:
         """`of_body` are the fields of the response that repeat its request."""
         self._answer = answer
         self._of_body = of_body
+        self._namespaces = _namespaces(of_body["tools"])
         self._has_logprobs = answer.facts.detail_options is not None
         self._output: list[_ReasoningItem | _Message | _Call] = []
         self._status = "queued" if of_body["background"] else "in_progress"
@@ -239,7 +251,8 @@ class ResponseBuilder:
     def _call(self, piece: ToolCallDelta) -> Iterator[Json]:
         if piece.name is not None:
             item_id = self._item_id("ctc" if piece.is_custom else "fc")
-            yield from self._open(_Call(item_id, piece.call_id, piece.name, piece.is_custom))
+            namespace, name = self._namespaces.get(piece.name, (None, piece.name))
+            yield from self._open(_Call(item_id, piece.call_id, name, piece.is_custom, namespace))
         call = self._output[-1]
         assert isinstance(call, _Call), "deltas of a call follow each other"
         self._pending_logprobs = []  # only text has log-probabilities
@@ -341,6 +354,7 @@ class _Call:
     call_id: str
     name: str
     is_custom: bool
+    namespace: str | None
     arguments: GrowingText = field(default_factory=GrowingText)
     status: str = "in_progress"
 
@@ -359,5 +373,6 @@ class _Call:
             "status": self.status,
             "call_id": self.call_id,
             "name": self.name,
+            **({} if self.namespace is None else {"namespace": self.namespace}),
             **self.argument(),
         }

@@ -21,7 +21,7 @@ from app.api.json_structure import size_of
 from app.api.prepared_request import ServedModel, check_token_ids
 from app.api.request_context import asks_for
 from app.api.schemas.messages import CountTokensRequest
-from app.api.schemas.parameters import STRICT_HEADER, ignored_header
+from app.api.schemas.parameters import STRICT_HEADER, ignored_fields, ignored_header
 from app.api.schemas.requests import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 from app.api.threads import MAX_SMALL_SIZE
 from app.json_pieces import Json, Rows
@@ -76,7 +76,7 @@ class TokenizationRoutes(RouteGroup):
         parsed = await handler.parse(body, size, schema, account, is_strict=is_strict)
         model = self._model(request, parsed.model)
         content = await handler.threads.encode(account.name, size, lambda: make(parsed, model))
-        return JsonAnswer(content, handler.turns, headers=ignored_header(body, schema))
+        return JsonAnswer(content, handler.turns, headers=ignored_header(ignored_fields(body, parsed)))
 
     def _model(self, request: Request, name: str | None) -> ServedModel:
         return self._handler.names.model(name, reservation_of(request).account)

@@ -16,7 +16,7 @@ from app.api.output.choices import ChoiceDelta, generate_choices
 from app.api.prepared_request import AnswerFacts, PreparedRequest
 from app.api.request_context import RequestContext
 from app.api.request_trace import RequestTrace
-from app.api.schemas.parameters import header_of_ignored
+from app.api.schemas.parameters import ignored_header
 from app.engine.request import EngineTimes, Queued
 from app.json_pieces import Json
 from app.metrics import CallMetrics, RequestMetrics
@@ -44,7 +44,7 @@ class ResponseState(Answer):
     is_streamed: bool = False  # as the body asks
     shows_loads: bool = False  # to an admin only
     pipeline_headers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    ignored: tuple[str, ...] = ()  # fields of the body without effect; then keywords of schemas that are not kept
+    ignored: tuple[str, ...] = ()  # names of what has no effect; then keywords of schemas that are not kept
 
     @classmethod
     def begin(
@@ -123,7 +123,8 @@ class ResponseState(Answer):
         sees the loads of all replicas too, which other clients' requests cause.
         """
         own = {} if self.writer is None else self.writer.headers
-        headers, queued = {**own, **self.pipeline_headers, **header_of_ignored(self.ignored)}, self.queued
+        ignored = ignored_header(self.ignored + self.prepared.ignored)
+        headers, queued = {**own, **self.pipeline_headers, **ignored}, self.queued
         if queued is not None:
             headers["x-carousel-queue-position"] = str(queued.position)
             headers["x-carousel-estimated-wait-ms"] = str(round(queued.estimated_wait_s * 1e3))

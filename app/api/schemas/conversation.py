@@ -25,6 +25,7 @@ from app.api.schemas.fields import (
     MAX_TOOLS_SIZE,
     ListOf,
     NonEmpty,
+    RefusalPart,
     Schema,
     TemplateVariables,
     TextPart,
@@ -32,6 +33,8 @@ from app.api.schemas.fields import (
     not_larger,
 )
 from app.text.tool_calls import INPUT_KEY
+
+UNSEEN_IMAGE = "[An image, which this model cannot see.]"  # in its place in the result of a call
 
 # Of what is no custom tool: the error about another type names both.
 FunctionType = Annotated[Literal["function", "custom"], WithJsonSchema({"const": "function"})]
@@ -178,6 +181,14 @@ class CustomTool(Schema):
         return self.custom
 
 
+class VendorTool(Schema):
+    """A tool that only its vendor can run, or whose calls only its vendor's models know. It is not offered."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = Field(max_length=MAX_ID_LENGTH)
+
+
 AnyTool = Annotated[Annotated[Tool, Tag("#function")] | Annotated[CustomTool, Tag("#custom")], Discriminator(by_type)]
 
 
@@ -261,8 +272,13 @@ class Message(Schema):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
-        str | None, BeforeValidator(joined_text({"text": "text"}), json_schema_input_type=str | list[TextPart] | None)
+        str | None,
+        BeforeValidator(
+            joined_text({"text": "text", "refusal": "refusal"}),
+            json_schema_input_type=str | list[TextPart | RefusalPart] | None,
+        ),
     ] = Field(None, validate_default=True)
+    refusal: str | None = None  # what the assistant said in an earlier turn in place of its content
     reasoning_content: str | None = None  # of an earlier turn, for templates that take it
     reasoning: str | None = None  # another name for it
     name: str | None = None
@@ -294,7 +310,7 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     written = []
     for message in messages:
         names |= {call.id: call.function.name for call in message.tool_calls or ()}
-        one: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        one: dict[str, Any] = {"role": message.role, "content": message.content or message.refusal or ""}
         if reasoning := message.reasoning_content or message.reasoning:
             one["reasoning_content"] = reasoning
         if message.name is not None:

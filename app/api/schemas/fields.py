@@ -247,6 +247,13 @@ class TextPart(BaseModel):
     text: str
 
 
+class RefusalPart(BaseModel):
+    """A part of a message of the assistant, who has refused something."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
 JoinedText = Annotated[str, BeforeValidator(joined_text({"text": "text"}), json_schema_input_type=str | list[TextPart])]
 
 

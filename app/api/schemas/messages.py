@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from app.api.schemas.conversation import FunctionName
+from app.api.schemas.conversation import UNSEEN_IMAGE, FunctionName, VendorTool
 from app.api.schemas.fields import (
     MAX_ID_LENGTH,
     MAX_MESSAGES,
@@ -20,6 +20,7 @@ from app.api.schemas.fields import (
     ListOf,
     NonEmpty,
     NumTokens,
+    ReasoningEffort,
     Schema,
     TemplateVariables,
     not_larger,
@@ -29,15 +30,26 @@ from app.engine.request import MAX_TENANT_LENGTH
 from app.errors import InvalidRequest
 
 _ROLES: Mapping[str, tuple[str, ...]] = {  # of the messages that may have a block of each type
-    "text": ("user", "assistant"),
+    "text": ("user", "assistant", "system"),
     "document": ("user",),
     "search_result": ("user",),
     "tool_use": ("assistant",),
     "tool_result": ("user",),
     "thinking": ("assistant",),
     "redacted_thinking": ("assistant",),
+    # Tools that Anthropic runs, in the history of a conversation that went on there.
+    "server_tool_use": ("assistant",),
+    "web_search_tool_result": ("assistant",),
+    "web_fetch_tool_result": ("assistant",),
+    "code_execution_tool_result": ("assistant",),
+    "bash_code_execution_tool_result": ("assistant",),
+    "text_editor_code_execution_tool_result": ("assistant",),
+    "tool_search_tool_result": ("assistant",),
+    "mcp_tool_use": ("assistant",),
+    "mcp_tool_result": ("assistant",),
 }
-_OF_RESULTS = ("text", "document", "search_result", "tool_reference")  # the types of blocks in a result
+_OF_RESULTS = ("text", "document", "search_result", "tool_reference", "image")  # the types of blocks in a result
+_OF_VENDOR = tuple(kind for kind in _ROLES if kind.startswith(("server_", "mcp_")) or kind.endswith("_tool_result"))
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -132,6 +144,13 @@ class ToolReferenceBlock(ContentBlock):
         return self.tool_name
 
 
+class ImageBlock(ContentBlock):
+    """An image in the result of a call. No model here sees it, and the model is told so."""
+
+    type: Literal["image"]
+    text: ClassVar[str] = UNSEEN_IMAGE
+
+
 class ToolUseBlock(ContentBlock):
     """A call that the model made in an earlier turn."""
 
@@ -170,7 +189,8 @@ ResultBlock = Annotated[
     Annotated[TextBlock, Tag("#text")]
     | Annotated[DocumentBlock, Tag("#document")]
     | Annotated[SearchResultBlock, Tag("#search_result")]
-    | Annotated[ToolReferenceBlock, Tag("#tool_reference")],
+    | Annotated[ToolReferenceBlock, Tag("#tool_reference")]
+    | Annotated[ImageBlock, Tag("#image")],
     Discriminator(_tag),
 ]
 
@@ -206,6 +226,12 @@ class RedactedThinkingBlock(Schema):
     data: str = ""
 
 
+class VendorBlock(Schema):
+    """A call of a tool that Anthropic runs, or its result. It is left out of the prompt."""
+
+    type: str
+
+
 AnyBlock = (
     TextBlock
     | DocumentBlock
@@ -214,7 +240,15 @@ AnyBlock = (
     | ToolResultBlock
     | ThinkingBlock
     | RedactedThinkingBlock
+    | VendorBlock
 )
+
+
+def _block_tag(block: Any) -> str:
+    tag = _tag(block)
+    return "#vendor" if tag[1:] in _OF_VENDOR else tag
+
+
 MessageBlock = Annotated[
     Annotated[TextBlock, Tag("#text")]
     | Annotated[DocumentBlock, Tag("#document")]
@@ -222,15 +256,16 @@ MessageBlock = Annotated[
     | Annotated[ToolUseBlock, Tag("#tool_use")]
     | Annotated[ToolResultBlock, Tag("#tool_result")]
     | Annotated[ThinkingBlock, Tag("#thinking")]
-    | Annotated[RedactedThinkingBlock, Tag("#redacted_thinking")],
-    Discriminator(_tag),
+    | Annotated[RedactedThinkingBlock, Tag("#redacted_thinking")]
+    | Annotated[VendorBlock, Tag("#vendor")],
+    Discriminator(_block_tag),
 ]
 
 
 class AnthropicMessage(Schema):
-    """One turn of a conversation."""
+    """One turn of a conversation, or instructions between its turns."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: Annotated[
         ListOf[MessageBlock],
         BeforeValidator(_blocks_of(tuple(_ROLES)), json_schema_input_type=str | list[MessageBlock]),
@@ -245,7 +280,7 @@ class AnthropicMessage(Schema):
 
 
 class AnthropicTool(Schema):
-    """A function that the model may call. There are no tools that the server runs itself."""
+    """A function that the model may call."""
 
     type: Literal["custom"] = "custom"
     name: FunctionName
@@ -257,6 +292,19 @@ class AnthropicTool(Schema):
     def for_chat(self) -> dict[str, Any]:
         function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
         return {"type": "function", "function": function | {"strict": self.strict}}
+
+
+def _tool_tag(tool: Any) -> str:
+    """The tools of Anthropic's own have a type and no schema."""
+    if not isinstance(tool, dict):
+        return "#vendor" if isinstance(tool, VendorTool) else "#custom"
+    kind = tool.get("type") or "custom"
+    return "#custom" if kind == "custom" or tool.get("input_schema") is not None else "#vendor"
+
+
+AnyAnthropicTool = Annotated[
+    Annotated[AnthropicTool, Tag("#custom")] | Annotated[VendorTool, Tag("#vendor")], Discriminator(_tool_tag)
+]
 
 
 class AnthropicToolChoice(Schema):
@@ -289,6 +337,7 @@ class AnthropicFormat(Schema):
 
 class OutputConfig(Schema):
     format: AnthropicFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None  # of reasoning
 
     def for_chat(self) -> dict[str, Any] | None:
         if self.format is None:
@@ -303,23 +352,41 @@ class Thinking(Schema):
     budget_tokens: NumTokens | None = None
 
 
+class ContextEdit(Schema):
+    """A part of the conversation that Anthropic would leave out. All of it stays here."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = Field(max_length=MAX_ID_LENGTH)
+    keep: Any = None
+
+    @property
+    def asks_for_nothing(self) -> bool:
+        return self.type.startswith("clear_thinking_") and self.keep in ("all", {"type": "all"})
+
+
+class ContextManagement(Schema):
+    edits: ListOf[ContextEdit] = Field(default_factory=list, max_length=MAX_TOOLS)
+
+
 class AnthropicPrompt(Schema):
     """What a prompt is made of."""
 
     messages: ListOf[AnthropicMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: JoinedText = ""
-    tools: Annotated[ListOf[AnthropicTool], not_larger(MAX_TOOLS_SIZE)] = Field(
+    tools: Annotated[ListOf[AnyAnthropicTool], not_larger(MAX_TOOLS_SIZE)] = Field(
         default_factory=list, max_length=MAX_TOOLS
     )
     tool_choice: AnthropicToolChoice = AnthropicToolChoice(type="auto")
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
     thinking: Thinking | None = None
+    context_management: ContextManagement = ContextManagement()
 
     def chat_fields(self) -> dict[str, Any]:
         """The fields of the chat with the same prompt."""
         return {
             "messages": self._chat_messages(),
-            "tools": [tool.for_chat() for tool in self.tools],
+            "tools": [tool.for_chat() for tool in self.tools if isinstance(tool, AnthropicTool)],
             "chat_template_kwargs": self._template_variables(),
         }
 
@@ -338,7 +405,10 @@ class AnthropicPrompt(Schema):
         # Messages of one role after another are one turn, as at Anthropic: many templates refuse them.
         for role, turn in groupby(self.messages, key=lambda message: message.role):
             blocks = [block for message in turn for block in message.content]
-            messages += [_answer(blocks)] if role == "assistant" else _results_and_question(blocks)
+            if role == "system":
+                messages.append({"role": role, "content": _text_of(blocks) or ""})
+            else:
+                messages += [_answer(blocks)] if role == "assistant" else _results_and_question(blocks)
         return messages
 
 
@@ -368,6 +438,7 @@ class _MessageFields:
     format_param: ClassVar[str] = "output_config.format"
     stop_param: ClassVar[str] = "stop_sequences"
     budget_param: ClassVar[str] = "thinking.budget_tokens"
+    effort_param: ClassVar[str] = "output_config.effort"
 
 
 class CountTokensRequest(_MessageFields, AnthropicPrompt, GenerationRequest):
@@ -385,6 +456,26 @@ class CountTokensRequest(_MessageFields, AnthropicPrompt, GenerationRequest):
                 return text
         raise without_user("messages")
 
+    @property
+    def _chat_effort(self) -> ReasoningEffort | None:
+        """The effort as chats name it. It is that of reasoning, so it counts only where the body asks for reasoning."""
+        effort = self.output_config.effort
+        if self.thinking is None or self.thinking.type == "disabled":
+            return None
+        return "xhigh" if effort == "max" else effort
+
+    @property
+    def passed_over(self) -> Iterator[str]:
+        yield from (f"tools.{tool.type}" for tool in self.tools if isinstance(tool, VendorTool))
+        edits = self.context_management.edits
+        yield from (f"context_management.edits.{edit.type}" for edit in edits if not edit.asks_for_nothing)
+        blocks = [block for message in self.messages for block in message.content]
+        yield from (f"messages.{block.type}" for block in blocks if isinstance(block, VendorBlock))
+        results = [block for block in blocks if isinstance(block, ToolResultBlock)]
+        yield from (f"messages.{each.type}" for block in results for each in block.content if each.type == "image")
+        if self.output_config.effort is not None and self._chat_effort is None:
+            yield self.effort_param
+
     def as_chat(self) -> ChatRequest:
         """The chat with the same answer. Raises InvalidRequest when fields or messages disagree."""
         own = {
@@ -395,6 +486,7 @@ class CountTokensRequest(_MessageFields, AnthropicPrompt, GenerationRequest):
             "continue_final_message": self.is_continued,
             "response_format": self.output_config.for_chat(),
             "thinking_token_budget": None if self.thinking is None else self.thinking.budget_tokens,
+            "reasoning_effort": self._chat_effort,
             "user": self.user or self.metadata.user_id,
         }
         return self.chat(_MessagesChat, own)

@@ -1,4 +1,4 @@
-"""Fields that the schemas do not have: not supported here, without effect, or unknown."""
+"""Fields that the schemas do not have: not supported here, without effect, or unknown; and what has no effect."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import Discriminator, Tag, ValidationError
 
 from app.api.schemas.fields import Schema, as_int, from_validation_error
 from app.api.schemas.messages import MessagesRequest
@@ -124,7 +124,6 @@ _UNAVAILABLE_EVERYWHERE: dict[str, RefusedField] = {
     "tool_prompt": _send(_TEMPLATE, ""),
     "guideline": _send(_TEMPLATE, ""),
     "truncate": _send("truncate_prompt_tokens"),
-    "verbosity": _send("a message that says how long the answer should be", "medium"),
     "plugins": _off([]),
     "preset": _off(""),
     "moderation": _off(),
@@ -159,7 +158,6 @@ _UNAVAILABLE: dict[type[ModelRequest], dict[str, RefusedField]] = {
         "prompt": _off(),
         "n": _off(1),
         "best_of": _off(1),
-        "context_management": _off([]),
         "max_tokens": _send("max_output_tokens"),
         "max_completion_tokens": _send("max_output_tokens"),
         "response_format": _send("text.format"),
@@ -177,9 +175,6 @@ _UNAVAILABLE: dict[type[ModelRequest], dict[str, RefusedField]] = {
         "output_format": _send("output_config.format"),
         "max_completion_tokens": _send("max_tokens"),
         "reasoning_effort": _send("thinking"),
-        "mcp_servers": _off([]),
-        "container": _off(),
-        "context_management": _off([]),
     },
     EmbeddingsRequest: {
         "embd_normalize": _send("normalize", 2),
@@ -235,6 +230,8 @@ MAX_REMEMBERED_NAMES = 1000
 MAX_NAME_LENGTH = 100  # a longer name is cut: a thousand names as long as bodies would be gigabytes
 STRICT_HEADER = "x-strict"
 IGNORED_HEADER = "x-carousel-ignored"
+_CONVERSATIONS = frozenset({"messages", "input", "prompt"})
+_INDEX = re.compile(r"\[[0-9]+\]")
 _NOT_OF_NAMES = re.compile(r"[^A-Za-z0-9_.$-]")
 
 
@@ -264,24 +261,43 @@ def refuse_names(unknown: Sequence[str]) -> None:
         )
 
 
+def refuse_passed_over(names: Sequence[str]) -> None:
+    """Raise InvalidRequest with the first of these names of what would have no effect, if there are any."""
+    if names:
+        name = names[0][:MAX_NAME_LENGTH]
+        raise InvalidRequest(f"{name} has no effect here; leave it out, or send no {STRICT_HEADER}", param=name)
+
+
 def _unknown(value: Any, kind: Any, path: str = "") -> Iterator[str]:
     """The paths in `value` of what the schemas in the type `kind` do not have."""
     if isinstance(value, list):
-        for inner in get_args(kind):
+        for inner in filter(_has_schema, get_args(kind)):
             for index, item in enumerate(value):
                 yield from _unknown(item, inner, f"{path}[{index}]")
     elif isinstance(value, dict) and isinstance(kind, type) and issubclass(kind, Schema):
+        if kind.model_config.get("extra") == "allow":
+            return
         fields = {field.alias or name: field for name, field in kind.model_fields.items()}
         for name, item in value.items():
             field = fields.get(name)
             inside = f"{path}.{name}" if path else name
-            if field is None:
+            if field is None and item is not None:
                 yield inside
-            else:
+            elif field is not None:
                 yield from _unknown(item, field.annotation, inside)
+    elif isinstance(value, dict) and (chosen := _chosen(value, kind)) is not None:
+        yield from _unknown(value, chosen, path)
     elif isinstance(value, dict):  # of several schemas, the one with the fewest unknown fields counts
         choices = [list(_unknown(value, inner, path)) for inner in get_args(kind) if _has_schema(inner)]
         yield from min(choices, key=len, default=())
+
+
+def _chosen(value: Any, kind: Any) -> Any:
+    """The part of a union that a value is of, where the union has a rule that says so."""
+    rules = [each.discriminator for each in getattr(kind, "__metadata__", ()) if isinstance(each, Discriminator)]
+    tags = [Tag(str(rule(value))) for rule in rules if callable(rule)]
+    parts = get_args(get_args(kind)[0]) if tags else ()
+    return next((part for part in parts if tags[0] in get_args(part)), None)
 
 
 def _has_schema(kind: Any) -> bool:
@@ -313,19 +329,27 @@ def _known(schema: type[Schema]) -> frozenset[str]:
     return frozenset(schema.model_fields.keys() | unavailable(schema).keys() | _WITHOUT_EFFECT)
 
 
-def ignored_fields(body: Mapping[str, Any], schema: type[Schema]) -> tuple[str, ...]:
-    """The names of the unknown fields of a body, as long as a header has them."""
-    max_length, known = 64, _known(schema)
-    return tuple(name[:max_length] for name in body if name not in known and body[name] is not None)
+def ignored_fields(body: Mapping[str, Any], parsed: Schema) -> tuple[str, ...]:
+    """The names of everything in a body that has no effect on any model here, each once, as long as a header has them.
+
+    These are its unknown fields, those inside other fields too, and the values that `parsed` passes over. Fields inside
+    the conversation are not named: a long one would take as long as the answer.
+    """
+    schema, max_length = type(parsed), 64
+    known = _known(schema)
+    names: list[str] = []
+    for name, value in body.items():
+        if value is not None and name not in known:
+            names.append(name)
+        elif value is not None and name in schema.model_fields and name not in _CONVERSATIONS:
+            names += (_INDEX.sub("", path) for path in _unknown(value, schema.model_fields[name].annotation, name))
+    if isinstance(parsed, ModelRequest):
+        names += parsed.passed_over
+    return tuple(dict.fromkeys(name[:max_length] for name in names))
 
 
-def ignored_header(body: Mapping[str, Any], schema: type[Schema]) -> dict[str, str]:
-    """The header that names the unknown fields of a body; no header where there are none."""
-    return header_of_ignored(ignored_fields(body, schema))
-
-
-def header_of_ignored(names: Sequence[str]) -> dict[str, str]:
-    """The same of fields and of keywords that are named by their places."""
+def ignored_header(names: Sequence[str]) -> dict[str, str]:
+    """The header with these names of fields, or of keywords by their places; no header where there are none."""
     max_named = 20
     shown = [_NOT_OF_NAMES.sub("?", name[:MAX_NAME_LENGTH]) for name in names[:max_named]]
     return {IGNORED_HEADER: ", ".join(shown + ["..."] * (len(names) > max_named))} if shown else {}
@@ -334,7 +358,10 @@ def header_of_ignored(names: Sequence[str]) -> dict[str, str]:
 def parse(
     body: Mapping[str, Any], schema: type[RequestT], unknown_fields: UnknownFields, *, is_strict: bool = False
 ) -> RequestT:
-    """The typed request. Raises InvalidRequest naming the first field at fault; `is_strict`: all unknown ones."""
+    """The typed request. Raises InvalidRequest naming the first field at fault; `is_strict`: all unknown ones.
+
+    `is_strict` also refuses what would be passed over.
+    """
     given = {name: value for name, value in body.items() if value is not None}
     not_served, known = unavailable(schema), _known(schema)
     for name in sorted(given.keys() & not_served.keys()):
@@ -344,9 +371,12 @@ def parse(
     if not given.keys() <= known:
         unknown_fields.note(given.keys() - known, schema)
     try:
-        return schema.model_validate(given)
+        parsed = schema.model_validate(given)
     except ValidationError as error:
         raise from_validation_error(error) from None
+    if is_strict:
+        refuse_passed_over(tuple(parsed.passed_over))
+    return parsed
 
 
 def _refuse_unavailable(name: str, value: Any, field: RefusedField) -> None:

@@ -6,7 +6,7 @@ these classes as JSON schemas.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, field_validator, model_validator
@@ -127,6 +127,11 @@ class ModelRequest(Schema):
     """A request to a model."""
 
     model: str | None = None
+
+    @property
+    def passed_over(self) -> Iterable[str]:
+        """The names of what the body asks for that has no effect on any model here, beside unknown fields."""
+        return ()
 
 
 class QueuedRequest(ModelRequest):

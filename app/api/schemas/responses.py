@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -14,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from app.api.schemas.conversation import FunctionDefinition, FunctionName, by_type
+from app.api.schemas.conversation import UNSEEN_IMAGE, FunctionDefinition, FunctionName, VendorTool, by_type
 from app.api.schemas.fields import (
     MAX_ID_LENGTH,
     MAX_MESSAGES,
@@ -36,6 +38,8 @@ from app.api.schemas.fields import (
 from app.api.schemas.requests import ChatRequest, GenerationRequest, OutputSchema, without_user
 from app.errors import InvalidRequest
 
+MAX_NAME_LENGTH = 128  # of a tool
+
 
 class InputText(Schema):
     """A part of an item's content."""
@@ -53,6 +57,14 @@ Content = Annotated[
 ]
 
 
+def _without_images(value: Any) -> Any:
+    """The result of a call with a text in the place of each image: no model here sees them."""
+    if not isinstance(value, list):
+        return value
+    unseen = {"type": "input_text", "text": UNSEEN_IMAGE}
+    return [unseen if isinstance(part, dict) and part.get("type") == "input_image" else part for part in value]
+
+
 class InputMessage(Schema):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -62,17 +74,24 @@ class InputMessage(Schema):
         return {"role": self.role, "content": self.content}
 
 
+def full_name(namespace: str | None, name: str) -> str:
+    """The name by which a model calls a tool of a namespace."""
+    return name if namespace is None else f"{namespace}.{name}"
+
+
 class InputCall(Schema):
     """A call that the model made in an earlier turn."""
 
     type: Literal["function_call"]
     call_id: str = Field(max_length=MAX_ID_LENGTH)
     name: str = Field(max_length=MAX_ID_LENGTH)
+    namespace: str | None = Field(None, max_length=MAX_ID_LENGTH)
     arguments: str
 
     def for_chat(self) -> dict[str, Any]:
         """One call of a message of the assistant."""
-        return {"id": self.call_id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+        function = {"name": full_name(self.namespace, self.name), "arguments": self.arguments}
+        return {"id": self.call_id, "type": "function", "function": function}
 
 
 class InputCustomCall(Schema):
@@ -81,11 +100,13 @@ class InputCustomCall(Schema):
     type: Literal["custom_tool_call"]
     call_id: str = Field(max_length=MAX_ID_LENGTH)
     name: str = Field(max_length=MAX_ID_LENGTH)
+    namespace: str | None = Field(None, max_length=MAX_ID_LENGTH)
     input: str
 
     def for_chat(self) -> dict[str, Any]:
         """One call of a message of the assistant."""
-        return {"id": self.call_id, "type": "custom", "custom": {"name": self.name, "input": self.input}}
+        custom = {"name": full_name(self.namespace, self.name), "input": self.input}
+        return {"id": self.call_id, "type": "custom", "custom": custom}
 
 
 class InputCallOutput(Schema):
@@ -93,7 +114,7 @@ class InputCallOutput(Schema):
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str = Field(max_length=MAX_ID_LENGTH)
-    output: Content
+    output: Annotated[Content, BeforeValidator(_without_images, json_schema_input_type=str | list[InputText])]
 
     def for_chat(self) -> dict[str, Any]:
         return {"role": "tool", "tool_call_id": self.call_id, "content": self.output}
@@ -105,6 +126,20 @@ class InputReasoning(Schema):
     type: Literal["reasoning"]
 
 
+class VendorItem(Schema):
+    """A call of a tool that only OpenAI runs or only its models know, or the result. It is left out of the prompt."""
+
+    type: str
+
+
+# Items of conversations that went on at OpenAI.
+_OF_VENDOR = frozenset({
+    "web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call",
+    "computer_call", "computer_call_output", "local_shell_call", "local_shell_call_output",
+    "shell_call", "shell_call_output", "apply_patch_call", "apply_patch_call_output",
+    "tool_search_call", "tool_search_output",
+    "mcp_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response",
+})  # fmt: skip
 _ITEM_TYPES = (
     "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning",
 )  # fmt: skip
@@ -120,13 +155,15 @@ def _items(value: Any) -> Any:
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind == "item_reference":
             raise ValueError(f"has a reference at {number}; items have no life of their own here: send the item itself")
-        if kind not in _ITEM_TYPES:
+        if kind not in _ITEM_TYPES and kind not in _OF_VENDOR:
             raise ValueError(f"has an item at {number} that is not of a type out of {', '.join(_ITEM_TYPES)}")
     return value
 
 
 def _item_tag(item: Any) -> str:
     kind = item.get("type", "message") if isinstance(item, dict) else item.type
+    if kind in _OF_VENDOR:
+        return "#vendor"
     return "#call_output" if kind.endswith("_output") else f"#{kind}"
 
 
@@ -135,7 +172,8 @@ InputItem = Annotated[
     | Annotated[InputCall, Tag("#function_call")]
     | Annotated[InputCustomCall, Tag("#custom_tool_call")]
     | Annotated[InputCallOutput, Tag("#call_output")]
-    | Annotated[InputReasoning, Tag("#reasoning")],
+    | Annotated[InputReasoning, Tag("#reasoning")]
+    | Annotated[VendorItem, Tag("#vendor")],
     Discriminator(_item_tag),
 ]
 
@@ -165,7 +203,7 @@ class _Typed(Schema):
 
 
 class ResponsesTool(FunctionDefinition, _Typed):
-    """A function that the model may call, or a custom tool. There are no tools that the server runs itself."""
+    """A function that the model may call, or a custom tool."""
 
     format: InputFormat | None = None  # of a custom tool
 
@@ -183,6 +221,48 @@ class ResponsesTool(FunctionDefinition, _Typed):
             form = {"type": "text"} if self.format is None else self.format.model_dump(exclude_none=True)
             return shown | {"format": form}
         return shown | {"parameters": self.parameters, "strict": self.strict}
+
+
+class NamespaceTool(Schema):
+    """Several tools under one name. The model is offered each of them, with this name before its own."""
+
+    type: Literal["namespace"]
+    name: FunctionName
+    description: str | None = None
+    tools: ListOf[ResponsesTool] = Field(max_length=MAX_TOOLS)
+
+    def offered(self) -> Iterator[ResponsesTool]:
+        """The tools as the model sees them. The first one has the description of all before its own."""
+        described = self.description
+        for tool in self.tools:
+            text = "\n\n".join(filter(None, (described, tool.description))) or None
+            yield tool.model_copy(update={"name": full_name(self.name, tool.name), "description": text})
+            described = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The tool as a response repeats it."""
+        tools = [tool.as_json() for tool in self.tools]
+        return {"type": self.type, "name": self.name, "description": self.description or "", "tools": tools}
+
+
+def _tool_tag(tool: Any) -> str:
+    """A tool of another type that has no name is one of OpenAI's own."""
+    if not isinstance(tool, dict):
+        kinds = {ResponsesTool: "#function", NamespaceTool: "#namespace"}
+        return next((tag for kind, tag in kinds.items() if isinstance(tool, kind)), "#vendor")
+    kind = tool.get("type")
+    if kind == "namespace":
+        return "#namespace"
+    is_vendors = isinstance(kind, str) and kind not in ("function", "custom") and tool.get("name") is None
+    return "#vendor" if is_vendors else "#function"
+
+
+AnyResponsesTool = Annotated[
+    Annotated[ResponsesTool, Tag("#function")]
+    | Annotated[NamespaceTool, Tag("#namespace")]
+    | Annotated[VendorTool, Tag("#vendor")],
+    Discriminator(_tool_tag),
+]
 
 
 class NamedResponsesTool(_Typed):
@@ -227,18 +307,18 @@ class TextFormat(OutputSchema):
 
 class TextOptions(Schema):
     format: TextFormat = TextFormat()
-    verbosity: Literal["medium"] | None = None  # no model here has learned another
+    verbosity: Literal["low", "medium", "high"] | None = None  # which no model here has learned
 
 
 class ReasoningOptions(Schema):
-    """How much the model reasons. The answer has the reasoning itself, never a summary: `auto` leaves that to us."""
+    """How much the model reasons. The answer has the reasoning itself, never a summary; `auto` leaves that to us."""
 
     effort: ReasoningEffort | None = None
-    summary: Literal["auto"] | None = None
+    summary: Literal["auto", "concise", "detailed", "none"] | None = None
 
 
 LOGPROBS = "message.output_text.logprobs"
-Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]  # the second never has a value
+Includable = Annotated[str, Field(max_length=MAX_ID_LENGTH)]  # others only add to a response, and are passed over
 
 
 class _FieldNames:
@@ -261,7 +341,7 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
     )
     instructions: str | None = None
     max_output_tokens: NumTokens | None = None
-    tools: Annotated[ListOf[ResponsesTool], not_larger(MAX_TOOLS_SIZE)] = Field(
+    tools: Annotated[ListOf[AnyResponsesTool], not_larger(MAX_TOOLS_SIZE)] = Field(
         default_factory=list, max_length=MAX_TOOLS
     )
     tool_choice: ToolChoice[ResponsesToolChoice] = "auto"
@@ -288,6 +368,43 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
         if self.background and not self.store:
             raise InvalidRequest("background needs store: true; send both", param="background")
         return self
+
+    @model_validator(mode="after")
+    def _tools_have_names_of_their_own(self) -> ResponsesRequest:
+        names = [tool.name for tool in self.offered]
+        if len(names) > MAX_TOOLS:
+            raise InvalidRequest(
+                f"tools has {len(names):,} tools with those in namespaces; at most {MAX_TOOLS} are accepted",
+                param="tools",
+            )
+        in_namespaces = {tool.name for each in self.tools if isinstance(each, NamespaceTool) for tool in each.offered()}
+        for name in in_namespaces:
+            if names.count(name) > 1 or len(name) > MAX_NAME_LENGTH:
+                raise InvalidRequest(
+                    f"the model would call a tool of a namespace by the name {name[:200]!r}, which another tool has or "
+                    f"which exceeds {MAX_NAME_LENGTH} characters; rename it",
+                    param="tools",
+                )
+        return self
+
+    @cached_property
+    def offered(self) -> list[ResponsesTool]:
+        """The tools as the model sees them."""
+        offered: list[ResponsesTool] = []
+        for tool in self.tools:
+            if not isinstance(tool, VendorTool):
+                offered += [tool] if isinstance(tool, ResponsesTool) else tool.offered()
+        return offered
+
+    @property
+    def passed_over(self) -> Iterator[str]:
+        yield from (f"tools.{tool.type}" for tool in self.tools if isinstance(tool, VendorTool))
+        yield from (f"input.{item.type}" for item in self.input if isinstance(item, VendorItem))
+        yield from (f"include.{name}" for name in self.include if name != LOGPROBS)
+        if self.text.verbosity not in (None, "medium"):
+            yield "text.verbosity"
+        if self.reasoning.summary in ("concise", "detailed"):
+            yield "reasoning.summary"
 
     @property
     def kept_param(self) -> str | None:
@@ -317,7 +434,7 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
         own = {
             "messages": self._messages(),
             "max_completion_tokens": self.max_output_tokens,
-            "tools": [tool.for_chat() for tool in self.tools],
+            "tools": [tool.for_chat() for tool in self.offered],
             "tool_choice": choice if isinstance(choice, str) else choice.for_chat(),
             "parallel_tool_calls": self.parallel_tool_calls,
             "chat_template_kwargs": self.chat_template_kwargs,
@@ -334,7 +451,7 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
         for item in self.input:
-            if isinstance(item, InputReasoning):
+            if isinstance(item, InputReasoning | VendorItem):
                 continue
             if not isinstance(item, InputCall | InputCustomCall):
                 messages.append(item.for_chat())
