@@ -19,6 +19,7 @@ from app.api.prepared_request import RequestLimits
 from app.api.schemas.parameters import unavailable
 from app.config import ApiConfig, ApplicationConfig, KeysConfig, leaves
 from app.metrics import exposition
+from benchmarks.clients import with_codex
 from deployments.serve.settings import parse
 from scripts import configuration_page, draw_pictures
 from scripts.draw_pictures import imported
@@ -27,7 +28,7 @@ from tests.metrics.test_exposition import after_one_request
 from tests.test_imports import ALLOWED
 
 README = PROJECT / "README.md"
-LANGUAGES = COMMANDS | OUTPUT | {"yaml", "dockerfile", "mermaid", "http"}
+LANGUAGES = COMMANDS | OUTPUT | {"yaml", "toml", "dockerfile", "mermaid", "http"}
 CURRENT = [page for page in PAGES if "results" not in page.parts]  # measurements name the settings of their commit
 ROOTS = "app|deployments|benchmarks|scripts|tests|docs|models"
 BRANCHES = "models|engine|model|cache|scheduler|step_log|grammar|replicas|autoscaling|api|ingress|metrics|batches|jobs"
@@ -100,6 +101,14 @@ def test_every_configuration_is_accepted(block: Block) -> None:
         KeysConfig.model_validate({"keys": content})
     else:
         parse(content)
+
+
+def test_the_configuration_of_codex_is_that_of_its_checks() -> None:
+    [shown] = [tomllib.loads(block.text) for page in GUIDES for block in blocks(page) if block.language == "toml"]
+    checked = tomllib.loads(with_codex.CONFIG)
+    [name] = checked["model_providers"]
+    assert shown["model_providers"][name].keys() == checked["model_providers"][name].keys()
+    assert shown["model_provider"] == checked["model_provider"] == name
 
 
 def test_the_configuration_page_is_that_of_the_settings() -> None:

@@ -2,10 +2,11 @@
 
     python -m benchmarks.clients --environments .clients
 
-Installs each client with pip into an environment of its own under that folder (once; a later run uses what is there),
-starts the service with a model, and lets every client make its checks. The last lines of stdout are a table of
-`docs/results/clients.md` and the commands that the clients were run with. A client that cannot be installed has a row
-that says so, and the others go on. Exits with 1 when a check failed or a client could not be installed.
+Installs each client with pip or npm into an environment of its own under that folder (once; a later run uses what is
+there), starts the service with a model, and lets every client make its checks. Coding agents ask a service of their
+own, with a model that calls their tools. The last lines of stdout are a table of `docs/results/clients.md` and the
+commands that the clients were run with. A client that cannot be installed has a row that says so, and the others go on;
+a client from npm is skipped where there is no npm. Exits with 1 when a check failed or a client could not be installed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.clients.environments import CLIENTS, Client, installed, version_of
+from benchmarks.clients.scripted_model import scripted_model
 from benchmarks.harness.command import BenchmarkError, command_parser, refused, tell
 from benchmarks.harness.machine import PROJECT
 from benchmarks.harness.service import application, service, with_tools
@@ -40,10 +42,11 @@ class Outcome:
     num_checks: int = 0
     problems: list[str] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)  # that its own programs were run with
+    is_skipped: bool = False
 
     @property
     def has_passed(self) -> bool:
-        return bool(self.num_checks) and not self.problems
+        return self.is_skipped or (bool(self.num_checks) and not self.problems)
 
     def row(self) -> str:
         passed = f"{self.num_checks - len(self.problems)} of {self.num_checks}" if self.num_checks else "none"
@@ -71,15 +74,21 @@ def _outcomes(clients: Sequence[Client], environments: Path, model: Path) -> lis
     pythons: dict[Client, Path] = {}
     found: dict[Client, Outcome] = {}
     for client in clients:
+        if client.skipped_because:
+            found[client] = Outcome(client, version=f"skipped: {client.skipped_because}", is_skipped=True)
+            tell(f"{client.package}: {found[client].version}")
+            continue
         try:
             pythons[client] = installed(client, environments)
         except BenchmarkError as error:
             found[client] = Outcome(client, problems=[f"{client.package}: not installed: {error}"])
             tell(found[client].problems[0])
-    if pythons:
-        with with_tools(model) as copy, service(served(str(copy))) as running:
-            url = f"http://{running.target.host}:{running.target.port}"
-            found |= {client: check(client, python, url, folder=copy) for client, python in pythons.items()}
+    for is_agent, folder in ((False, with_tools(model)), (True, scripted_model())):
+        asking = {client: python for client, python in pythons.items() if client.is_agent == is_agent}
+        if asking:
+            with folder as copy, service(served(str(copy))) as running:
+                url = f"http://{running.target.host}:{running.target.port}"
+                found |= {client: check(client, python, url, folder=copy) for client, python in asking.items()}
     return [found[client] for client in clients]
 
 

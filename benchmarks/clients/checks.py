@@ -8,8 +8,9 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 BASE_URL = os.environ.get("CAROUSEL_URL", "http://127.0.0.1:8000")
@@ -52,18 +53,23 @@ def tell(note: str) -> None:
     print(json.dumps({"note": note}), flush=True)
 
 
-def ran(*command: str | Path, timeout_s: float = 600.0) -> str:
+def ran(*command: str | Path, timeout_s: float = 600.0, variables: Mapping[str, str] = MappingProxyType({})) -> str:
     """What a program of this environment printed on both streams; a line of JSON tells the command.
+
+    `variables`: more of the program's environment. It has no standard input, and works in the folder of this run where
+    it has variables.
 
     Raises AssertionError when it fails, with the end of what it printed.
     """
     words = [str(word) for word in command]
-    print(json.dumps({"command": shown(words)}), flush=True)
+    settings = [f"{name}={value}" for name, value in variables.items()]
+    print(json.dumps({"command": shown(settings + words)}), flush=True)
     beside = Path(sys.executable).parent / words[0]
     words[0] = sys.executable if words[0] == "python" else str(beside) if beside.exists() else words[0]
     done = subprocess.run(
-        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=timeout_s
-    )
+        words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        timeout=timeout_s, env=os.environ | variables, cwd=OUT if variables else None,
+    )  # fmt: skip
     expect(done.returncode == 0, f"status {done.returncode}: …{done.stdout[-400:]}")
     return done.stdout
 

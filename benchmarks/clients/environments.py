@@ -1,8 +1,10 @@
-"""The clients: what each of them needs, and a virtual environment for it, made once."""
+"""The clients: what each of them needs, and an environment for it, made once."""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -30,6 +32,14 @@ class Client:
     options: tuple[str, ...] = ()  # pip's, and
     variables: Mapping[str, str] = field(default_factory=dict, hash=False)  # the environment's, while it is installed
     worked_around: str = "nothing"
+    is_agent: bool = False  # a coding agent from npm, which asks a model that calls its tools
+
+    @property
+    def skipped_because(self) -> str:
+        """Why this machine cannot have the client; "" where it can."""
+        if self.is_agent and shutil.which("npm") is None:
+            return "it comes from npm, which this machine does not have; install Node.js"
+        return ""
 
     @property
     def requirements(self) -> tuple[str, ...]:
@@ -77,6 +87,10 @@ CLIENTS = (
         variables={"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": "0.33.0"},
         worked_around="built from its sources for no device, without what only its server needs: its wheels are CUDA's",
     ),
+    Client(
+        "claude-code", "benchmarks.clients.with_claude_code", requirement="@anthropic-ai/claude-code", is_agent=True
+    ),
+    Client("codex", "benchmarks.clients.with_codex", requirement="@openai/codex", is_agent=True),
     Client("schemathesis", "benchmarks.clients.with_schemathesis"),
     Client("curl", "benchmarks.clients.with_curl"),
 )  # fmt: skip
@@ -86,7 +100,7 @@ def installed(client: Client, folder: Path) -> Path:
     """The interpreter that has the client; its environment is made, or made anew where it was made for something else.
 
     Raises:
-        BenchmarkError: pip could not install it; its own words, and what to do.
+        BenchmarkError: pip or npm could not install it; its own words, and what to do.
     """
     if client.package in PRESENT:
         return Path(sys.executable)
@@ -97,22 +111,35 @@ def installed(client: Client, folder: Path) -> Path:
         tell(f"{client.package}: installing {' '.join(client.requirements)}")
         began = time.monotonic()
         ran([sys.executable, "-m", "venv", "--clear", "--without-pip", str(environment)])
-        pins = environment / "constraints.txt"
-        pins.write_text("".join(shared_pins(_CONSTRAINTS)), encoding="utf-8")
-        pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
-        pip += ["--disable-pip-version-check", "--constraint", str(pins)]
-        if client.before:
-            ran([*pip, *client.before], timeout_s=INSTALL_TIMEOUT_S)
-        ran(
-            [*pip, *client.options, client.requirement or client.package, *client.also],
-            timeout_s=INSTALL_TIMEOUT_S, env=os.environ | client.variables,
-        )  # fmt: skip
+        if client.is_agent:
+            ran(
+                ["npm", "install", "--global", "--prefix", str(environment), *asked.split()],
+                timeout_s=INSTALL_TIMEOUT_S,
+            )
+        else:
+            _install_by_pip(client, environment)
         done.write_text(asked, encoding="utf-8")
         tell(f"{client.package}: installed in {time.monotonic() - began:.0f} s")
     return python
 
 
+def _install_by_pip(client: Client, environment: Path) -> None:
+    pins = environment / "constraints.txt"
+    pins.write_text("".join(shared_pins(_CONSTRAINTS)), encoding="utf-8")
+    pip = [sys.executable, "-m", "pip", "--python", str(environment / "bin" / "python"), "install", "--quiet"]
+    pip += ["--disable-pip-version-check", "--constraint", str(pins)]
+    if client.before:
+        ran([*pip, *client.before], timeout_s=INSTALL_TIMEOUT_S)
+    ran(
+        [*pip, *client.options, client.requirement or client.package, *client.also],
+        timeout_s=INSTALL_TIMEOUT_S, env=os.environ | client.variables,
+    )  # fmt: skip
+
+
 def version_of(client: Client, python: Path) -> str:
+    if client.is_agent:
+        package = python.parent.parent / "lib" / "node_modules" / client.requirement / "package.json"
+        return str(json.loads(package.read_text(encoding="utf-8"))["version"])
     if client.package == "curl":
         return ran(["curl", "--version"]).split()[1]
     return ran([str(python), "-c", f"from importlib.metadata import version; print(version({client.package!r}))"])

@@ -208,7 +208,8 @@ def test_an_image_in_the_result_of_a_call_is_told_and_not_seen() -> None:
         {"type": "function_call", "call_id": "a", "name": "view_image", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_image", "image_url": "data:"}]},
     ]
-    assert service.call("POST", "/v1/responses", {"input": items}).status == 200
+    answer = service.call("POST", "/v1/responses", {"input": items})
+    assert (answer.status, answer.headers["x-carousel-ignored"]) == (200, "input.input_image")
     assert "[An image, which this model cannot see.]" in prompt_of(service)
 
 

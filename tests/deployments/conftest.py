@@ -28,7 +28,6 @@ from tests.waiting import PATIENCE_S, eventually
 
 HERE = Path(__file__).parent
 STARTS_RAY = {"cluster", "hosts", "launch"}  # fixtures
-TOOLS = "{%- if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
 NATIVE: Mapping[str, Any] = {}
 STATIC = {"name": "static", "max_wait_ms": 200}  # four times its default: busy machines hide less
 TRIAL = (
@@ -229,16 +228,12 @@ def shared(
 ) -> Iterator[str]:
     """Two ingresses and batches; a test that kills a process of it waits until another has come.
 
-    `demo` is the bundled model with a place for tools in its chat template, which it lacks, and with an adapter;
-    `switched` has two simulated replicas.
+    `demo` is the bundled model as `make serve` has it, and with an adapter; `switched` has two simulated replicas.
     """
     folder = tmp_path_factory.mktemp("shared")
-    model = shutil.copytree(demo_path, folder / "demo")
-    template = model / "chat_template.jinja"
-    template.write_text(TOOLS + template.read_text())
     args = {
         "models": [
-            _model("demo", model, num_replicas=1) | {"adapters": {"first": str(adapters / "first")}},
+            _model("demo", demo_path, num_replicas=1) | {"adapters": {"first": str(adapters / "first")}},
             _model("switched", demo_path, num_replicas=2, model=steps_of(20)),
         ],
         "ingress": {"num_replicas": 2},

@@ -196,7 +196,7 @@ def test_an_answer_has_the_form_of_a_schema_and_calls_a_tool(page: Any, stage: S
     ]
     events = [{"choices": [{"delta": {"tool_calls": [{"index": 0, **piece}]}}]} for piece in pieces]
     answer = "".join(f"data: {data}\n\n" for data in (*map(json.dumps, events), "[DONE]"))
-    # The bundled model's template has no place for tools.
+    # The bundled model calls no tools by itself.
     page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=answer))
     page.fill("#prompt", "How is the weather?")
     assert '"name": "get_weather"' in page.inner_text("#code")

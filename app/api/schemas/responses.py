@@ -400,6 +400,8 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
     def passed_over(self) -> Iterator[str]:
         yield from (f"tools.{tool.type}" for tool in self.tools if isinstance(tool, VendorTool))
         yield from (f"input.{item.type}" for item in self.input if isinstance(item, VendorItem))
+        outputs = [item.output for item in self.input if isinstance(item, InputCallOutput)]
+        yield from ("input.input_image" for output in outputs if UNSEEN_IMAGE in output)
         yield from (f"include.{name}" for name in self.include if name != LOGPROBS)
         if self.text.verbosity not in (None, "medium"):
             yield "text.verbosity"
