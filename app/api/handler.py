@@ -214,7 +214,7 @@ class RequestHandler:
                 body = await with_history(body, read)
             state = await self.handle(ENDPOINTS[new.path], body, context)
             assert state.writer is not None, "a client sees it"
-            facts = structs.replace(state.writer.facts(state), ignored=state.ignored)
+            facts = structs.replace(state.writer.facts(state), ignored=state.ignored + state.prepared.ignored)
             yield RecordedAnswer(state, facts, path=new.path)
 
     async def handle_item(

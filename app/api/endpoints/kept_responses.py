@@ -27,7 +27,7 @@ from app.api.http.guard import owner_of
 from app.api.http.operations import EVENTS, OF_A_LIST, Operation, RouteGroup, page_query
 from app.api.http.sse import EventResponse, WhileConnected
 from app.api.request_context import RequestContext
-from app.api.schemas.parameters import header_of_ignored
+from app.api.schemas.parameters import ignored_header
 from app.api.stored_answers import (
     CHATS,
     COMPLETIONS,
@@ -263,7 +263,7 @@ class KeptResponseRoutes(RouteGroup):
         end = read.answer.end
         if waits and end is not None and end.error is not None and read.answer.new.path != RESPONSES_PATH:
             raise error_of(end)  # only responses have a status to say so
-        return JsonAnswer(read.as_json(), self._turns, headers=header_of_ignored(read.answer.facts.ignored))
+        return JsonAnswer(read.as_json(), self._turns, headers=ignored_header(read.answer.facts.ignored))
 
     async def _read(
         self, read: StoredObject, owner: str, response_id: str, *, waits: bool = False, is_continued: bool = False
@@ -284,7 +284,7 @@ class KeptResponseRoutes(RouteGroup):
 
         def headers() -> dict[str, str]:
             answer = events.reader.answer
-            return {} if answer is None else header_of_ignored(answer.facts.ignored)
+            return {} if answer is None else ignored_header(answer.facts.ignored)
 
         return EventResponse(following, heartbeat_s=self._heartbeat_s, headers=headers)
 
