@@ -27,6 +27,7 @@ from app.usage.records import (
 LEASE_S = 90.0  # of silence: then the owner gives the part of a process to others, and it falls back to its first one
 SETTLING_S = 3.0  # so long a new owner only listens
 _INDIFFERENT = 0.1  # so much more than its part a process keeps of PLACES
+_SLACK_OF_BUDGET = 0.1  # of the process of batches, which may be sent a response to keep before it has asked for any
 _REFUSED_S = 5.0  # so long what was refused is expected again
 _DEMAND_S = 2.0  # the time constant of what is asked for
 
@@ -34,7 +35,7 @@ _DEMAND_S = 2.0  # the time constant of what is asked for
 @dataclass(slots=True)
 class _Member:
     reported_at: float
-    takes_slack: bool
+    slack: float  # its weight where what no process asks for is divided; 0: its requests come last, too
     use: LimitUse
     demand: float = 0.0  # in a minute; of PLACES at once
     refused: float = 0.0
@@ -87,9 +88,8 @@ class Shares:
         self._leave(process, self._limits.keys() - uses.keys())
         for limit_id, use in uses.items():
             limit = self._limits.setdefault(limit_id, _Limit(counted_at=now))
-            # A part of a budget lasts: the process of batches needs one before it is asked for anything.
-            takes_slack = report.takes_slack or limit_id.what in BUDGETS
-            _note(limit, process, use, limit_id, now, takes_slack=takes_slack)
+            slack = 1.0 if report.takes_slack else _SLACK_OF_BUDGET if limit_id.what in BUDGETS else 0.0
+            _note(limit, process, use, limit_id, now, slack=slack)
         age_s, has_heard_all = now - self._began_at, len(self._heard_at) >= self._num_expected
         self._is_settled |= age_s >= SETTLING_S and (has_heard_all or age_s >= LEASE_S)
         return {limit_id: self._share(limit_id, process, now, used) for limit_id in uses} if self._is_settled else {}
@@ -116,10 +116,10 @@ class Shares:
         return sum(float(getattr(part, name)) for part in parts)
 
 
-def _note(limit: _Limit, process: str, use: LimitUse, limit_id: LimitId, now: float, *, takes_slack: bool) -> None:
+def _note(limit: _Limit, process: str, use: LimitUse, limit_id: LimitId, now: float, *, slack: float) -> None:
     member = limit.members.get(process)
     if member is None:
-        member = limit.members[process] = _Member(now, takes_slack, use)
+        member = limit.members[process] = _Member(now, slack, use)
     passed_s = max(now - member.reported_at, 1e-3)
     kept = math.exp(-passed_s / _DEMAND_S)
     if limit_id.what == PLACES:
@@ -172,13 +172,13 @@ def _given(member: _Member, share: float, held: float, spare: float, most: float
 
 
 def _wanted_part(members: Mapping[str, _Member], process: str, most: float) -> float:
-    """As much as is asked for, and of the rest the same for each. Those that get nothing of the rest come last."""
-    member, sharing = members[process], [each for each in members.values() if each.takes_slack]
+    """As much as is asked for, and of the rest by their slack. Those without any slack come last."""
+    member, sharing = members[process], [each for each in members.values() if each.slack]
     demand, of_all = (sum(max(0.0, each.demand) for each in some) for some in (sharing, members.values()))
-    if not member.takes_slack:
+    if not member.slack:
         left = max(0.0, 1 - demand / most)
         return left * max(0.0, member.demand) / max(of_all - demand, left * most) if left else 0.0
-    slack = max(0.0, 1 - of_all / most) / len(sharing)
+    slack = max(0.0, 1 - of_all / most) * member.slack / sum(each.slack for each in sharing)
     return max(0.0, member.demand) / max(demand, most) + slack
 
 

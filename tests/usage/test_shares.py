@@ -299,6 +299,18 @@ def test_a_kept_response_takes_what_other_processes_have_before_it_has_come() ->
             kept.reserve(300)
 
 
+def test_nearly_all_of_a_budget_that_nobody_asks_for_is_where_requests_come_in() -> None:
+    fleet, budget = Fleet("a", "batches"), LimitId("alice", "tokens_per_day", 1100)
+    fleet.settle(budget)
+    assert [round(use.held) for use in fleet.uses.values()] == [1000, 100]
+    for _ in range(4):
+        for process, wanted in (("a", 0.0), ("batches", 900.0)):
+            fleet.report(process, budget, wanted=wanted, refused=wanted)
+            assert fleet.sum_held <= 1100
+        fleet.clock.advance(1.0)
+    assert fleet.uses["batches"].held >= 900
+
+
 def test_a_new_owner_gives_nothing_before_it_has_heard_of_all_parts() -> None:
     fleet = Fleet("a", "b", "c")
     fleet.settle(TOKENS)
