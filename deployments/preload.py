@@ -66,6 +66,7 @@ def _import_serve() -> None:
     internals.keep_pages_with_the_service()
     internals.end_silent_connections()
     internals.copy_request_bodies()
+    internals.use_own_protocol()
 
 
 if "ray.serve" not in sys.modules:

@@ -23,6 +23,7 @@ from ray.serve.context import _get_global_client, _set_global_client
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 from ray.serve.schema import ServeDeploySchema
+from uvicorn.config import HTTP_PROTOCOLS
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +149,16 @@ def leave_request_ids_alone() -> None:
         await self._app(scope, receive, send)
 
     middleware.__call__ = pass_on
+
+
+def use_own_protocol() -> None:
+    """Have the HTTP servers that Serve starts in this process speak as `deployments.serve.http_server.Protocol` does.
+
+    Those are the server of an ingress, and that of Serve's own proxy, to which HAProxy sends requests while it does not
+    know of an ingress. Serve has no setting for it. Call it in the constructor of the HTTP deployment, too: not every
+    cluster preloads modules.
+    """
+    HTTP_PROTOCOLS["auto"] = "deployments.serve.http_server:Protocol"
 
 
 def headers_as_utf8(headers: Headers) -> Headers:

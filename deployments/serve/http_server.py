@@ -11,15 +11,7 @@ from typing import Any
 
 import httptools
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
-
-
-def use_own_protocol() -> None:
-    """Have the HTTP server that Serve starts in this process use `Protocol`. Call it before that: in the constructor of
-    the HTTP deployment.
-    """
-    HTTP_PROTOCOLS["auto"] = f"{__name__}:{Protocol.__name__}"
 
 
 class Protocol(HttpToolsProtocol):

@@ -16,9 +16,14 @@ from app.api.endpoints.cancellation import RunningCalls
 from app.batches import AnswerPart, BatchService, NewResponse
 from app.config import ApplicationConfig
 from app.errors import BodyTooLarge
-from deployments.ray_internals import accept_odd_headers, http_host, leave_request_ids_alone, max_call_bytes
+from deployments.ray_internals import (
+    accept_odd_headers,
+    http_host,
+    leave_request_ids_alone,
+    max_call_bytes,
+    use_own_protocol,
+)
 from deployments.serve.following import FeedItem, Following, Wanted
-from deployments.serve.http_server import use_own_protocol
 from deployments.serve.metrics import answers_of, this_deployment
 from deployments.serve.process import collect_later, freeze_loaded
 from deployments.serve.ray_metrics import RayMetrics, families_of_requests

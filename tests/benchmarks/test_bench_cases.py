@@ -13,7 +13,7 @@ from uvicorn.config import HTTP_PROTOCOLS
 from benchmarks.cases.__main__ import main, read_cases
 from benchmarks.cases.checks import CHECKS, problems
 from benchmarks.cases.exchange import Got
-from deployments.serve.http_server import use_own_protocol
+from deployments.ray_internals import use_own_protocol
 from tests.benchmarks.conftest import Refusal
 from tests.benchmarks.servers import simulated_service
 

@@ -25,6 +25,11 @@ from ray.serve._private import http_util
 assert isinstance(app, http_util.FastAPI) and isinstance(fastapi.APIRouter(), serve.api.APIRouter)
 assert not isinstance(app, http_util.APIRoute) and not isinstance(deployments, http_util.FastAPI)
 assert http_util.jsonable_encoder({1}) == [1]
+import uvicorn
+assert "deployments.serve.http_server" not in sys.modules
+config = uvicorn.Config(app)
+config.load()
+assert config.http_protocol_class.__module__ == "deployments.serve.http_server"
 """
 
 

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from uvicorn.config import HTTP_PROTOCOLS
 
-from deployments.serve.http_server import use_own_protocol
+from deployments.ray_internals import use_own_protocol
 from tests.api.odd_requests import received
 from tests.benchmarks.servers import serving
 from tests.deployments.conftest import Service
