@@ -99,12 +99,12 @@ def test_lines_of_a_stream_are_whole_where_no_separator_of_unicode_is_in_them() 
 def test_a_running_service_is_asked_and_what_fails_is_printed(
     demo_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(HTTP_PROTOCOLS, "auto", HTTP_PROTOCOLS["httptools"])  # uvicorn's own, which fails
     with simulated_service(demo_path, step_ms=0, name="demo") as url:
         assert main(["--url", url, *ASKED]) == 1
     printed = capsys.readouterr().out.splitlines()
     assert json.loads(printed[-1]) == {"cases": 3, "asked": 2, "failed": 2}, "one needs a key"
     assert "the header transfer-encoding is 'chunked'" in "".join(printed)
-    monkeypatch.setitem(HTTP_PROTOCOLS, "auto", HTTP_PROTOCOLS["auto"])  # put back at the end
     use_own_protocol()
     with simulated_service(demo_path, step_ms=0, name="demo") as url:
         assert main(["--url", url, *ASKED]) == 0
