@@ -113,7 +113,7 @@ class RequestHandler:
                 context.request_id = parsed.request_id
             target = self.names.answering(parsed, account)
         state = await self._respond(endpoint, parsed, target, context, size)
-        state.ignored = ignored_fields(body, parsed)
+        state.ignored = ignored_fields(body, parsed) + state.prepared.ignored
         return state
 
     async def _respond(
@@ -214,7 +214,7 @@ class RequestHandler:
                 body = await with_history(body, read)
             state = await self.handle(ENDPOINTS[new.path], body, context)
             assert state.writer is not None, "a client sees it"
-            facts = structs.replace(state.writer.facts(state), ignored=state.ignored + state.prepared.ignored)
+            facts = structs.replace(state.writer.facts(state), ignored=state.ignored)
             yield RecordedAnswer(state, facts, path=new.path)
 
     async def handle_item(

@@ -123,8 +123,7 @@ class ResponseState(Answer):
         sees the loads of all replicas too, which other clients' requests cause.
         """
         own = {} if self.writer is None else self.writer.headers
-        ignored = ignored_header(self.ignored + self.prepared.ignored)
-        headers, queued = {**own, **self.pipeline_headers, **ignored}, self.queued
+        headers, queued = {**own, **self.pipeline_headers, **ignored_header(self.ignored)}, self.queued
         if queued is not None:
             headers["x-carousel-queue-position"] = str(queued.position)
             headers["x-carousel-estimated-wait-ms"] = str(round(queued.estimated_wait_s * 1e3))
