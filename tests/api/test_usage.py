@@ -217,19 +217,19 @@ def test_what_other_processes_may_use_of_a_budget_is_refused_for_a_moment_and_th
     account = Account(KeyConfig.model_validate(entry(tokens_per_day=1000)), FakeClock(), pools)
     [part] = account.shared_limits.values()
     with account.reserve() as reservation:
-        reservation.reserve(50)  # a tenth of the budget is here and elsewhere before its owner has answered
+        reservation.reserve(25)  # a twentieth of the budget is here and elsewhere before its owner has answered
         with pytest.raises(
-            LimitReached, match=r"1,000; 50 are used or reserved.* needs up to 20, and .* give 0"
+            LimitReached, match=r"1,000; 25 are used or reserved.* needs up to 20, and .* give 0"
         ) as caught:
             reservation.reserve(20)
         assert (type(caught.value), caught.value.retry_after_s) == (LimitReached, 2.0)
-        assert part.use() == LimitUse(0.0, -50.0, 70.0, 20.0)
-        part.set_share(Share(0.5, 450.0))
+        assert part.use() == LimitUse(0.0, -25.0, 45.0, 20.0)
+        part.set_share(Share(0.5, 425.0))
         reservation.reserve(400)
-        with pytest.raises(BudgetSpent, match="450 are used or reserved"):
-            reservation.reserve(551)
+        with pytest.raises(BudgetSpent, match="425 are used or reserved"):
+            reservation.reserve(576)
         part.set_share(Share(0.5, -50.0))
         assert part.use().held == 0.0, "it cannot give up more than it has"
         part.lose_owner(has_share=False)
         reservation.usages.append(lambda: CallUsage("demo", False, Used(1, 40, 0, 60)))
-    assert part.use().held == 350.0
+    assert part.use().held == 325.0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from app.api.auth.keys import AccountLimits, KeyRing
-from app.api.auth.limits import UNTOLD_PART, Reservation, SharedPools
+from app.api.auth.limits import OWED_PART, UNTOLD_PART, Reservation, SharedPools
 from app.config import KeyConfig
 from app.errors import LimitReached
 from app.usage import CallUsage, UsageAnswer, UsageCounter, UsageReport, Used
@@ -59,11 +59,11 @@ class Process:
         self.running: list[tuple[ExitStack, Reservation]] = []
         self.num_used = 0
 
-    def ask(self, num_tokens: int) -> bool:
+    def ask(self, num_tokens: int, *, is_kept: bool = False) -> bool:
         """Whether a request of so many tokens has begun."""
-        running = ExitStack()
+        running, account = ExitStack(), self.account
         try:
-            reservation = running.enter_context(self.account.reserve())
+            reservation = running.enter_context(account.reserve_kept() if is_kept else account.reserve())
             reservation.reserve(num_tokens, cost=num_tokens / 100)
         except LimitReached as refusal:
             running.__exit__(type(refusal), refusal, None)
@@ -131,19 +131,19 @@ def test_no_order_of_requests_reports_lost_answers_and_deaths_exceeds_a_budget(s
         if process.running and choose.random() < 0.4:
             process.end(choose.randrange(len(process.running)), choose.random() ** 4)
         elif choose.random() < 0.6:
-            num_refused += not process.ask(choose.randint(1, 60))
+            num_refused += not process.ask(choose.randint(1, 60), is_kept=process is processes[-1])
         else:
             report = process.report(len(processes))
             arrives, is_answered = choose.random() < 0.9, choose.random() < 0.9
             answer = ledger.answer(report) if arrives else None
             if choose.random() < 0.5:  # it takes requests before it has the answer
-                num_refused += not process.ask(choose.randint(1, 60))
+                num_refused += not process.ask(choose.randint(1, 60), is_kept=process is processes[-1])
             process.learn(answer if is_answered else None)
         if choose.random() < 0.01:
             ledger.die()
         clock.advance(choose.expovariate(2.0))
         used = sum(each.num_used + each.account.reserved.tokens_today for each in processes)
-        assert used <= 1000 * (1 + UNTOLD_PART)
+        assert used <= 1000 * (1 + UNTOLD_PART + OWED_PART) <= 1100
     assert num_refused
 
 
@@ -309,6 +309,14 @@ def test_nearly_all_of_a_budget_that_nobody_asks_for_is_where_requests_come_in()
             assert fleet.sum_held <= 1100
         fleet.clock.advance(1.0)
     assert fleet.uses["batches"].held >= 900
+
+
+def test_a_kept_response_of_an_idle_key_may_owe_a_twentieth_of_a_budget() -> None:
+    clock = FakeClock()
+    batches = Process(clock, first_share=0.0, tokens_per_day=1000)
+    assert not batches.ask(1), "a line of a batch waits until the owner gives a part"
+    assert batches.ask(50, is_kept=True)
+    assert not batches.ask(1, is_kept=True)
 
 
 def test_a_new_owner_gives_nothing_before_it_has_heard_of_all_parts() -> None:

@@ -24,8 +24,8 @@ CONCURRENCY_RETRY_S = 1.0
 MAX_BODY_BYTES_AT_ONCE = 512 * 1024 * 1024
 SHARES_MOVE_S = 2.0  # after a refusal: the next report of each process and its answer
 # All processes together may use this part of a budget before the owner of the ledger has answered them, and after they
-# have lost the owner. So a budget is exceeded by at most this part.
-UNTOLD_PART = 0.1
+# have lost the owner. The process of batches may owe the other part. So a budget is exceeded by at most both.
+UNTOLD_PART, OWED_PART = 0.05, 0.05
 
 
 class TokenBucket:
@@ -158,9 +158,9 @@ class BudgetPart:
         self._was_given = False
         self._wanted = self._refused = 0.0  # since the last report
 
-    def allows(self, amount: float) -> bool:
-        """Whether so much may be reserved."""
-        return amount <= self.left + ROUNDING * self.limit
+    def allows(self, amount: float, *, may_owe: bool = False) -> bool:
+        """Whether so much may be reserved. With `may_owe` other processes may still have OWED_PART of it."""
+        return amount <= self.left + (OWED_PART if may_owe else ROUNDING) * self.limit
 
     def take(self, amount: float) -> None:
         """Reserve an amount, or give a negative amount back."""
@@ -366,7 +366,7 @@ class Account:
                 param="priority",
             )
 
-    def check_budgets(self, num_tokens: int, cost: float) -> None:
+    def check_budgets(self, num_tokens: int, cost: float, *, may_owe: bool = False) -> None:
         """Raises BudgetSpent when a request may use more than a day's or a month's budget has left.
 
         Raises LimitReached when other processes have what it needs of that.
@@ -389,7 +389,7 @@ class Account:
                     retry_after_s=renewed_at.timestamp() - counter.now,
                 )
             part = self._budget_parts.get(name)
-            if part is not None and not part.allows(needed):
+            if part is not None and not part.allows(needed, may_owe=may_owe):
                 part.refuse(needed)
                 raise LimitReached(
                     f"{name} of this API key is {amount(budget)}; {amount(used)} are used or reserved. This request "
@@ -454,7 +454,7 @@ class Reservation:
     """One HTTP request on an account: the tokens that it has reserved and has used, what it holds of the memory."""
 
     account: Account
-    may_owe: bool = False  # it may take tokens of this minute that other processes still have
+    may_owe: bool = False  # it may take what other processes still have
     num_reserved: int = 0
     cost_reserved: float = 0.0
     num_body_bytes: int = 0
@@ -468,7 +468,7 @@ class Reservation:
         """
         account = self.account
         if account.budgets:
-            account.check_budgets(num_tokens, cost)
+            account.check_budgets(num_tokens, cost, may_owe=self.may_owe)
         self.hold_logprobs(num_logprobs)
         if account.tokens:
             _check(account.tokens, num_tokens, "tokens", may_owe=self.may_owe)
