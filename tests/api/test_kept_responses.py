@@ -728,3 +728,12 @@ async def test_the_answer_names_the_fields_that_had_no_effect(
         body["reasoning"] = {"effort": "low"}  # to a model that marks no reasoning
         answer = await ask(app, "POST", "/v1/responses", body)
         assert answer.headers["x-carousel-ignored"] == "keep_alive, reasoning.effort"
+
+
+async def test_a_token_takes_little_more_than_its_text_on_the_disk(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    gate = Gated(tokenizer, "3 4 5 6 7 8 9 " * 40)
+    gate.open()
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        response = await begin(app)
+        written = (tmp_path / "responses" / response["id"]).read_bytes()
+        assert len(written) - head_bytes(written) < 80 * response["usage"]["output_tokens"]
