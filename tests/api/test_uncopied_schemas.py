@@ -35,7 +35,7 @@ def test_of_structures(monkeypatch: pytest.MonkeyPatch) -> None:
     tags_grammar = structured_output.tags_grammar
 
     def noted(tags: Any, schemas: Any, **more: Any) -> Any:
-        given.extend(schema for schema, _ in schemas)
+        given.extend(schema for schema, *_ in schemas)
         return tags_grammar(tags, schemas, **more)
 
     monkeypatch.setattr(structured_output, "tags_grammar", noted)
