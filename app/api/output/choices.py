@@ -19,7 +19,9 @@ from app.text import GeneratedText, TextDelta
 MAX_TOKENS_AT_ONCE = 64  # of one delta; 0.3 ms of work with log-probabilities
 
 
-class ChoiceDelta(Struct, gc=False, omit_defaults=True):  # one for every token, never in a circle; a dataclass takes longer to make
+class ChoiceDelta(
+    Struct, gc=False, omit_defaults=True
+):  # one for every token, never in a circle; a dataclass takes longer to make
     """What one token delta adds to one choice. The last delta of a choice has its finish reason."""
 
     index: int
