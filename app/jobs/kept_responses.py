@@ -13,7 +13,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Coroutine, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -108,6 +108,9 @@ class KeptResponses:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for running in self._running.values():
+            if running.log is not None:
+                running.log.close(failure=Unavailable("the process of batches ends; read on from the next one"))
         await self._writer.close()
         if self._writing is not None:
             await self._writing
@@ -214,12 +217,22 @@ class KeptResponses:
         self._running[running.new.response_id] = running
         running.task = asyncio.create_task(work, name=running.new.response_id)
         self._tasks.add(running.task)
-        running.task.add_done_callback(self._tasks.discard)
+        running.task.add_done_callback(partial(self._task_ended, running))
+
+    def _task_ended(self, running: _Running, task: asyncio.Task[None]) -> None:
+        """Whatever ends the task of an answer, its readers hear of it."""
+        self._tasks.discard(task)
+        if task.cancelled() or task.exception() is None:
+            return
+        error = task.exception()
+        assert isinstance(error, Exception), "others end the process"
+        logger.error("response %s cannot be finished: %s", running.new.response_id, traceback_of(error))
+        self._leave(running, failure=Unavailable("the server cannot finish this answer now; read it again later"))
 
     async def _begin(self, running: _Running, accepted: asyncio.Future[None]) -> None:
         """Generate a response, which is `accepted` once the catalog knows it."""
         try:
-            await self._generate(running, accepted)
+            end = await self._generate(running, accepted)
         except Exception as error:
             refusal = None
             if accepted.done():
@@ -229,6 +242,8 @@ class KeptResponses:
             self._leave(running, refusal)
             if running.log is not None:
                 await self._until_stored(partial(self._forget, [running.new.response_id]), running.new.response_id)
+        else:
+            await self._end(running, end)
         finally:
             accepted.cancel()  # where it is not done, this process ends
 
@@ -248,7 +263,7 @@ class KeptResponses:
             return
         count = partial(self._thread.run, self._catalog.count_response_attempt, path.name)
         await self._until_stored(count, path.name)
-        await self._generate(running, None)
+        await self._end(running, await self._generate(running, None))
 
     async def _open(self, running: _Running, path: Path) -> None:
         """Take up the file of a response, without the record that the process left torn. Raises Failure."""
@@ -256,10 +271,10 @@ class KeptResponses:
         running.log = AnswerLog(path, self._writer, num_bytes)
         logger.info("response %s is continued behind %d bytes", path.name, num_bytes)
 
-    async def _generate(self, running: _Running, accepted: asyncio.Future[None] | None) -> None:
-        """Generate a response to its end, again and again while no replica has room for it where it `may_wait`.
+    async def _generate(self, running: _Running, accepted: asyncio.Future[None] | None) -> AnswerEnd:
+        """Generate a response and return how it has ended. One that `may_wait` is tried again until a replica has room.
 
-        Raises what refuses it before its first token.
+        Raises the error that refuses the response before its first token.
         """
         new = running.new
         may_wait = new.may_wait or accepted is None
@@ -272,12 +287,12 @@ class KeptResponses:
                         accepted.set_result(None)
                     log = running.log
                     assert log is not None, "it is accepted"
-                    async for content in answer.records(self._known(log)):
-                        num_new += 1
-                        await log.append(record(content))
+                    async with aclosing(answer.records(self._known(log))) as records:
+                        async for content in records:
+                            num_new += 1
+                            await log.append(record(content))
                     await log.flush()
-                end = answer.end()
-                break
+                return answer.end()
             except Exception as error:
                 if accepted is not None and (not accepted.done() or not (may_wait or num_new)):
                     raise
@@ -285,9 +300,7 @@ class KeptResponses:
                 if may_wait and not num_new and may_be_served_later(error) and self._may_wait_for(retry_s, new):
                     await asyncio.sleep(retry_s)
                     continue
-                end = _ended_by(error, new.response_id)
-                break
-        await self._end(running, end)
+                return _ended_by(error, new.response_id)
 
     def _may_wait_for(self, seconds: float, new: NewResponse) -> bool:
         return self._clock() + seconds < new.created_at + self._wait_s
@@ -341,7 +354,8 @@ class KeptResponses:
         write = partial(self._write_end, running.new.response_id, end, log.num_bytes, log)
         await self._until_stored(write, running.new.response_id)
         # The answer may have ended in another way a moment ago.
-        stored = await self._thread.run(self._catalog.continued_response, running.new.owner, running.new.response_id)
+        read = partial(self._catalog.continued_response, running.new.owner, running.new.response_id)
+        stored = await self._until_stored(partial(self._thread.run, read), running.new.response_id)
         self._leave(running, _decode_end(stored.end))
 
     async def _write_end(self, response_id: str, end: AnswerEnd, num_bytes: int, log: AnswerLog | None = None) -> None:

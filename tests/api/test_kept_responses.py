@@ -737,3 +737,24 @@ async def test_a_token_takes_little_more_than_its_text_on_the_disk(tokenizer: To
         response = await begin(app)
         written = (tmp_path / "responses" / response["id"]).read_bytes()
         assert len(written) - head_bytes(written) < 80 * response["usage"]["output_tokens"]
+
+
+async def test_readers_hear_of_it_when_the_task_of_an_answer_dies(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.api.endpoints.kept_responses._NEXT_PROCESS_S", 0.0)
+    gate = Gated(tokenizer)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("a fault of ours")
+
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        reading = asyncio.create_task(ask(app, "POST", "/v1/responses", {"input": "Hi", "store": True}))
+        await until(lambda: gate.num_open)
+        monkeypatch.setattr(Catalog, "end_response", broken)
+        gate.open()
+        assert (await reading).status == 503
+    monkeypatch.undo()
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        [file] = (tmp_path / "responses").iterdir()
+        assert (await ended(app, file.name))["status"] == "completed", "the next process finishes it"
