@@ -38,7 +38,7 @@ class RequestLimits:
     max_answer_logprobs: int = 1_000_000
     # Requests × `allowed_token_ids`: each request carries its own to its replica, which reads a thousand in 40 µs.
     max_allowed_token_ids: int = 32 * MAX_ALLOWED_TOKEN_IDS
-    max_stop_strings: int = 128  # entries of `stop`; each is looked for in every piece of text that may begin one
+    max_stop_strings: int = 32  # entries of `stop`; each is looked for in every piece of text that may begin one
     max_stop_length: int = 256  # characters of one stop string: so much of the text is held back
     heartbeat_s: float = 15.0  # silence on a stream after which a comment is sent: proxies close at 30 to 60 s
 

@@ -93,7 +93,9 @@ def standing_in(is_so: bool = True) -> Iterator[None]:
         for name, replacement in {
             "app.model.cuda.attention.TritonAttention.fits": staticmethod(lambda device: True),
             "app.model.ways.gpu.CudaCapture": WorkAgain,
-            "app.model.ways.gpu.verify_steps": lambda *_, **__: None,  # many steps, and the interpreter is slow
+            "app.model.ways.loaded_model.LoadedModel.verify_steps": lambda *_, **__: (
+                None
+            ),  # many steps, and the interpreter is slow
             "app.model.verification.NUM_TOKENS": 4,
             "torch.cuda.synchronize": lambda device=None: None,
         }.items():

@@ -66,7 +66,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"logit_bias": {"763": 1}}, "logit_bias", "token id 763; this model's ids are 0 to 762"),
         ({"logit_bias": {str(n): 1 for n in range(1025)}}, "logit_bias", "has 1,025 entries; at most 1,024"),
         ({"logit_bias": [1]}, "logit_bias", "should be an object"),
-        ({"stop": [str(n) for n in range(10_000)]}, "stop", "stop has 10,000 strings; this server accepts at most 128"),
+        ({"stop": [str(n) for n in range(10_000)]}, "stop", "stop has 10,000 strings; this server accepts at most 32"),
         ({"stop": "x" * 257}, "stop", "a string of 257 characters; this server accepts at most 256"),
         ({"stop": ""}, "stop", "empty string"),
         ({"stop": 5}, "stop", "a string or a list of strings"),

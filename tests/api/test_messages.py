@@ -307,7 +307,7 @@ def test_the_form_of_the_text_is_that_of_a_chat(service: Service) -> None:
         ({"tools": [{"type": "bash", "name": "bash", "input_schema": {}}]}, "tools[0].type"),
         ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice of type tool needs a name"),
-        ({"stop_sequences": ["a"] * 129}, "stop_sequences has 129 strings; this server accepts at most 128"),
+        ({"stop_sequences": ["a"] * 33}, "stop_sequences has 33 strings; this server accepts at most 32"),
         ({"stop": ["a"]}, "send stop_sequences"),
         ({"n": 2}, "n is not supported"),
         ({"max_tokens": 1000}, "prompt has"),

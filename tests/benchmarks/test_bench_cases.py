@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from uvicorn.config import HTTP_PROTOCOLS
 from benchmarks.cases.__main__ import main, read_cases
 from benchmarks.cases.checks import CHECKS, problems
 from benchmarks.cases.exchange import Got
-from deployments.ray_internals import use_own_protocol
 from tests.benchmarks.conftest import Refusal
 from tests.benchmarks.servers import simulated_service
 
@@ -105,10 +105,19 @@ def test_a_running_service_is_asked_and_what_fails_is_printed(
     printed = capsys.readouterr().out.splitlines()
     assert json.loads(printed[-1]) == {"cases": 3, "asked": 2, "failed": 2}, "one needs a key"
     assert "the header transfer-encoding is 'chunked'" in "".join(printed)
-    use_own_protocol()
+    _use_own_protocol()
     with simulated_service(demo_path, step_ms=0, name="demo") as url:
         assert main(["--url", url, *ASKED]) == 0
     assert json.loads(capsys.readouterr().out) == {"cases": 3, "asked": 2, "failed": 0}
+
+
+def _use_own_protocol() -> None:
+    # Not at the top: Serve reads its environment when it is imported, and the tests on a cluster set that later.
+    with warnings.catch_warnings():
+        # Ray 2.60 declares its pydantic fields in a way that pydantic 2.14 calls deprecated.
+        warnings.filterwarnings("ignore", message="Using extra keyword arguments on `Field`")
+        from deployments.ray_internals import use_own_protocol
+    use_own_protocol()
 
 
 def test_a_case_that_is_not_there_is_refused(refusal: Refusal) -> None:
