@@ -136,9 +136,7 @@ class KeptResponses:
             return running.log.parts(offset, waits=waits)
         if response_id in self._refusals:
             return _only(AnswerPart(b"", self._refusals[response_id]))
-        if is_continued:
-            return self._read_own(owner, response_id, is_continued)
-        return self._stored_parts(await self._stored(owner, response_id), offset)
+        return self._stored_parts(await self._found(owner, response_id, is_continued), offset)
 
     async def _stored_parts(self, stored: StoredResponse, offset: int) -> AsyncGenerator[AnswerPart, None]:
         async for piece in pieces_of(self._folder / stored.id, offset):
@@ -338,12 +336,14 @@ class KeptResponses:
 
     async def _read_own(self, owner: str, response_id: str, is_continued: bool) -> AsyncGenerator[AnswerPart, None]:
         """See `ReadAnswer`."""
-        if is_continued:
-            stored = await self._thread.run(self._catalog.continued_response, owner, response_id)
-        else:
-            stored = await self._stored(owner, response_id)
-        async for part in self._stored_parts(stored, 0):
+        async for part in self._stored_parts(await self._found(owner, response_id, is_continued), 0):
             yield part
+
+    async def _found(self, owner: str, response_id: str, is_continued: bool) -> StoredResponse:
+        if not is_continued:
+            return await self._stored(owner, response_id)
+        stored: StoredResponse = await self._thread.run(self._catalog.continued_response, owner, response_id)
+        return stored
 
     async def _end(self, running: _Running, end: AnswerEnd) -> None:
         """The catalog knows the end before a client reads of it."""

@@ -23,7 +23,7 @@ MAX_MESSAGE_BYTES = 1024 * 1024  # Serve's calls carry 4 MiB at most
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedAnswer:
     """An answer that a reader wants, and the arguments of `BatchService.follow_response`."""
 
     owner: str
@@ -37,7 +37,7 @@ class Wanted:
 class FeedChange:
     """A change in the readers of an ingress."""
 
-    opened: dict[int, Wanted] = field(default_factory=dict)
+    opened: dict[int, WantedAnswer] = field(default_factory=dict)
     taken: dict[int, int] = field(default_factory=dict)  # bytes that a reader has taken since it was told last
     closed: list[int] = field(default_factory=list)
 
@@ -88,7 +88,7 @@ class Feed:
             num_bytes += 0 if part is None else len(part.data)
         return message
 
-    async def _read(self, reader_id: int, wanted: Wanted) -> None:
+    async def _read(self, reader_id: int, wanted: WantedAnswer) -> None:
         error: CarouselError | None = None
         reader = self._readers[reader_id]
         try:
@@ -161,7 +161,7 @@ class Following:
         self._change = FeedChange()
         self._is_there = asyncio.Event()  # the stream has begun
 
-    async def follow(self, wanted: Wanted) -> AsyncGenerator[AnswerPart, None]:
+    async def follow(self, wanted: WantedAnswer) -> AsyncGenerator[AnswerPart, None]:
         """The parts of one answer. Raises its error, and Unavailable when the stream breaks off."""
         reader_id, reader = next(self._ids), _Receiving()
         self._readers[reader_id] = reader

@@ -23,7 +23,7 @@ from deployments.ray_internals import (
     max_call_bytes,
     use_own_protocol,
 )
-from deployments.serve.following import FeedItem, Following, Wanted
+from deployments.serve.following import FeedItem, Following, WantedAnswer
 from deployments.serve.metrics import answers_of, this_deployment
 from deployments.serve.process import collect_later, freeze_loaded
 from deployments.serve.ray_metrics import RayMetrics, families_of_requests
@@ -130,7 +130,7 @@ class _RemoteService:
         self, owner: str, response_id: str, offset: int = 0, *, waits: bool = True, is_continued: bool = False
     ) -> AsyncGenerator[AnswerPart, None]:
         """See `BatchService`."""
-        return self._following.follow(Wanted(owner, response_id, offset, waits, is_continued))
+        return self._following.follow(WantedAnswer(owner, response_id, offset, waits, is_continued))
 
     async def _open_feed(self, stream_id: str) -> AsyncGenerator[list[FeedItem], None]:
         messages = detached_call(self._handle.options(stream=True).feed.remote, stream_id)

@@ -192,11 +192,8 @@ class KeptResponseRoutes(RouteGroup):
         """The ids of the conversation's responses, the newest first."""
         next_id: str | None = response_id
         while next_id is not None:
-            turn_id, read = next_id, StoredObject()
-            async with aclosing(self._read(read, owner, turn_id, is_continued=turn_id != response_id)) as reading:
-                async for _ in reading:
-                    break  # its head is read
-            next_id = read.answer.new.previous
+            turn_id = next_id
+            next_id = (await self._request(owner, turn_id, is_continued=turn_id != response_id)).previous
             yield turn_id
 
     async def _items_of(self, owner: str, turn_id: str, *, with_output: bool) -> list[Json]:
@@ -204,12 +201,17 @@ class KeptResponseRoutes(RouteGroup):
             turn = await read_turn(self._parts(owner, turn_id, waits=False, is_continued=True), turn_id)
             items = [*turn.input, *turn.output]
         else:
-            read = StoredObject()
-            async with aclosing(self._read(read, owner, turn_id)) as reading:
-                async for _ in reading:
-                    break
-            items = own_items((await asyncio.to_thread(from_json, read.answer.new.body))["input"])
+            new = await self._request(owner, turn_id)
+            items = own_items((await asyncio.to_thread(from_json, new.body))["input"])
         return [{"id": f"item_{number}_{turn_id}", **_shown(item)} for number, item in enumerate(items)]
+
+    async def _request(self, owner: str, response_id: str, *, is_continued: bool = False) -> NewResponse:
+        """The request of a stored response. Reads no further than its first part. Raises NotFound."""
+        read = StoredObject()
+        async with aclosing(self._read(read, owner, response_id, is_continued=is_continued)) as reading:
+            async for _ in reading:
+                break
+        return read.answer.new
 
     @Operation("post", "/v1/responses/{response_id}/cancel", "End a response that is kept", "Response", OF_A_LIST)
     async def cancel(self, request: Request) -> Response:

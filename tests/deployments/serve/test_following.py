@@ -13,7 +13,15 @@ import pytest
 
 from app.batches import AnswerEnd, AnswerPart, BatchService
 from app.errors import NotFound, Unavailable
-from deployments.serve.following import MAX_MESSAGE_BYTES, WINDOW_BYTES, Feed, FeedChange, FeedItem, Following, Wanted
+from deployments.serve.following import (
+    MAX_MESSAGE_BYTES,
+    WINDOW_BYTES,
+    Feed,
+    FeedChange,
+    FeedItem,
+    Following,
+    WantedAnswer,
+)
 from tests.waiting import until
 
 END = AnswerEnd("completed")
@@ -90,7 +98,7 @@ class Line:
         self._broken.set()
 
     def parts(self, response_id: str, offset: int = 0) -> Any:
-        return self.following.follow(Wanted("ann", response_id, offset, waits=True, is_continued=False))
+        return self.following.follow(WantedAnswer("ann", response_id, offset, waits=True, is_continued=False))
 
     async def read(self, response_id: str, offset: int = 0) -> bytes:
         data, end = b"", None
