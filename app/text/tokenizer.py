@@ -33,6 +33,10 @@ class Tokenizer:
         self._backend.no_padding()
         added = self._backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        of_special = [str(token.content) for token in added.values() if token.special]
+        is_exact = not any(token.special and token.normalized for token in added.values())
+        # Finds any special token in a text as it is. None: text may be changed before tokens are looked for.
+        self._special_text = re.compile("|".join(map(re.escape, of_special)) or "(?!)") if is_exact else None
         self._token_texts: dict[int, str] = {}
         self.token_bytes = TokenBytes(self._backend)
         # The class of a model's own tokenizer may have other names by default; it is not loaded here.
@@ -84,6 +88,8 @@ class Tokenizer:
 
     def special_tokens_in(self, texts: Sequence[str]) -> dict[int, str]:
         """The special tokens that these texts contain, each with its own text."""
+        if self._special_text is not None and not any(map(self._special_text.search, texts)):
+            return {}  # nearly always; to encode a request's stop strings takes longer than all else about them
         found = {token_id for token_ids in self.encode_all(texts) for token_id in token_ids}
         return {token_id: self.token_text(token_id) for token_id in sorted(found & self.special_token_ids)}
 

@@ -50,8 +50,10 @@ def exchange(url: str, request: str, *, stays: bool = False) -> list[int]:
     return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", answers)]
 
 
-def received(url: str, request: str, *, stays: bool = False) -> bytes:
+def received(url: str, request: str, *, stays: bool = False, until: bytes | None = None) -> bytes:
     """All that comes back for these bytes until the server closes the connection.
+
+    until: or until this is the last that came, as a server keeps a connection open for another request.
 
     stays: the client goes on listening without an end of its own. To one that has ended, HAProxy says 400 by itself
     unless a connection to the service is open already.
@@ -64,6 +66,6 @@ def received(url: str, request: str, *, stays: bool = False) -> bytes:
         if not stays:
             connection.shutdown(socket.SHUT_WR)
         answers = b""
-        while chunk := connection.recv(65536):
+        while (until is None or not answers.endswith(until)) and (chunk := connection.recv(65536)):
             answers += chunk
     return answers

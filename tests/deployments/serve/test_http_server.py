@@ -116,9 +116,10 @@ def test_a_stream_over_http_1_1_has_chunks(url: str) -> None:
 
 def test_the_service_answers_both_behind_its_proxy(service: Service) -> None:
     body = json.dumps({"model": "turns", "prompt": "3", "max_tokens": 3, "stream": True})
-    upgraded = received(service.url, posted(body, WEBSOCKET, path="/v1/completions"), stays=True)
+    end = b"data: [DONE]\n\n\r\n0\r\n\r\n"
+    upgraded = received(service.url, posted(body, WEBSOCKET, path="/v1/completions"), stays=True, until=end)
     assert upgraded.startswith(b"HTTP/1.1 200 ")
-    assert upgraded.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert upgraded.endswith(end)
     head, _, events = received(service.url, posted(body, "", "1.0", "/v1/completions"), stays=True).partition(
         b"\r\n\r\n"
     )
