@@ -74,7 +74,8 @@ async def test_a_list_holds_no_body_once_its_prompts_are_prepared(
             await until(lambda: len(service.generate.open) == 2)
             await until(lambda: not account.pools.body_bytes.held(account))
             lists = [each for each in gc.get_objects() if type(each) is list and len(each) == 1]
-            assert sum(isinstance(each[0], str) and each[0] == mark for each in lists) == 1, "the test's own"
+            firsts = [first for each in lists for first in each[:1]]  # another thread may have emptied it by now
+            assert sum(isinstance(first, str) and first == mark for first in firsts) == 1, "the test's own"
             client.hang_up()
 
 
