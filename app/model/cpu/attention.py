@@ -62,10 +62,7 @@ class _NativeStep:
             block_size=pages.block_size, scaling=rules.scaling, softcap=rules.softcap or 0.0,
             sliding_window=rules.sliding_window or 0, sinks=None if sinks is None else sinks.data_ptr(),
         )  # fmt: skip
-        strides = Strides(
-            query_token=query.stride(0), query_head=query.stride(1), key_token=key.stride(0), key_head=key.stride(1),
-            value_token=value.stride(0), value_head=value.stride(1),
-        )  # fmt: skip
+        strides = Strides.of(query, key, value)
         attention.function(
             attention.threads.handle, ctypes.byref(shape), ctypes.byref(strides),
             query.data_ptr(), key.data_ptr(), value.data_ptr(), self._slots[group].data_ptr(), num_tokens,

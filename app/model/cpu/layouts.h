@@ -8,6 +8,7 @@
 #include <string>
 
 #include "decoder.h"
+#include "recurrence.h"
 #include "sampling.h"
 
 namespace carousel {
@@ -58,6 +59,10 @@ inline const char* layouts() {
                         F(positions), F(slots), F(segments), F(tables), F(rows), F(logits_rows), F(cosine), F(sine),
                         F(logits), F(likeliest), F(hidden), F(num_adapters), F(adapters), F(adapter_of)) +
         CAROUSEL_LAYOUT(Segment, F(first_token), F(num_tokens), F(start), F(table_offset)) +
+        CAROUSEL_LAYOUT(Piece, F(first_token), F(num_tokens), F(read_slot), F(written_slot)) +
+        CAROUSEL_LAYOUT(ConvolutionShape, F(num_channels), F(kernel_size), F(input_token), F(slot), F(has_silu)) +
+        CAROUSEL_LAYOUT(RecurrenceShape, F(num_key_heads), F(num_value_heads), F(key_dim), F(value_dim), F(slot),
+                        F(normalises), F(scale)) +
         CAROUSEL_LAYOUT(Draw, F(seed), F(position), F(top_k), F(temperature), F(top_p), F(min_p)) +
         CAROUSEL_LAYOUT(Adjustments, F(repetition_penalty), F(seen), F(num_seen), F(deducted), F(num_deducted),
                         F(deductions), F(biased), F(num_biased), F(biases), F(banned), F(num_banned), F(mask));

@@ -117,6 +117,14 @@ class AttentionShape(Filled):
 class Strides(Filled):
     _fields_ = _fields(_INT64, "query_token", "query_head", "key_token", "key_head", "value_token", "value_head")
 
+    @classmethod
+    def of(cls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Strides:
+        """Of three packed rows [num_tokens, num_heads, dim]."""
+        return cls(
+            query_token=query.stride(0), query_head=query.stride(1), key_token=key.stride(0), key_head=key.stride(1),
+            value_token=value.stride(0), value_head=value.stride(1),
+        )  # fmt: skip
+
 
 class ExpertsShape(Filled):
     _fields_ = _fields(_INT64, "num_experts", "per_token", "intermediate_size", "weights_sum_to_one", "rounds_weights")
@@ -169,6 +177,23 @@ class Segment(Filled):
     _fields_ = _fields(_INT32, "first_token", "num_tokens", "start", "table_offset")
 
 
+class Piece(Filled):
+    """A row of `Pieces.table` in recurrence.py."""
+
+    _fields_ = _fields(_INT32, "first_token", "num_tokens", "read_slot", "written_slot")
+
+
+class ConvolutionShape(Filled):
+    _fields_ = _fields(_INT64, "num_channels", "kernel_size", "input_token", "slot", "has_silu")
+
+
+class RecurrenceShape(Filled):
+    _fields_ = (
+        *_fields(_INT64, "num_key_heads", "num_value_heads", "key_dim", "value_dim", "slot", "normalises"),
+        ("scale", _FLOAT),
+    )  # fmt: skip
+
+
 class Draw(Filled):
     _fields_ = (
         ("seed", _UINT64),
@@ -188,7 +213,7 @@ class Adjustments(Filled):
 
 STRUCTURES: tuple[type[ctypes.Structure], ...] = (
     AttentionShape, Strides, ExpertsShape, DecoderShape, MlpWeights, LayerWeights, LowRank, AdapterLayer, DecoderStep,
-    Segment, Draw, Adjustments,
+    Segment, Piece, ConvolutionShape, RecurrenceShape, Draw, Adjustments,
 )  # fmt: skip
 
 
@@ -204,6 +229,9 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "layouts_{}": ((), ctypes.c_char_p),
     "amx_refusal": ((), _INT32),
     "attention_step_{}": ((_POINTER,) * 7 + (_INT64,) + (_POINTER,) * 4 + (_INT64,) + (_POINTER,) * 2, None),
+    "short_convolution_{}": ((_POINTER,) * 7 + (_INT64, _POINTER), None),
+    "gated_delta_rule_{}": ((_POINTER,) * 10 + (_INT64, _POINTER), None),
+    "mamba2_{}": ((_POINTER,) * 11 + (_INT64, _POINTER), None),
     "decoder_new_{}": ((_POINTER,) * 6, _POINTER),
     "decoder_run_{}": ((_POINTER,) * 2, None),
     "decoder_delete_{}": ((_POINTER,), None),

@@ -5,6 +5,7 @@
 #include "decoder.h"
 #include "layouts.h"
 #include "pack.h"
+#include "recurrence.h"
 #include "thread_pool.h"
 
 using namespace carousel;
@@ -36,6 +37,12 @@ void attention_step(ThreadPool& threads, const AttentionShape& shape, const Stri
     });
 }
 
+HeadRows<T> head_rows(const Strides& strides, const void* query, const void* key, const void* value) {
+    return {{static_cast<const T*>(query), strides.query_token, strides.query_head},
+            {static_cast<const T*>(key), strides.key_token, strides.key_head},
+            {static_cast<const T*>(value), strides.value_token, strides.value_head}};
+}
+
 }  // namespace
 
 #pragma GCC visibility push(default)
@@ -51,6 +58,28 @@ void OF_TYPE(attention_step)(void* threads, const AttentionShape* shape, const S
     attention_step(*static_cast<ThreadPool*>(threads), *shape, *strides, static_cast<const T*>(query),
                    static_cast<const T*>(key), static_cast<const T*>(value), slots, num_tokens,
                    Pages<T>(*shape, keys, values, scales), segments, num_segments, tables, static_cast<T*>(output));
+}
+
+void OF_TYPE(short_convolution)(void* threads, const ConvolutionShape* shape, const void* inputs, const void* weight,
+                                const void* bias, void* states, const Piece* pieces, int64_t num_pieces, void* outputs) {
+    short_convolution(*static_cast<ThreadPool*>(threads), *shape, static_cast<const T*>(inputs),
+                      static_cast<const T*>(weight), static_cast<const T*>(bias), static_cast<T*>(states),
+                      {pieces, num_pieces}, static_cast<T*>(outputs));
+}
+
+void OF_TYPE(gated_delta_rule)(void* threads, const RecurrenceShape* shape, const Strides* strides, const void* query,
+                               const void* key, const void* value, const float* decay, const float* beta, float* states,
+                               const Piece* pieces, int64_t num_pieces, void* outputs) {
+    gated_delta_rule<T>(*static_cast<ThreadPool*>(threads), *shape, head_rows(*strides, query, key, value), decay, beta,
+                        states, {pieces, num_pieces}, static_cast<T*>(outputs));
+}
+
+void OF_TYPE(mamba2)(void* threads, const RecurrenceShape* shape, const Strides* strides, const void* state_to_outputs,
+                     const void* inputs_to_state, const void* inputs, const float* time_steps, const float* decay,
+                     const float* skip, float* states, const Piece* pieces, int64_t num_pieces, void* outputs) {
+    mamba2<T>(*static_cast<ThreadPool*>(threads), *shape,
+              head_rows(*strides, state_to_outputs, inputs_to_state, inputs), {time_steps, decay, skip}, states,
+              {pieces, num_pieces}, static_cast<T*>(outputs));
 }
 
 void* OF_TYPE(decoder_new)(const DecoderShape* shape, const LayerWeights* layers, const void* embedding,

@@ -229,20 +229,22 @@ inline Vector power_of_two(Vector x) {
 #endif
 }
 
-// e^x for x < 88, about 2 ulp (the polynomial of Cephes' expf); 0 below -87.
-inline Vector exponential(Vector x) {
-    const Vector floor = Vector{} - 87.0f, shift = Vector{} + ROUNDER;
-    const Vector n = (x * LOG2_E + shift) - shift;
-    Vector r = x - n * 0.693359375f;
+// e^x for x < 88, about 2 ulp (the polynomial of Cephes' expf); 0 below -87. V: a vector of floats of any size.
+template <typename V>
+inline V exponential(V x) {
+    using Whole = decltype(x < x);
+    const V floor = V{} - 87.0f, shift = V{} + ROUNDER;
+    const V n = (x * LOG2_E + shift) - shift;
+    V r = x - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
-    Vector p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    V p = r * 1.9875691500e-4f + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    const Vector scale = (Vector)((__builtin_convertvector(n, Integers) + 127) << 23);
-    return x < floor ? Vector{} : p * scale;
+    const V scale = (V)((__builtin_convertvector(n, Whole) + 127) << 23);
+    return x < floor ? V{} : p * scale;
 }
 
 }  // namespace carousel

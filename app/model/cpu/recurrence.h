@@ -1,0 +1,432 @@
+// Operators with a recurrent state, as app/model/recurrence.py defines them. One thread takes some channels, some columns
+// or some rows of a layer's states through all pieces of a step, token by token: no number depends on how a sequence is
+// cut into pieces, on what else is in the step, or on the number of threads.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "attention.h"
+#include "registers.h"
+#include "thread_pool.h"
+#include "vectors.h"
+
+namespace carousel {
+
+struct Piece {  // neighbouring tokens of one sequence in the packed row; at least one
+    int32_t first_token, num_tokens;
+    int32_t read_slot;  // -1: zeros
+    int32_t written_slot;
+};
+
+// The pieces of a step. A piece may read what one before it has written.
+struct Pieces {
+    const Piece* data;
+    int64_t count;
+
+    const Piece* begin() const { return data; }
+    const Piece* end() const { return data + count; }
+};
+
+// The states of a layer: one block of numbers for each slot.
+template <typename T>
+struct States {
+    T* data;
+    int64_t stride;  // in elements
+
+    const T* read(const Piece& piece, int64_t offset) const {
+        return piece.read_slot < 0 ? nullptr : data + piece.read_slot * stride + offset;
+    }
+    T* written(const Piece& piece, int64_t offset) const { return data + piece.written_slot * stride + offset; }
+};
+
+// Numbers of a register: GCC keeps what is larger in memory.
+typedef uint16_t HalvesPart __attribute__((vector_size(PART_LANES * 2)));
+
+inline FloatPart load_part(const float* from) {
+    FloatPart result;
+    std::memcpy(&result, from, sizeof(result));
+    return result;
+}
+inline FloatPart load_part(const bf16* from) {
+    HalvesPart halves;
+    std::memcpy(&halves, from, sizeof(halves));
+    return (FloatPart)(__builtin_convertvector(halves, WordsPart) << 16);
+}
+// Rounded as by `round_to`.
+inline void store_part(FloatPart x, float* to) { std::memcpy(to, &x, sizeof(x)); }
+inline void store_part(FloatPart x, bf16* to) {
+    const WordsPart bits = (WordsPart)x, rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+    const WordsPart words = (bits & 0x7fffffffu) > 0x7f800000u ? bits >> 16 | 0x40u : rounded;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i pairs = _mm256_packus_epi32((__m256i)words, (__m256i)words);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(_mm256_permute4x64_epi64(pairs, 0xd8)));
+#else
+    const HalvesPart halves = __builtin_convertvector(words, HalvesPart);
+    std::memcpy(to, &halves, sizeof(halves));
+#endif
+}
+
+inline FloatPart broadcast_part(float x) { return x - FloatPart{}; }  // x + 0 would be an addition: -0 + 0 is 0
+
+inline float sum_of_part(FloatPart x) {
+    float sum = 0.0f;
+    for (int lane = 0; lane < PART_LANES; ++lane) sum += x[lane];
+    return sum;
+}
+
+inline int64_t padded(int64_t count, int64_t multiple) { return (count + multiple - 1) / multiple * multiple; }
+
+// `count` numbers as float32, then zeros up to `size`. Without a source, all are zeros.
+template <typename T>
+inline void load_numbers(const T* from, int64_t count, float* to, int64_t size) {
+    int64_t at = 0;
+    if (from) {
+        for (; at + PART_LANES <= count; at += PART_LANES) store_part(load_part(from + at), to + at);
+        if (at < count) {
+            T rest[PART_LANES] = {};
+            std::memcpy(rest, from + at, (count - at) * sizeof(T));
+            float numbers[PART_LANES];
+            store_part(load_part(rest), numbers);
+            for (int lane = 0; at < count; ++at, ++lane) to[at] = numbers[lane];
+        }
+    }
+    for (; at < size; ++at) to[at] = 0.0f;
+}
+template <typename T>
+inline void store_numbers(const float* from, int64_t count, T* to) {
+    int64_t at = 0;
+    for (; at + PART_LANES <= count; at += PART_LANES) store_part(load_part(from + at), to + at);
+    if (at == count) return;
+    float rest[PART_LANES] = {};
+    std::memcpy(rest, from + at, (count - at) * sizeof(float));
+    T numbers[PART_LANES];
+    store_part(load_part(rest), numbers);
+    std::memcpy(to + at, numbers, (count - at) * sizeof(T));
+}
+
+// ---- The short convolution.
+
+struct ConvolutionShape {
+    int64_t num_channels, kernel_size;
+    int64_t input_token, slot;  // strides in elements
+    int64_t has_silu;
+};
+
+inline FloatPart silu(FloatPart x) {
+    const FloatPart most = broadcast_part(87.0f);  // e^x is finite up to here
+    return x / (exponential(-x > most ? most : -x) + 1.0f);
+}
+
+// Some neighbouring channels of a convolution.
+template <typename T>
+class Channels {
+  public:
+    static constexpr int64_t MOST = 128;
+
+    Channels(const ConvolutionShape& shape, int64_t first, const T* weight, const T* bias)
+        : shape_(shape), kernel_size_(shape.kernel_size), first_(first), count_(std::min(MOST, shape.num_channels - first)) {
+        static thread_local std::vector<float> numbers;
+        numbers.assign((2 * kernel_size_ + 2) * MOST, 0.0f);
+        taps_ = numbers.data();
+        seen_ = taps_ + kernel_size_ * MOST;
+        bias_ = seen_ + kernel_size_ * MOST;
+        sums_ = bias_ + MOST;
+        if (bias) load_numbers(bias + first, count_, bias_, MOST);
+        static thread_local std::vector<float> rows;
+        rows.resize(count_ * kernel_size_);
+        load_numbers(weight + first * kernel_size_, count_ * kernel_size_, rows.data(), 0);
+        for (int64_t channel = 0; channel < count_; ++channel)
+            for (int64_t tap = 0; tap < kernel_size_; ++tap) taps_[tap * MOST + channel] = rows[channel * kernel_size_ + tap];
+    }
+
+    void compute(const T* inputs, States<T> states, const Pieces& pieces, T* outputs) const {
+        for (const Piece& piece : pieces) {
+            const int64_t num_tokens = piece.num_tokens, num_kept = kernel_size_ - 1;
+            const auto offset = [&](int64_t kept) { return kept * shape_.num_channels + first_; };
+            for (int64_t kept = 0; kept < num_kept; ++kept)
+                load_numbers<T>(states.read(piece, offset(kept)), count_, seen(kept - num_kept), MOST);
+            for (int64_t at = 0; at < num_tokens; ++at) {
+                const int64_t token = piece.first_token + at;
+                load_numbers(inputs + token * shape_.input_token + first_, count_, seen(at), MOST);
+                sum(at);
+                if (shape_.has_silu)
+                    for (int64_t channel = 0; channel < count_; channel += PART_LANES)
+                        store_part(silu(load_part(sums_ + channel)), sums_ + channel);
+                store_numbers(sums_, count_, outputs + token * shape_.num_channels + first_);
+            }
+            for (int64_t kept = 0; kept < num_kept; ++kept)
+                store_numbers(seen(num_tokens - num_kept + kept), count_, states.written(piece, offset(kept)));
+        }
+    }
+
+  private:
+    // The inputs of a token of the piece, counted from its first; only the last ones are kept.
+    float* seen(int64_t at) const { return seen_ + (at + kernel_size_) % kernel_size_ * MOST; }
+
+    void sum(int64_t at) const {
+        constexpr int WIDTH = 4;
+        for (int64_t channel = 0; channel < count_; channel += WIDTH * PART_LANES) {
+            FloatPart sums[WIDTH];
+#pragma GCC unroll 4
+            for (int part = 0; part < WIDTH; ++part) sums[part] = load_part(bias_ + channel + part * PART_LANES);
+            for (int64_t tap = 0; tap < kernel_size_; ++tap) {
+                const float *taps = taps_ + tap * MOST + channel, *inputs = seen(at + 1 - kernel_size_ + tap) + channel;
+#pragma GCC unroll 4
+                for (int part = 0; part < WIDTH; ++part)
+                    sums[part] += load_part(taps + part * PART_LANES) * load_part(inputs + part * PART_LANES);
+            }
+#pragma GCC unroll 4
+            for (int part = 0; part < WIDTH; ++part) store_part(sums[part], sums_ + channel + part * PART_LANES);
+        }
+    }
+
+    const ConvolutionShape& shape_;
+    const int64_t kernel_size_, first_, count_;
+    float *taps_, *seen_, *bias_, *sums_;
+};
+
+template <typename T>
+void short_convolution(ThreadPool& threads, const ConvolutionShape& shape, const T* inputs, const T* weight, const T* bias,
+                       T* states, const Pieces& pieces, T* outputs) {
+    threads.run([&] {
+        threads.share_runs((shape.num_channels + Channels<T>::MOST - 1) / Channels<T>::MOST, [&](int64_t task) {
+            const Channels<T> channels(shape, task * Channels<T>::MOST, weight, bias);
+            channels.compute(inputs, {states, shape.slot}, pieces, outputs);
+        });
+    });
+}
+
+// ---- Heads: the gated delta rule and Mamba 2.
+
+// Of Mamba 2, C is the query, B the key and the input the value (Dao & Gu, arXiv 2405.21060).
+struct RecurrenceShape {
+    int64_t num_key_heads, num_value_heads, key_dim, value_dim;
+    int64_t slot;  // stride in elements
+    int64_t normalises;
+    float scale;
+};
+
+// The packed row of a step.
+template <typename T>
+struct HeadRows {
+    Heads<const T> query, key, value;
+};
+
+// Calls body(head, first, end) for all value dimensions of all heads, shared by the threads. Parts of a head begin at
+// multiples of `unit`; there are no more of them than give each thread several tasks, since each part prepares keys.
+template <typename Body>
+void share_heads(ThreadPool& threads, const RecurrenceShape& shape, int64_t unit, Body&& body) {
+    constexpr int64_t TASKS = 4;  // of each thread at least, so that all end at much the same time
+    const int64_t num_units = (shape.value_dim + unit - 1) / unit, wanted = TASKS * threads.size();
+    const int64_t num_parts = std::min(num_units, (wanted + shape.num_value_heads - 1) / shape.num_value_heads);
+    threads.run([&] {
+        threads.share_runs(shape.num_value_heads * num_parts, [&](int64_t task) {
+            const int64_t head = task / num_parts, part = task % num_parts;
+            body(head, num_units * part / num_parts * unit,
+                 std::min(shape.value_dim, num_units * (part + 1) / num_parts * unit));
+        });
+    });
+}
+
+// Some tokens of one key head as float32, padded with zeros to whole registers. They stay in the L2 cache.
+template <typename T>
+class PreparedRows {
+  public:
+    static constexpr int32_t MOST = 256;  // tokens
+
+    void prepare(const RecurrenceShape& shape, const HeadRows<T>& rows, int64_t value_head, const Piece& tokens) {
+        size_ = padded(shape.key_dim, PART_LANES);
+        numbers_.resize(2 * MOST * size_);
+        const int64_t head = value_head / (shape.num_value_heads / shape.num_key_heads);
+        for (int64_t at = 0; at < tokens.num_tokens; ++at) {
+            const int64_t token = tokens.first_token + at;
+            load_numbers(rows.query.at(token, head), shape.key_dim, query(at), size_);
+            load_numbers(rows.key.at(token, head), shape.key_dim, key(at), size_);
+            multiply(query(at), (shape.normalises ? inverse_length(query(at)) : 1.0f) * shape.scale);
+            if (shape.normalises) multiply(key(at), inverse_length(key(at)));
+        }
+    }
+
+    float* query(int64_t at) { return numbers_.data() + 2 * at * size_; }
+    float* key(int64_t at) { return query(at) + size_; }
+    int64_t size() const { return size_; }
+
+  private:
+    static constexpr float EPSILON = 1e-6f;  // as in recurrence.py
+
+    float inverse_length(const float* row) const {
+        FloatPart squares = {};
+        for (int64_t at = 0; at < size_; at += PART_LANES) squares += load_part(row + at) * load_part(row + at);
+        return 1.0f / std::sqrt(sum_of_part(squares) + EPSILON);
+    }
+    void multiply(float* row, float factor) const {
+        for (int64_t at = 0; at < size_; at += PART_LANES) store_part(load_part(row + at) * factor, row + at);
+    }
+
+    int64_t size_ = 0;
+    std::vector<float> numbers_;
+};
+
+// Calls body for each piece, in parts of as many tokens as are prepared together: a later part goes on from the slot that
+// the one before it has written.
+template <typename T, typename Body>
+void in_parts(const Pieces& pieces, Body&& body) {
+    constexpr int32_t MOST = PreparedRows<T>::MOST;
+    for (const Piece& piece : pieces)
+        for (int32_t at = 0; at < piece.num_tokens; at += MOST)
+            body(Piece{piece.first_token + at, std::min(MOST, piece.num_tokens - at),
+                       at ? piece.written_slot : piece.read_slot, piece.written_slot});
+}
+
+// The columns of a state that are computed together: their sums stay in registers, and the columns in the L1 cache.
+constexpr int STRIP = 4;
+constexpr int64_t STRIP_COLUMNS = STRIP * PART_LANES;
+
+// One token of the gated delta rule for the columns of a strip [num_rows][STRIP_COLUMNS]. numbers: the values, then the
+// outputs. What a column holds for the key is summed for even and odd rows apart: one sum would wait for itself.
+inline __attribute__((noinline)) void delta_rule_token(float* state, int64_t num_rows, const float* query, const float* key,
+                                                       float decay, float beta, float* numbers) {
+    FloatPart even[STRIP] = {}, odd[STRIP] = {}, change[STRIP], output[STRIP] = {};
+    const auto add = [&](FloatPart(&sums)[STRIP], int64_t row) {
+        const FloatPart own = broadcast_part(key[row]);
+#pragma GCC unroll 4
+        for (int part = 0; part < STRIP; ++part)
+            sums[part] += load_part(state + row * STRIP_COLUMNS + part * PART_LANES) * own;
+    };
+    for (int64_t row = 0; row + 1 < num_rows; row += 2) add(even, row), add(odd, row + 1);
+    if (num_rows % 2) add(even, num_rows - 1);
+#pragma GCC unroll 4
+    for (int part = 0; part < STRIP; ++part)
+        change[part] = (load_part(numbers + part * PART_LANES) - (even[part] + odd[part]) * decay) * beta;
+    for (int64_t row = 0; row < num_rows; ++row) {
+        const FloatPart own_key = broadcast_part(key[row]), own_query = broadcast_part(query[row]);
+#pragma GCC unroll 4
+        for (int part = 0; part < STRIP; ++part) {
+            float* const place = state + row * STRIP_COLUMNS + part * PART_LANES;
+            const FloatPart next = load_part(place) * decay + change[part] * own_key;
+            store_part(next, place);
+            output[part] += next * own_query;
+        }
+    }
+#pragma GCC unroll 4
+    for (int part = 0; part < STRIP; ++part) store_part(output[part], numbers + part * PART_LANES);
+}
+
+// Some columns of one head. decay, beta: [num_tokens][num_value_heads].
+template <typename T>
+void delta_rule_columns(const RecurrenceShape& shape, const HeadRows<T>& rows, const float* decay, const float* beta,
+                        States<float> states, const Pieces& pieces, int64_t head, int64_t first, int64_t end,
+                        Heads<T> outputs) {
+    static thread_local PreparedRows<T> prepared;
+    static thread_local std::vector<float> state;
+    state.resize(shape.key_dim * STRIP_COLUMNS);
+    in_parts<T>(pieces, [&](const Piece& tokens) {
+        prepared.prepare(shape, rows, head, tokens);
+        for (int64_t column = first; column < end; column += STRIP_COLUMNS) {
+            const int64_t count = std::min(STRIP_COLUMNS, end - column), stride = shape.value_dim;
+            const int64_t offset = head * shape.key_dim * stride + column;
+            const float* const source = states.read(tokens, offset);
+            for (int64_t row = 0; row < shape.key_dim; ++row)
+                load_numbers(source ? source + row * stride : nullptr, count, &state[row * STRIP_COLUMNS], STRIP_COLUMNS);
+            for (int64_t at = 0; at < tokens.num_tokens; ++at) {
+                const int64_t token = tokens.first_token + at, own = token * shape.num_value_heads + head;
+                float numbers[STRIP_COLUMNS];
+                load_numbers(rows.value.at(token, head) + column, count, numbers, STRIP_COLUMNS);
+                delta_rule_token(state.data(), shape.key_dim, prepared.query(at), prepared.key(at),
+                                 exponential(broadcast_part(decay[own]))[0], beta[own], numbers);
+                store_numbers(numbers, count, outputs.at(token, head) + column);
+            }
+            float* const target = states.written(tokens, offset);
+            for (int64_t row = 0; row < shape.key_dim; ++row)
+                store_numbers(&state[row * STRIP_COLUMNS], count, target + row * stride);
+        }
+    });
+}
+
+template <typename T>
+void gated_delta_rule(ThreadPool& threads, const RecurrenceShape& shape, const HeadRows<T>& rows, const float* decay,
+                      const float* beta, float* states, const Pieces& pieces, T* outputs) {
+    const Heads<T> heads{outputs, shape.num_value_heads * shape.value_dim, shape.value_dim};
+    share_heads(threads, shape, STRIP_COLUMNS, [&](int64_t head, int64_t first, int64_t end) {
+        delta_rule_columns<T>(shape, rows, decay, beta, {states, shape.slot}, pieces, head, first, end, heads);
+    });
+}
+
+// Rows of a state of Mamba 2 that are computed together: they stay in the L1 cache, their sums in registers.
+constexpr int64_t STATE_ROWS = 16;
+constexpr int ROWS_OF_SUMS = 4;
+
+// One token of Mamba 2 for the rows of a state [STATE_ROWS][size]. numbers: what each row takes in × the key, then its
+// product with the query.
+inline __attribute__((noinline)) void mamba2_token(float* state, int64_t size, const float* query, const float* key,
+                                                   float decay, float* numbers) {
+    for (int64_t first = 0; first < STATE_ROWS; first += ROWS_OF_SUMS) {
+        FloatPart sums[ROWS_OF_SUMS] = {}, change[ROWS_OF_SUMS];
+#pragma GCC unroll 4
+        for (int row = 0; row < ROWS_OF_SUMS; ++row) change[row] = broadcast_part(numbers[first + row]);
+        for (int64_t at = 0; at < size; at += PART_LANES) {
+            const FloatPart own_key = load_part(key + at), own_query = load_part(query + at);
+#pragma GCC unroll 4
+            for (int row = 0; row < ROWS_OF_SUMS; ++row) {
+                float* const place = state + (first + row) * size + at;
+                const FloatPart next = load_part(place) * decay + change[row] * own_key;
+                store_part(next, place);
+                sums[row] += next * own_query;
+            }
+        }
+#pragma GCC unroll 4
+        for (int row = 0; row < ROWS_OF_SUMS; ++row) numbers[first + row] = sum_of_part(sums[row]);
+    }
+}
+
+// What each head has of its own; time_steps: [num_tokens][num_value_heads], decay and skip: [num_value_heads].
+struct Mamba2Heads {
+    const float *time_steps, *decay, *skip;
+};
+
+// Some rows of one head.
+template <typename T>
+void mamba2_rows(const RecurrenceShape& shape, const HeadRows<T>& rows, const Mamba2Heads& heads, States<float> states,
+                 const Pieces& pieces, int64_t head, int64_t first, int64_t end, Heads<T> outputs) {
+    static thread_local PreparedRows<T> prepared;
+    static thread_local std::vector<float> state;
+    in_parts<T>(pieces, [&](const Piece& tokens) {
+        prepared.prepare(shape, rows, head, tokens);
+        const int64_t size = prepared.size();
+        state.resize(STATE_ROWS * size);
+        for (int64_t begin = first; begin < end; begin += STATE_ROWS) {
+            const int64_t count = std::min(STATE_ROWS, end - begin);
+            const int64_t offset = (head * shape.value_dim + begin) * shape.key_dim;
+            const float* const source = states.read(tokens, offset);
+            for (int64_t row = 0; row < STATE_ROWS; ++row)
+                load_numbers(source && row < count ? source + row * shape.key_dim : nullptr, shape.key_dim,
+                             &state[row * size], size);
+            for (int64_t at = 0; at < tokens.num_tokens; ++at) {
+                const int64_t token = tokens.first_token + at;
+                const float time_step = heads.time_steps[token * shape.num_value_heads + head];
+                float inputs[STATE_ROWS], numbers[STATE_ROWS];
+                load_numbers(rows.value.at(token, head) + begin, count, inputs, STATE_ROWS);
+                for (int64_t row = 0; row < STATE_ROWS; ++row) numbers[row] = inputs[row] * time_step;
+                mamba2_token(state.data(), size, prepared.query(at), prepared.key(at),
+                             exponential(broadcast_part(time_step * heads.decay[head]))[0], numbers);
+                for (int64_t row = 0; row < STATE_ROWS; ++row) numbers[row] += inputs[row] * heads.skip[head];
+                store_numbers(numbers, count, outputs.at(token, head) + begin);
+            }
+            float* const target = states.written(tokens, offset);
+            for (int64_t row = 0; row < count; ++row)
+                store_numbers(&state[row * size], shape.key_dim, target + row * shape.key_dim);
+        }
+    });
+}
+
+template <typename T>
+void mamba2(ThreadPool& threads, const RecurrenceShape& shape, const HeadRows<T>& rows, const Mamba2Heads& own,
+            float* states, const Pieces& pieces, T* outputs) {
+    const Heads<T> heads{outputs, shape.num_value_heads * shape.value_dim, shape.value_dim};
+    share_heads(threads, shape, STATE_ROWS, [&](int64_t head, int64_t first, int64_t end) {
+        mamba2_rows<T>(shape, rows, own, {states, shape.slot}, pieces, head, first, end, heads);
+    });
+}
+
+}  // namespace carousel

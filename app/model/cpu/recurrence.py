@@ -1,0 +1,126 @@
+"""Operators with a recurrent state in C++, for CPUs. The reference, `TorchRecurrence`, also serves elsewhere."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from app.model.attention import with_contiguous_rows
+from app.model.cpu.library import DTYPES, ConvolutionShape, RecurrenceShape, Strides, ThreadPool, library
+from app.model.recurrence import ACTIVATIONS, Pieces
+
+
+class NativeRecurrence:
+    """For rows and states in host memory, of any sizes. See `Recurrence` for the operators."""
+
+    def __init__(self, threads: ThreadPool) -> None:
+        self._threads = threads
+
+    @staticmethod
+    def why_not(dtype: torch.dtype) -> str | None:
+        """Why this code cannot compute a model of a type; None where it can."""
+        if dtype not in DTYPES:
+            return f"the C++ computes {' and '.join(map(str, DTYPES))}, not {dtype}"
+        return "there is no C++ compiler" if library() is None else None
+
+    def short_convolution(
+        self,
+        inputs: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        states: torch.Tensor,
+        pieces: Pieces,
+        *,
+        activation: str | None,
+    ) -> torch.Tensor:
+        assert activation in ACTIVATIONS, f"activation {activation} is not one of {ACTIVATIONS}"
+        inputs, weight = with_contiguous_rows(inputs), weight.contiguous()
+        num_channels, kernel_size = weight.shape
+        assert weight.dtype is states.dtype is inputs.dtype, f"{weight.dtype}, {states.dtype}: not {inputs.dtype}"
+        _check_slots(states, kernel_size - 1, num_channels)
+        shape = ConvolutionShape(
+            num_channels=num_channels, kernel_size=kernel_size, input_token=inputs.stride(0), slot=states.stride(0),
+            has_silu=activation is not None,
+        )  # fmt: skip
+        outputs = inputs.new_empty(inputs.shape)
+        self._function("short_convolution", inputs.dtype)(
+            self._threads.handle, ctypes.byref(shape), inputs.data_ptr(), weight.data_ptr(),
+            None if bias is None else bias.data_ptr(), states.data_ptr(), *_pointer_and_length(pieces),
+            outputs.data_ptr(),
+        )  # fmt: skip
+        return outputs
+
+    def gated_delta_rule(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor,
+        states: torch.Tensor,
+        pieces: Pieces,
+        *,
+        scale: float,
+        normalises: bool,
+    ) -> torch.Tensor:
+        query, key, value = map(with_contiguous_rows, (query, key, value))
+        decay, beta = decay.float().contiguous(), beta.float().contiguous()
+        num_heads, value_dim = value.shape[1:]
+        _check_slots(states, num_heads, key.shape[2], value_dim)
+        shape = _recurrence_shape(key, value, states, scale=scale, normalises=normalises)
+        outputs = value.new_empty(value.shape)
+        self._function("gated_delta_rule", value.dtype)(
+            self._threads.handle, ctypes.byref(shape), ctypes.byref(Strides.of(query, key, value)),
+            query.data_ptr(), key.data_ptr(), value.data_ptr(), decay.data_ptr(), beta.data_ptr(),
+            states.data_ptr(), *_pointer_and_length(pieces), outputs.data_ptr(),
+        )  # fmt: skip
+        return outputs
+
+    def mamba2(
+        self,
+        inputs: torch.Tensor,
+        time_steps: torch.Tensor,
+        decay: torch.Tensor,
+        inputs_to_state: torch.Tensor,
+        state_to_outputs: torch.Tensor,
+        skip: torch.Tensor,
+        states: torch.Tensor,
+        pieces: Pieces,
+    ) -> torch.Tensor:
+        query, key, value = map(with_contiguous_rows, (state_to_outputs, inputs_to_state, inputs))
+        time_steps, decay, skip = (each.float().contiguous() for each in (time_steps, decay, skip))
+        num_heads, head_dim = value.shape[1:]
+        _check_slots(states, num_heads, head_dim, key.shape[2])
+        shape = _recurrence_shape(key, value, states)
+        outputs = value.new_empty(value.shape)
+        self._function("mamba2", value.dtype)(
+            self._threads.handle, ctypes.byref(shape), ctypes.byref(Strides.of(query, key, value)),
+            query.data_ptr(), key.data_ptr(), value.data_ptr(), time_steps.data_ptr(), decay.data_ptr(),
+            skip.data_ptr(), states.data_ptr(), *_pointer_and_length(pieces), outputs.data_ptr(),
+        )  # fmt: skip
+        return outputs
+
+    def _function(self, name: str, dtype: torch.dtype) -> Any:
+        return getattr(self._threads.code, f"carousel_{name}_{DTYPES[dtype]}")
+
+
+def _recurrence_shape(
+    key: torch.Tensor, value: torch.Tensor, states: torch.Tensor, *, scale: float = 1.0, normalises: bool = False
+) -> RecurrenceShape:
+    assert states.dtype is torch.float32, f"states are float32, not {states.dtype}"
+    assert value.shape[1] % key.shape[1] == 0, f"{value.shape[1]} heads cannot share {key.shape[1]} keys evenly"
+    return RecurrenceShape(
+        num_key_heads=key.shape[1], num_value_heads=value.shape[1], key_dim=key.shape[2], value_dim=value.shape[2],
+        slot=states.stride(0), normalises=normalises, scale=scale,
+    )  # fmt: skip
+
+
+def _check_slots(states: torch.Tensor, *shape: int) -> None:
+    assert states.shape[1:] == shape, f"a slot has the shape {tuple(states.shape[1:])}, not {shape}"
+    assert states[:1].is_contiguous(), f"the numbers of a slot do not stand side by side: strides {states.stride()}"
+
+
+def _pointer_and_length(pieces: Pieces) -> tuple[int, int]:
+    return pieces.table.data_ptr(), pieces.table.shape[0]
