@@ -111,6 +111,13 @@ class CacheConfig(Settings):
         " compute capability 8.9",
     )
     num_blocks: int | None = Field(None, ge=1, description="number of blocks, instead of the memory settings")
+    num_state_slots: int | None = Field(
+        None,
+        ge=2,
+        description="slots for the states of recurrent layers: a running sequence needs two, each other slot keeps a"
+        " prefix that can be resumed. default: four for each sequence of scheduler.max_running, in at most half of the"
+        " memory, but at least eight",
+    )
     tiers: tuple[TierConfig, ...] = Field(
         (), max_length=1, description="where prefixes are kept that leave the KV memory; default: nowhere"
     )

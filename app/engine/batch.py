@@ -5,7 +5,7 @@ A model runner reads a batch and changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from enum import StrEnum
@@ -21,6 +21,7 @@ from app.engine.logit_adjustments import LogitAdjustments
 from app.engine.matcher import Matcher, allowed_after_bans
 from app.engine.request import Pooling, SamplingParams, TokenLogprobs
 from app.engine.sequence import Sequence
+from app.engine.state_pool import StatePath
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -51,6 +52,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, eq=False, gc=False):
     pooling: Pooling | None = None
     adapter: object = None  # as the model runner has loaded it
     window_ids: tuple[list[int], ...] = ()  # by window group, as `block_ids`; ids behind the window may be of others
+    states: StatePath | None = None  # of a model with recurrent layers
     second_text_at: int = 0  # as the request has it
     # Where there are drafts and a draw depends on the tokens before it: the item up to each of its tokens.
     draws: tuple[ScheduledSequence, ...] = ()
@@ -308,6 +310,13 @@ class BatchBuilder:
         if sequence.request.is_background:
             return min(self._num_prefill_tokens_left, self._num_background_tokens_left)
         return self._num_prefill_tokens_left
+
+    def give_states(self, path_of: Callable[[Sequence, int], StatePath]) -> None:
+        """Give every sequence the slots for its states, of a model with recurrent layers."""
+        self.scheduled = [
+            structs.replace(item, states=path_of(sequence, len(item.token_ids)))
+            for item, sequence in zip(self.scheduled, self.sequences, strict=True)
+        ]
 
     def add_decoding(self, sequence: Sequence) -> None:
         """Add the last token of a sequence; its block is allocated."""

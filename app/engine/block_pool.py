@@ -18,6 +18,7 @@ from hashlib import blake2b
 
 from app.config import SchedulerConfig
 from app.engine.request import ModelInfo
+from app.engine.state_pool import StatePool
 
 
 def root_digest(salt: str) -> int:
@@ -101,8 +102,11 @@ class BlockPool:
         num_window_groups: int = 0,
         window_tokens: int = 0,
         max_chunk_tokens: int = 0,
+        states: StatePool | None = None,
     ) -> None:
         """window_tokens: the last tokens of a sequence that the window groups keep.
+
+        states: the slots of a model with recurrent layers.
 
         max_chunk_tokens: of one sequence, that a step may add before they give anything back. For a model without them
         any number.
@@ -123,16 +127,23 @@ class BlockPool:
         self._in_windows: dict[tuple[Prefix, int], Block] = {}
         self.note_findable: Callable[[Prefix], None] | None = None  # called with each prefix that becomes findable
         self._note_held: Callable[[int, bool], None] | None = None
+        self.states = states
+        if states is not None:
+            states.note_resumable = self._note_resumable
 
     @classmethod
     def of(cls, facts: ModelInfo, limits: SchedulerConfig, *, num_blocks: int, block_size: int) -> BlockPool:
         """For a model with KV memory."""
+        states = None
+        if facts.num_state_slots:
+            states = StatePool(facts.num_state_slots, interval_tokens=facts.state_interval_tokens)
         return cls(
             num_blocks=num_blocks,
             block_size=block_size,
             num_window_groups=facts.num_window_groups,
             window_tokens=facts.window_tokens,
             max_chunk_tokens=min(limits.prefill_chunk_tokens, limits.max_step_tokens),
+            states=states,
         )
 
     @property
@@ -150,9 +161,20 @@ class BlockPool:
         More than one block may hold what has the same digest.
         """
         self._note_held = note_held
+        if self.states is not None:
+            for prefix in self.states.resumable():
+                self._note_resumable(prefix, True)
+            return
         for block in self._cached.values():
             assert block.prefix is not None, "a cached block has a prefix"
             note_held(block.prefix.digest, True)
+
+    def _note_resumable(self, prefix: Prefix, is_resumable: bool) -> None:
+        """Of a model with recurrent layers, prefixes up to a snapshot count as held: no other can be resumed."""
+        at: Prefix | str = prefix
+        while self._note_held is not None and isinstance(at, Prefix):
+            self._note_held(at.digest, is_resumable)
+            at = at.parent
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """How many blocks of a group that keeps all hold `num_tokens` tokens."""
@@ -247,6 +269,19 @@ class BlockPool:
         if self._in_windows.setdefault(key, block) is block:
             block.window_of = key
 
+    # ------------------------------------------------------------------ states
+
+    def with_states(self, cached: list[Block]) -> list[Block]:
+        """The longest prefix in these cached blocks that can be resumed: of a model with recurrent layers, that has a
+        snapshot and leaves slots for the sequence."""
+        states = self.states
+        if states is None:
+            return cached
+        number = len(cached)
+        while number and not states.has_snapshot(cached[number - 1].prefix):
+            number -= 1
+        return cached[:number] if number and states.has_room(cached[number - 1].prefix) else []
+
     # ------------------------------------------------------------------ owners
 
     def num_free_among(self, blocks: Iterable[Block]) -> int:
@@ -272,7 +307,7 @@ class BlockPool:
         holder = self._cached.setdefault(key, block)
         if holder is block:
             block.prefix = Prefix(*key, block, tenant)
-            if self._note_held is not None:
+            if self._note_held is not None and self.states is None:
                 self._note_held(block.prefix.digest, True)
             if self.note_findable is not None:
                 self.note_findable(block.prefix)
@@ -316,8 +351,11 @@ class BlockPool:
         return block
 
     def _forget(self, block: Block) -> None:
-        if block.prefix is not None and self._note_held is not None:
-            self._note_held(block.prefix.digest, False)
+        if block.prefix is not None:
+            if self.states is not None:
+                self.states.forget(block.prefix)
+            elif self._note_held is not None:
+                self._note_held(block.prefix.digest, False)
         block.prefix = block.window_of = None
 
 

@@ -39,6 +39,9 @@ class ModelInfo:
     # Groups of layers that look back a window, each with KV blocks of its own, and the last tokens that those keep.
     num_window_groups: int = 0
     window_tokens: int = 0
+    # Slots for the states of recurrent layers, and the distance of the snapshots of a long prompt in tokens.
+    num_state_slots: int = 0
+    state_interval_tokens: int = 0
 
     def __setstate__(self, values: list[Any]) -> None:
         """As dataclasses do; what a replica of the version before has pickled lacks the last fields."""

@@ -9,7 +9,7 @@ from itertools import count, islice
 from msgspec import structs
 
 from app.engine.batch import StepBatch, StepResult
-from app.engine.block_pool import BlockPool
+from app.engine.block_pool import BlockPool, Prefix
 from app.engine.request import FinishReason, Pooling, TokenDelta, TokenLogprobs
 from app.engine.sequence import Sequence, SequenceStatus
 
@@ -27,6 +27,8 @@ class ResultProcessor:
         Of a batch with drafts it holds the tokens that were kept. The KV of rejected drafts is not counted: the next
         step overwrites it. A batch that is ahead (`commit_ahead`) has advanced: tokens replace their placeholders.
         """
+        if self._pool.states is not None:
+            self._advance_states(batch)
         block_size, finished, has_drafts = self._pool.block_size, SequenceStatus.FINISHED, batch.has_drafts
         scores = _newly_scored(batch, result) if batch.has_logprobs else {}
         predicted = _predicted(batch, result) if has_drafts else {}
@@ -78,6 +80,20 @@ class ResultProcessor:
                 sequence.generated_token_ids.pop()
             if item.block_ids is sequence.block_ids:  # else it was preempted since, and nothing counts as computed
                 sequence.num_computed_tokens = item.start
+
+    def _advance_states(self, batch: StepBatch) -> None:
+        """Count the states as those behind the step, and make its snapshots findable."""
+        assert self._pool.states is not None, "the model has recurrent layers"
+        for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
+            if sequence.is_finished or sequence.states is None:
+                continue
+            is_decoding, end = sequence.is_decoding, item.end
+            self.cache_full_blocks(sequence, end)
+
+            def find(num_tokens: int, prefixes: list[Prefix] = sequence.prefixes) -> Prefix:
+                return prefixes[num_tokens // self._pool.block_size - 1]
+
+            self._pool.states.advance(sequence.states, end, find, generates=is_decoding)
 
     def cache_full_blocks(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """Let others share the blocks that are full with so many computed tokens; give back those behind a window."""

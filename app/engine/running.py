@@ -13,6 +13,7 @@ from app.engine.block_pool import Block, BlockPool, Prefix
 from app.engine.policies import OrderKey
 from app.engine.request import Pooling
 from app.engine.sequence import Sequence, SequenceStatus
+from app.engine.state_pool import SLOTS_OF_SEQUENCE, StatePath
 
 _order_key = attrgetter("order_key")
 
@@ -59,7 +60,7 @@ class RunningSequences:
             cached = []
         if sequence.is_scoring:  # a block that is not computed gives no log-probabilities: skip only scored ones
             cached = cached[: sequence.num_scored_tokens // self._pool.block_size]
-        cached = self._pool.with_windows(cached)
+        cached = self._pool.with_states(self._pool.with_windows(cached))
         num_blocks = self._pool.num_blocks_behind(cached, sequence.num_tokens)
         in_windows = chain.from_iterable(self._pool.found_in_windows(cached))
         return cached, num_blocks + self._pool.num_free_among(cached) + self._pool.num_free_among(in_windows)
@@ -77,6 +78,7 @@ class RunningSequences:
 
     def share(self, sequence: Sequence, cached: list[Block]) -> None:
         """Start a sequence after the cached blocks of its prefix."""
+        num_matched = 0 if self._match is None else len(self._match.blocks)
         self._match = None  # it refers to the sequence
         sequence.status = SequenceStatus.RUNNING
         in_windows = self._pool.found_in_windows(cached)
@@ -85,6 +87,9 @@ class RunningSequences:
         sequence.extend_blocks(cached, *([None] * sequence.num_given_back + found for found in in_windows))
         sequence.prefixes = [block.prefix for block in cached if block.prefix is not None]
         sequence.num_computed_tokens = len(cached) * self._pool.block_size
+        if self._pool.states is not None:
+            sequence.states = self._pool.states.begin(sequence.prefixes[-1] if cached else None)
+            sequence.states.branch_tokens = num_matched * self._pool.block_size
 
     def add(self, sequence: Sequence) -> None:
         """Put a sequence at the place of its rank."""
@@ -102,6 +107,9 @@ class RunningSequences:
         self.num_background -= sequence.request.is_background
         self.num_predicted -= bool(sequence.request.prediction_token_ids)
         self._pool.free(sequence.take_blocks())
+        if self._pool.states is not None and sequence.states is not None:
+            self._pool.states.end(sequence.states)
+            sequence.states = None
 
     def reorder(self, order_key: Callable[[Sequence], OrderKey]) -> None:
         """Sort all of them by another rank."""
@@ -138,6 +146,41 @@ class RunningSequences:
         num_blocks = self._pool.num_blocks_for(sequence.num_computed_tokens + num_tokens)
         return (num_blocks - len(sequence.blocks)) * self._pool.num_groups
 
+    # ------------------------------------------------------------------ states
+
+    def can_begin(self, cached: Several[Block], *, num_ended: int = 0) -> bool:
+        """Whether there are slots for the states of a sequence that begins behind these blocks.
+
+        num_ended: running sequences that end before.
+        """
+        states = self._pool.states
+        prefix = cached[-1].prefix if cached else None
+        return states is None or states.has_room(prefix, num_freed=SLOTS_OF_SEQUENCE * num_ended)
+
+    def state_path(self, sequence: Sequence, num_tokens: int) -> StatePath:
+        """The slots for the states of a sequence in a step that computes so many of its tokens."""
+        pool, states, start = self._pool.states, sequence.states, sequence.num_computed_tokens
+        assert pool is not None, "the model has recurrent layers"
+        assert states is not None, "the sequence runs"
+        marks = self._snapshot_marks(sequence, start, start + num_tokens)
+        return pool.path(states, start, start + num_tokens, marks)
+
+    def _snapshot_marks(self, sequence: Sequence, start: int, end: int) -> list[int]:
+        """The lengths from `start` to `end`, in whole blocks, behind which the state is worth a snapshot."""
+        size = self._pool.block_size
+        if sequence.is_decoding:
+            return [] if end % size else [end]
+        assert self._pool.states is not None, "the model has recurrent layers"
+        assert sequence.states is not None, "the sequence runs"
+        # Where the prompt was the same as another one; where an equal prompt, or a longer one, is resumed later.
+        wanted = {
+            sequence.states.branch_tokens,
+            *(size * (number // size) for number in (sequence.num_tokens - 1, sequence.num_tokens)),
+        }
+        interval = self._pool.states.interval_tokens
+        wanted.update(range(interval * (start // interval + 1), end + 1, interval))
+        return sorted(mark for mark in wanted if start < mark <= end)
+
     # ------------------------------------------------------------------ preemption
 
     def to_preempt_for(
@@ -146,15 +189,17 @@ class RunningSequences:
         """The sequences to preempt so that a waiting one can run; none if even that frees no slot or too few blocks."""
         if not self.in_order or self.last.order_key <= waiting.order_key:
             return []
-        _, num_blocks = self.blocks_to_join(waiting)
+        cached, num_blocks = self.blocks_to_join(waiting)
         num_slots = max_running - len(self.in_order)
         num_free = self._pool.num_free
         victims: list[Sequence] = []
         for running in reversed(self.in_order):
-            if (num_slots > 0 and num_free >= num_blocks) or running.order_key <= waiting.order_key:
+            is_enough = num_slots > 0 and num_free >= num_blocks and self.can_begin(cached, num_ended=len(victims))
+            if is_enough or running.order_key <= waiting.order_key:
                 break
             if may_preempt(waiting, running):
                 victims.append(running)
                 num_slots += 1
                 num_free += sum(block.num_owners == 1 for block in running.all_blocks())
-        return victims if num_slots > 0 and num_free >= num_blocks else []  # preempting would not help
+        is_enough = num_slots > 0 and num_free >= num_blocks and self.can_begin(cached, num_ended=len(victims))
+        return victims if is_enough else []  # preempting would not help

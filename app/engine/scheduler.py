@@ -257,6 +257,8 @@ class Scheduler:
         if self.drafter is not None and not is_ahead:
             is_short = wait_reason is WaitReason.BLOCKS
             add_drafts(builder, self.drafter, self._running, is_short=is_short, max_rows=self._max_rows)
+        if self.pool.states is not None:
+            builder.give_states(self._running.state_path)
         self._note_decision(joined, wait_reason)
         return builder.build(began_at=now, has_waited=self._launches_ahead and not is_ahead)
 
@@ -391,7 +393,7 @@ class Scheduler:
             if sequence.is_scoring and not builder.has_room_for_scores:
                 return WaitReason.BUDGET
             cached, num_blocks = self._running.blocks_to_join(sequence)
-            if not self.pool.can_allocate(num_blocks):
+            if not (self.pool.can_allocate(num_blocks) and self._running.can_begin(cached)):
                 return WaitReason.BLOCKS
             if self.fetches.begin(sequence, cached, now=now, tokens_per_s=self._prefill_tokens_per_s):
                 self._waiting.pop(bucket)
@@ -415,6 +417,9 @@ class Scheduler:
             sequence.num_cached_tokens = sequence.num_computed_tokens
             self._totals.prompt_tokens += sequence.num_prompt_tokens
             self._totals.cached_tokens += sequence.num_cached_tokens
+            if sequence.states is not None:
+                num_unresumable = sequence.states.branch_tokens - sequence.num_cached_tokens
+                self._totals.unresumable_tokens += num_unresumable
         sequence.order_key = self._policy.order_key(sequence)
         self._running.add(sequence)
         self._policy.joined(sequence)
@@ -577,6 +582,9 @@ class Scheduler:
             total_aborted=totals.aborted,
             total_failed=totals.failed,
             total_missed=totals.missed,
+            num_state_slots=0 if self.pool.states is None else self.pool.states.num_slots,
+            num_free_state_slots=0 if self.pool.states is None else self.pool.states.num_free,
+            total_unresumable_tokens=totals.unresumable_tokens,
         )
 
     @property

@@ -12,6 +12,7 @@ from app.engine.logit_adjustments import LogitAdjustments
 from app.engine.matcher import Matcher
 from app.engine.request import Request
 from app.engine.speculation.prompt_lookup import SequenceDrafts
+from app.engine.state_pool import SequenceStates
 
 
 class SequenceStatus(Enum):
@@ -63,6 +64,7 @@ class Sequence:
     window_ids: tuple[list[int], ...] = ()
     num_given_back: int = 0  # of each window group, from the start
     prefixes: list[Prefix] = field(default_factory=list)  # of its full, computed blocks
+    states: SequenceStates | None = None  # while it runs, of a model with recurrent layers
     adjustments: LogitAdjustments | None = None  # while it runs and has penalties or biases; see `current_adjustments`
     pooled: list[float] | None = None  # of the computed tokens: the hidden states that its embedding is made of
     drafts: SequenceDrafts | None = None  # while it runs and has been drafted for by lookup

@@ -56,6 +56,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     total_drafted_tokens: int = 0  # computed as drafts of the next tokens
     total_accepted_tokens: int = 0  # of these, tokens that the sequences went on with
     num_layer_groups: int = 1  # each with blocks of its own for a token, see `block_pool.py`
+    num_state_slots: int = 0  # of a model with recurrent layers, see `state_pool.py`
+    num_free_state_slots: int = 0  # a new sequence could have these, the slots of unread snapshots included
+    total_unresumable_tokens: int = 0  # prompt tokens with cached keys and values, but without a snapshot of the state
 
 
 class SleepState(StrEnum):
@@ -122,6 +125,7 @@ class Totals:
     missed: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    unresumable_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

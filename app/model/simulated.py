@@ -38,6 +38,8 @@ class SimulatedCosts(Settings):
     wake_ms: float = Field(0.0, ge=0, le=600_000)  # how long its weights take to come back after sleep
     embedding_size: int = Field(0, ge=0, le=65_536)  # of the vectors of texts; 0: it makes none
     memory_gib: float = Field(0.0, ge=0)  # that it needs of its device when awake
+    # For states, as of a model with recurrent layers, two for each sequence; 0: it has none.
+    num_state_slots: int = Field(0, ge=0, le=65_536, multiple_of=2)
     crash_token_id: int | None = Field(None, ge=0)  # a replica that computes it kills itself: for tests of failover
 
 
@@ -64,6 +66,7 @@ class SimulatedModelRunner(ModelRunner):
         self._end_below = int(costs.end_probability * 2**32) if self._eos else 0
         self._block_size = block_size
         self._num_slots = num_blocks * block_size
+        self._states = array("Q", bytes(8 * costs.num_state_slots))  # by slot: the hash of the tokens before the state
         self._slots = self._blank_slots()
         self._clock = clock
         self._sleep = sleep
@@ -104,17 +107,22 @@ class SimulatedModelRunner(ModelRunner):
             os.kill(os.getpid(), signal.SIGKILL)  # as a fault in native code or the out-of-memory killer would
 
     def _write(self, item: ScheduledSequence) -> None:
-        """Continue the hash of the slot before the first token."""
+        """Continue the hash of the slot before the first token, or of the state that is read."""
         slots, size, block_ids, position = self._slots, self._block_size, item.block_ids, item.start
         prefix = _START
         if position:
             prefix = slots[block_ids[(position - 1) // size] * size + (position - 1) % size]
+        if position and item.states is not None:
+            prefix = self._states[item.states.read]
+        written = {} if item.states is None else {item.start + number: slot for number, slot in item.states.writes}
         factor = 0xD1342543DE82EF95
         for token in item.token_ids:
             prefix = ((prefix ^ token) * factor + 1) & _MASK
             prefix ^= prefix >> 29
             slots[block_ids[position // size] * size + position % size] = prefix
             position += 1
+            if position in written:
+                self._states[written[position]] = prefix
 
     def _key(self, item: ScheduledSequence, last: int) -> int:
         """The hash that the token after position `last` depends on."""

@@ -13,10 +13,12 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from app.config import SchedulerConfig
 from app.engine.batch import StepBatch, StepLimits, StepResult
+from app.engine.block_pool import Prefix
 from app.engine.engine import StepError
 from app.engine.observer import StepObserver
 from app.engine.request import FinishReason, Request
 from app.engine.speculation.drafter import Drafter, LookupDrafter
+from app.engine.state_pool import NO_STATE
 from app.errors import DeadlineMissed, Quarantined, StepFailed
 from tests.kit.engine import (
     POOLINGS_OF_DECODERS,
@@ -58,6 +60,12 @@ class FailingOnDemand(TimedRunner):
         return super().run(batch)
 
 
+def tokens_before(prefix: Prefix) -> list[int]:
+    """All tokens of a prefix."""
+    before = tokens_before(prefix.parent) if isinstance(prefix.parent, Prefix) else []
+    return [*before, *prefix.token_ids]
+
+
 class EngineMachine(RuleBasedStateMachine):
     """Requests come, go, expire and fail at random on a pool that is too small for them, and settings change."""
 
@@ -76,6 +84,8 @@ class EngineMachine(RuleBasedStateMachine):
         make_drafter=st.sampled_from([lambda: None, lambda: KnowingDrafter(3), LookupDrafter]),
         has_store=st.sampled_from([True, True, False]),
         windows=st.sampled_from([(0, 0), (0, 0), (1, 3), (2, 6)]),
+        num_state_slots=st.sampled_from([0, 0, 2, 3, 5, 12]),
+        num_blocks_between=st.integers(1, 3),
     )
     def build(
         self,
@@ -90,6 +100,8 @@ class EngineMachine(RuleBasedStateMachine):
         make_drafter: Callable[[], Drafter | None],
         has_store: bool,
         windows: tuple[int, int],
+        num_state_slots: int,
+        num_blocks_between: int,
     ) -> None:
         self.max_scored_tokens = max_scored_tokens
         self.patch = pytest.MonkeyPatch()
@@ -104,13 +116,18 @@ class EngineMachine(RuleBasedStateMachine):
         self.allowed = (max_running, max_running + spare_tokens)
         self.clock = FakeClock()
         self.runner = self.runner_class(self.clock, block_size=block_size)
+        if self.runner.launches:
+            num_state_slots = 0
+        elif num_state_slots:
+            windows, has_store = (0, 0), False
         num_window_groups, self.runner.window_tokens = windows
         self.store = SlotStore(self.runner) if has_store and not num_window_groups else None
         self.engine = build_fake_engine(
             num_blocks=num_blocks, block_size=block_size, runner=self.runner, clock=self.clock,
             recorder=self.new_recorder(),
             drafter=make_drafter(), store=self.store,
-            num_window_groups=num_window_groups, window_tokens=self.runner.window_tokens, **self.settings,
+            num_window_groups=num_window_groups, window_tokens=self.runner.window_tokens,
+            num_state_slots=num_state_slots, state_interval_tokens=num_blocks_between * block_size, **self.settings,
         )  # fmt: skip
         self.num_slots = self.engine.facts.max_model_len
         self.outcome = Outcome()
@@ -284,6 +301,26 @@ class EngineMachine(RuleBasedStateMachine):
         assert pool.num_free + len(owned) == pool.num_blocks
         counted = [block.block_id for blocks in holders for block in blocks]
         assert owned == {block_id: counted.count(block_id) for block_id in set(counted)}
+
+    @invariant()
+    def every_slot_is_free_or_of_a_sequence_or_a_snapshot(self) -> None:
+        scheduler = self.engine._scheduler
+        states = scheduler.pool.states
+        if states is None:
+            return
+        held = [sequence.states for sequence in scheduler._running]
+        own = [slot for each in held if each is not None for slot in each.own]
+        read = {each.current for each in held if each is not None} - {*own, NO_STATE}
+        snapshots = dict(states._snapshots)
+        used = [*states._blank, *own, *(read | set(snapshots.values()))]
+        assert sorted(used) == list(range(states.num_slots))
+        for prefix, slot in snapshots.items():
+            assert prefix.is_held
+            assert self.runner.states[slot] == tokens_before(prefix), "a snapshot of other tokens"
+        for sequence in scheduler._running:
+            assert sequence.states is not None
+            known = list(sequence.token_ids(0, sequence.num_computed_tokens))
+            assert self.runner.states[sequence.states.current] == known
 
     @invariant()
     def those_who_wait_are_counted(self) -> None:

@@ -34,7 +34,7 @@ def test_the_stats_are_what_there_is_and_what_has_been() -> None:
         "total_steps": 4, "total_prompt_tokens": 26, "total_cached_tokens": 12, "total_generated_tokens": 7,
         "total_preemptions": 0, "total_memory_preemptions": 0, "total_finished": 1, "total_aborted": 1,
         "total_failed": 0, "total_missed": 1, "total_drafted_tokens": 0, "total_accepted_tokens": 0,
-        "num_layer_groups": 1,
+        "num_layer_groups": 1, "num_state_slots": 0, "num_free_state_slots": 0, "total_unresumable_tokens": 0,
     }  # fmt: skip
 
 

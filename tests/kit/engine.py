@@ -46,6 +46,7 @@ from app.engine.request import (
 from app.engine.sequence import Sequence
 from app.engine.speculation.draft_model import ModelDrafter
 from app.engine.speculation.drafter import Drafter, Take, one_by_one
+from app.engine.state_pool import NO_STATE
 from app.engine.stats import EngineStats, StoreStats
 from app.errors import CarouselError, InvalidRequest
 
@@ -73,6 +74,7 @@ class CountingRunner(ModelRunner):
         self._block_size = block_size
         self._slots: dict[int, int] = {}  # slot → the token whose KV it holds
         self._groups: dict[int, int] = {}  # slot → the group of layers whose KV it holds
+        self.states: dict[int, list[int]] = {NO_STATE: []}  # slot for a state → the tokens before the state
 
     def run(self, batch: StepBatch) -> StepResult:
         self.batches.append(batch)
@@ -102,6 +104,22 @@ class CountingRunner(ModelRunner):
                     self._slots[slot], self._groups[slot] = token, group
         for item in batch.scheduled:
             self._check_windows(item)
+        self._write_states([item for item in batch.scheduled if item.states is not None])
+
+    def _write_states(self, items: list[ScheduledSequence]) -> None:
+        """Each state follows from the one that is read, which nothing overwrites."""
+        reads, writes = Counter[int](), Counter[int]()
+        for item in items:
+            assert item.states is not None, "chosen for it"
+            reads[item.states.read] += 1
+            before = self.states[item.states.read]
+            assert before == self._seen(item.block_ids, item.start), "a state of other tokens"
+            for num_tokens, slot in item.states.writes:
+                writes[slot] += 1
+                self.states[slot] = [*before, *item.token_ids[:num_tokens]]
+            assert self.states[item.states.writes[-1][1]] == self._seen(item.block_ids, item.end)
+        assert not writes.keys() & reads.keys()
+        assert all(number == 1 for number in writes.values())
 
     def _check_windows(self, item: ScheduledSequence) -> None:
         """All that its tokens look back to is there, in blocks of each group's own."""
@@ -331,6 +349,8 @@ def build_fake_engine(
     store: BlockStore | None = None,
     num_window_groups: int = 0,
     window_tokens: int = 0,
+    num_state_slots: int = 0,
+    state_interval_tokens: int = 8,
     labels: tuple[str, ...] = (),
     **scheduler: Any,
 ) -> Engine:
@@ -343,6 +363,7 @@ def build_fake_engine(
         facts=ModelInfo(
             max_model_len=max_model_len, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,), embedding_size=2,
             num_window_groups=num_window_groups, window_tokens=window_tokens, labels=labels,
+            num_state_slots=num_state_slots, state_interval_tokens=state_interval_tokens,
         ),
         clock=clock,
         recorder=recorder,

@@ -1,0 +1,141 @@
+"""Slots for states: who has them, which snapshots stay, and what a step reads and writes."""
+
+from __future__ import annotations
+
+from app.engine.block_pool import BlockPool, Prefix
+from app.engine.state_pool import NO_STATE, StatePool
+from tests.kit.engine import build_fake_engine, expected_tokens, make_request, run_to_end
+
+
+def prefixes(pool: BlockPool, number: int, *, first_token: int = 0) -> list[Prefix]:
+    """Cached prefixes of 1, 2, … blocks of four tokens."""
+    found: list[Prefix] = []
+    for at, block in enumerate(pool.allocate(number)):
+        token_ids = range(first_token + 4 * at, first_token + 4 * at + 4)
+        found.append(pool.cache_full_block(block, list(token_ids), parent=found[-1] if found else ""))
+    return found
+
+
+def pool_of(num_slots: int) -> tuple[BlockPool, StatePool]:
+    states = StatePool(num_slots, interval_tokens=8)
+    return BlockPool(num_blocks=16, block_size=4, states=states), states
+
+
+def test_a_step_reads_one_slot_and_writes_others() -> None:
+    blocks, states = pool_of(6)
+    found = prefixes(blocks, 3)
+    sequence = states.begin(None)
+    first = states.path(sequence, 0, 10, [4, 8])
+    assert first.read == NO_STATE
+    assert [end for end, _ in first.writes] == [4, 8, 10]
+    states.advance(sequence, 10, lambda number: found[number // 4 - 1], generates=False)
+    second = states.path(sequence, 10, 11, [])
+    assert second.read == first.writes[-1][1]
+    assert second.writes[0][1] not in {slot for _, slot in first.writes}
+    assert states.num_snapshots == 2
+    assert [states.has_snapshot(each) for each in found] == [True, True, False]
+
+
+def test_the_state_behind_a_whole_step_may_be_its_snapshot() -> None:
+    blocks, states = pool_of(4)
+    found = prefixes(blocks, 1)
+    sequence = states.begin(None)
+    (snapshot,) = states.path(sequence, 0, 4, [4]).writes
+    states.advance(sequence, 4, lambda _: found[0], generates=False)
+    after = states.path(sequence, 4, 5, [])
+    assert after.read == snapshot[1]
+    assert after.writes[0][1] in sequence.own
+    states.end(sequence)
+    other = states.begin(found[0])
+    assert other.current == snapshot[1]
+
+
+def test_the_longest_unused_snapshot_makes_room_and_no_snapshot_that_is_read() -> None:
+    blocks, states = pool_of(5)
+    older, newer = prefixes(blocks, 1), prefixes(blocks, 1, first_token=100)
+    for (prefix,) in (older, newer):
+        sequence = states.begin(None)
+        states.path(sequence, 0, 4, [4])
+        states.advance(sequence, 4, lambda _, prefix=prefix: prefix, generates=False)  # type: ignore[misc]
+        states.end(sequence)
+    reader = states.begin(older[0])
+    assert states.num_free == 2
+    assert states.has_room(None)
+    assert not states.has_room(newer[0]), "the snapshot itself is one of the two slots"
+    states.begin(None)
+    assert states.has_snapshot(older[0])
+    assert not states.has_snapshot(newer[0])
+    states.end(reader)
+
+
+def test_a_snapshot_goes_with_the_block_of_its_prefix() -> None:
+    blocks, states = pool_of(3)
+    (prefix,) = prefixes(blocks, 1)
+    sequence = states.begin(None)
+    states.path(sequence, 0, 4, [4])
+    states.advance(sequence, 4, lambda _: prefix, generates=False)
+    states.end(sequence)
+    blocks.free([prefix.block])
+    assert (states.num_snapshots, states.num_free) == (1, 3)
+    blocks.allocate(16)
+    assert (states.num_snapshots, states.num_free) == (0, 3)
+
+
+def test_a_sequence_that_generates_keeps_its_latest_snapshot() -> None:
+    blocks, states = pool_of(5)
+    found = prefixes(blocks, 3)
+    sequence = states.begin(None)
+    for end in (4, 8, 12):
+        states.path(sequence, end - 4, end, [end])
+        states.advance(sequence, end, lambda number: found[number // 4 - 1], generates=end > 4)
+    assert [states.has_snapshot(each) for each in found] == [True, False, True]
+
+
+def test_prefixes_up_to_a_snapshot_count_as_held() -> None:
+    blocks, states = pool_of(5)
+    held: list[tuple[int, bool]] = []
+    found = prefixes(blocks, 3)
+    blocks.on_prefixes(lambda digest, is_held: held.append((digest, is_held)))
+    assert held == []
+    sequence = states.begin(None)
+    states.path(sequence, 0, 12, [8])
+    states.advance(sequence, 12, lambda number: found[number // 4 - 1], generates=False)
+    assert sorted(held) == sorted((each.digest, True) for each in found[:2])
+
+
+def test_an_equal_prompt_is_resumed_from_the_snapshot_of_its_last_block() -> None:
+    prompt = tuple(range(2, 24))
+    engine = build_fake_engine(num_state_slots=8, state_interval_tokens=100)
+    for _ in range(2):
+        request = make_request(prompt, max_tokens=3)
+        assert run_to_end(engine, request).token_ids[request.request_id] == expected_tokens(prompt, 3)
+    assert engine.stats().total_cached_tokens == 20
+
+
+def test_where_prompts_part_a_snapshot_is_made_for_the_third() -> None:
+    engine = build_fake_engine(num_state_slots=16, state_interval_tokens=100)
+    shared = tuple(range(2, 18))
+    cached = []
+    for number in range(3):
+        prompt = (*shared, *range(20 + number, 27 + number))
+        request = make_request(prompt, max_tokens=2)
+        assert run_to_end(engine, request).token_ids[request.request_id] == expected_tokens(prompt, 2)
+        cached.append(engine.stats().total_cached_tokens)
+    assert cached == [0, 0, 16]
+
+
+def test_a_conversation_goes_on_behind_the_last_answer() -> None:
+    engine = build_fake_engine(num_state_slots=8, state_interval_tokens=100)
+    prompt = tuple(range(2, 12))
+    first = make_request(prompt, max_tokens=9)
+    answer = run_to_end(engine, first).token_ids[first.request_id]
+    longer = (*prompt, *answer, 5, 6)
+    run_to_end(engine, make_request(longer, max_tokens=1))
+    assert engine.stats().total_cached_tokens == 16
+
+
+def test_sequences_wait_for_slots_and_none_is_lost() -> None:
+    engine = build_fake_engine(num_state_slots=5, max_running=8)
+    requests = [make_request((7, 8, number), max_tokens=5) for number in range(6)]
+    outcome = run_to_end(engine, *requests)
+    assert outcome.token_ids == {each.request_id: expected_tokens(each.prompt_token_ids, 5) for each in requests}
