@@ -177,6 +177,11 @@ def _build_torch(config: EngineConfig, replicas: ReplicasConfig, *, keeps_all: b
             loaded = load_runner(config, group=ranks.group)
         loaded.runner.lead(ranks)
     sentences = sentence_settings(config.model, location)
+    if loaded.model.states and config.speculation.method != "off":
+        raise InvalidSetup(
+            f"speculation.method is {config.speculation.method}, and {config.model.path} has recurrent layers, whose "
+            f"state cannot go back behind a draft that is wrong: set speculation.method to off"
+        )
     runner = _runner_of(config, loaded, replicas)
     facts = replace(loaded.model.facts, pooling=sentences.pooling)
     store = _store_of(config, replicas, loaded, runner)
@@ -393,7 +398,12 @@ def _build_simulated(config: EngineConfig) -> Engine:
         num_blocks=num_blocks,
         block_size=config.cache.block_size,
     )
-    facts = replace(model.facts, embedding_size=costs.embedding_size or None)
+    facts = replace(
+        model.facts,
+        embedding_size=costs.embedding_size or None,
+        num_state_slots=costs.num_state_slots,
+        state_interval_tokens=16 * config.cache.block_size,
+    )
     return assemble(
         config.scheduler,
         config.cache,
@@ -435,6 +445,9 @@ def assemble(
         facts = replace(facts, max_model_len=min(facts.max_model_len, pool.max_sequence_tokens))
     else:
         pool = NoBlocks(max_model_len=facts.max_model_len)
+    if facts.num_state_slots:
+        assert not runner.launches, "a step of a model with recurrent layers ends before the next one is scheduled"
+        drafter = None  # a state cannot go back to before a rejected draft
     deciding = scheduler_class(
         config=scheduler,
         pool=pool,

@@ -41,7 +41,7 @@ ALLOWED = {
     "app.model": {
         "app.config", "app.cores", "app.disk", "app.errors", "app.engine.batch", "app.engine.block_pool",
         "app.engine.largest_batch", "app.engine.logit_adjustments", "app.engine.model_runner", "app.engine.request",
-        "torch", "transformers", "triton",
+        "app.engine.state_pool", "torch", "transformers", "triton",
     },
     "app.model.location": {"app.child_process", "app.disk", "app.errors", "app.model.gguf"},
     "app.model.adapter_files": {"app.errors", "app.engine.request", "app.model.location", "transformers"},

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from math import prod
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
 
 from app.engine.batch import StepBatch
+from app.engine.state_pool import NO_STATE
 from app.model.inputs import AttentionRows, DecodeRows, ModelInputs, PrefillChunk, build_attention_rows
 from app.model.kv_cache import ONE_GROUP, KVCache, LayerGroups, LayerShape
+from app.model.recurrence import Pieces, Recurrence, TorchRecurrence
 
 ATTENTION_NAME = "carousel_paged"
 
@@ -24,12 +27,17 @@ ATTENTION_NAME = "carousel_paged"
 _HARMLESS = frozenset(
     {"dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states", "is_causal", "return_dict",
      "cache_position", "position_embeddings", "output_router_logits", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
-     "max_length_k", "head_mask", "layer_past", "encoder_hidden_states", "encoder_attention_mask", "num_items_in_batch"}
+     "max_length_k", "head_mask", "logits_to_keep", "layer_past", "encoder_hidden_states", "encoder_attention_mask",
+     "num_items_in_batch"}
 )  # fmt: skip
 
 
 class UnknownAttention(Exception):
     """A model needs something of its attention that is not implemented here."""
+
+
+class NoStep(UnknownAttention):
+    """An attention layer was called without the step."""
 
 
 class AttentionStep(Protocol):
@@ -41,6 +49,37 @@ class AttentionStep(Protocol):
         """query: [num_tokens, num_heads, key_dim]; key, value: [num_tokens, num_kv_heads, dim], new tokens only.
 
         Returns [num_tokens, num_heads, value_dim].
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """The state of one sequence in one recurrent operator."""
+
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.sizes) * self.dtype.itemsize
+
+
+class Slots(NamedTuple):
+    """The states of one recurrent operator in a step."""
+
+    states: torch.Tensor  # [num_slots, *sizes]
+    pieces: Pieces
+    recurrence: Recurrence
+
+
+class RecurrentStep(Protocol):
+    """What one forward pass does in its recurrent layers."""
+
+    def next_slots(self, shape: StateShape, inputs: torch.Tensor) -> Slots:
+        """The states for the next operator. A forward pass calls its operators in one order.
+
+        inputs: [num_tokens, ...], of the operator.
         """
         ...
 
@@ -93,12 +132,28 @@ def check_call(step: object, attention_mask: torch.Tensor | None, others: Mappin
     step: the forward keyword argument with the data of the step.
     """
     if step is None:
-        raise UnknownAttention("the model does not hand forward keyword arguments to its attention layers")
+        raise NoStep("the model does not hand forward keyword arguments to its attention layers")
     if attention_mask is not None:
         raise UnknownAttention("the model puts an attention mask of its own on top")
     unknown = [name for name, given in others.items() if given is not None and name not in _HARMLESS]
     if unknown:
         raise UnknownAttention(f"attention asks for {', '.join(sorted(unknown))}, which is not implemented")
+
+
+def hand_steps_on(module: torch.nn.Module) -> None:
+    """Have a model give the step to its attention layers: the decoder layers of some models drop keyword arguments."""
+    given: dict[str, Any] = {}
+
+    def keep(_module: torch.nn.Module, _inputs: Any, named: dict[str, Any]) -> None:
+        given["paged"] = named.get("paged")
+
+    def add(_module: torch.nn.Module, inputs: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return inputs, given | named
+
+    module.register_forward_pre_hook(keep, with_kwargs=True)
+    for part in module.modules():
+        if hasattr(part, "layer_idx") and hasattr(part, "scaling"):
+            part.register_forward_pre_hook(add, with_kwargs=True)
 
 
 class PagedAttention(Protocol):
@@ -180,6 +235,15 @@ class ProbeStep:
     def __init__(self) -> None:
         self.layers: dict[int, LayerShape] = {}
         self.rules: dict[int, AttentionRules] = {}
+        self.states: list[StateShape] = []  # by recurrent operator, in the order of the calls
+
+    def next_slots(self, shape: StateShape, inputs: torch.Tensor) -> Slots:
+        """For the next recurrent operator. inputs: [num_tokens, ...]."""
+        self.states.append(shape)
+        states = torch.zeros(1, *shape.sizes, dtype=shape.dtype, device=inputs.device)
+        return Slots(
+            states, Pieces(torch.tensor([[0, len(inputs), NO_STATE, 0]], dtype=torch.int32)), TorchRecurrence()
+        )
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules

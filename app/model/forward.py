@@ -42,7 +42,8 @@ class ForwardPass(Protocol):
     """A model together with its KV memory."""
 
     block_size: int
-    kv_tensors: list[torch.Tensor]  # all KV memory; the first dimension is that of the blocks
+    # All KV memory; the first dimension is that of the blocks. Empty where blocks alone cannot be resumed.
+    kv_tensors: list[torch.Tensor]
 
     @property
     def adapting(self) -> Adapting: ...

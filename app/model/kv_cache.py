@@ -142,6 +142,27 @@ def block_bytes(config: CacheConfig, layers: dict[int, LayerShape], *, dtype: to
     return config.block_size * sum(layer.bytes_per_token(stored) for layer in layers.values())
 
 
+def num_state_slots_that_fit(config: CacheConfig, state_bytes: int, *, max_running: int) -> int:
+    """Slots for the states of recurrent layers: as configured, or what the memory settings leave room for.
+
+    state_bytes: of one slot.
+
+    Raises:
+        InvalidSetup: the slots of one sequence do not fit.
+    """
+    if config.num_state_slots is not None:
+        return config.num_state_slots
+    memory_bytes = int(config.memory_gib * GIB)
+    number = min(4 * max_running, max(memory_bytes // 2 // state_bytes, 8))
+    if number * state_bytes >= memory_bytes:
+        raise InvalidSetup(
+            f"cache.memory_gib={config.memory_gib:g}: {number} slots of {state_bytes / 2**20:.1f} MiB for the states "
+            f"of recurrent layers need {number * state_bytes / GIB:.3f} GiB, and keys and values need memory beside "
+            f"them. Raise it, or set cache.num_state_slots"
+        )
+    return number
+
+
 def num_blocks_that_fit(
     config: CacheConfig,
     layers: dict[int, LayerShape],
@@ -150,6 +171,7 @@ def num_blocks_that_fit(
     num_groups: int = 1,
     gpu_bytes: int | None = None,
     draft_bytes: int = 0,
+    taken_bytes: int = 0,
 ) -> int:
     """The pool's size: as configured, or what the memory settings leave room for.
 
@@ -157,6 +179,7 @@ def num_blocks_that_fit(
 
     gpu_bytes: what a GPU has left for KV memory (`memory.py`); None on a CPU.
     draft_bytes: what one block takes of a draft model's KV memory.
+    taken_bytes: what the states of recurrent layers take of the memory.
 
     Raises:
         InvalidSetup: not even one block of each group fits.
@@ -170,7 +193,7 @@ def num_blocks_that_fit(
         return config.num_blocks
     memory_bytes = int(config.memory_gib * GIB) if gpu_bytes is None else gpu_bytes
     of_block = block_bytes(config, layers, dtype=dtype) + draft_bytes
-    num_blocks = memory_bytes // of_block
+    num_blocks = (memory_bytes - taken_bytes) // of_block
     if num_blocks < num_groups:
         raise InvalidSetup(
             f"cache.memory_gib={config.memory_gib} leaves {memory_bytes / GIB:.3f} GiB for KV memory; one block of "

@@ -17,7 +17,7 @@ from app.disk import cache_folder
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.graph_runner import GraphModelRunner
 from app.model.device import ChosenDtype, check_kv_device, device_of, dtype_of, refused_quantization, warn_of_turns
-from app.model.kv_cache import block_bytes, check_host_memory, num_blocks_that_fit
+from app.model.kv_cache import block_bytes, check_host_memory, num_blocks_that_fit, num_state_slots_that_fit
 from app.model.location import resolve_model_path
 from app.model.memory import refusing_to_run_short
 from app.model.parallel.group import RankGroup
@@ -30,6 +30,8 @@ from app.model.ways.native_decoder import NativeModel
 from app.model.ways.transformers_code import TransformersModel
 
 logger = logging.getLogger(__name__)
+
+MIN_INTERVAL_TOKENS = 256  # between two snapshots of the states of a long prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ def load_runner(
     draft = None if of_draft is None else _load(of_draft, None)
     if draft is None and not keeps_all:  # a draft model's KV memory lies in the same blocks
         model = model.giving_back()
+    model, num_state_bytes = _with_state_slots(config, model)
     is_measured = model.device.type == "cuda" and config.cache.num_blocks is None
     draft_bytes = 0 if draft is None else block_bytes(config.cache, draft.in_block, dtype=draft.dtype)
     num_blocks = num_blocks_that_fit(
@@ -68,16 +71,30 @@ def load_runner(
         num_groups=model.groups.num_groups,
         gpu_bytes=bytes_for_kv(config, model, gpu_share) if is_measured else None,
         draft_bytes=draft_bytes,
+        taken_bytes=num_state_bytes,
     )
     if group is not None:
         num_blocks = group.minimum(num_blocks)
     if model.device.type == "cpu":
         of_block = block_bytes(config.cache, model.in_block, dtype=model.dtype) + draft_bytes
-        check_host_memory(config.cache, num_blocks * of_block)
+        check_host_memory(config.cache, num_blocks * of_block + num_state_bytes)
     loaded = _with_kv_memory(config, model, num_blocks, num_threads)
     if of_draft is None or draft is None:
         return loaded
     return replace(loaded, draft=_with_kv_memory(of_draft, draft, num_blocks, num_threads))
+
+
+def _with_state_slots(config: EngineConfig, model: LoadedModel) -> tuple[LoadedModel, int]:
+    """The model with slots for the states of its recurrent layers, if it has any, and the bytes of all slots."""
+    of_state = sum(shape.num_bytes for shape in model.states)
+    if not of_state:
+        return model, 0
+    number = num_state_slots_that_fit(config.cache, of_state, max_running=config.scheduler.max_running)
+    # A snapshot for so many tokens of a long prompt that their keys and values take as much memory as the state.
+    block_size, of_block = config.cache.block_size, block_bytes(config.cache, model.in_block, dtype=model.dtype)
+    num_blocks = max(-(-MIN_INTERVAL_TOKENS // block_size), of_state // of_block)
+    facts = replace(model.facts, num_state_slots=number, state_interval_tokens=num_blocks * block_size)
+    return replace(model, facts=facts), number * of_state
 
 
 def _load(config: EngineConfig, group: RankGroup | None) -> LoadedModel:

@@ -24,6 +24,7 @@ from app.model.memory import is_out_of_memory
 from app.model.parallel.split_plan import SplitPlan, check_divisible, shared_numbers
 from app.model.positions import fix_positions
 from app.model.quantised_checkpoint import Quantised, loading_options
+from app.model.recurrent_layers import use_slots
 from app.model.verification import Reference
 
 if TYPE_CHECKING:  # it takes longer to import than torch, and a model that was verified before needs none of it
@@ -33,7 +34,8 @@ if TYPE_CHECKING:  # it takes longer to import than torch, and a model that was 
 
 logger = logging.getLogger(__name__)
 
-_SERVABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+LAYERS_WITH_STATES = frozenset({"conv", "linear_attention", "mamba", "hybrid"})  # see `recurrent_layers`
+_SERVABLE_LAYERS = LAYERS_WITH_STATES | {"full_attention", "sliding_attention", "attention", "mlp", "moe"}
 
 
 def reason_of(error: BaseException) -> str:
@@ -97,10 +99,15 @@ class ModelSource:
         name = found.model_type
         if type(found) not in AutoModelForCausalLM._model_mapping:
             raise UnsupportedModel(f"{path} ({name}) is not a model that generates text")
-        kinds = set(getattr(found.get_text_config(), "layer_types", None) or ()) - _SERVABLE_LAYERS
+        kinds = _layer_types(found) - _SERVABLE_LAYERS
         if kinds:
             raise UnsupportedModel(f"{path} ({name}) has layers without paged attention: {', '.join(sorted(kinds))}")
         return found
+
+    @property
+    def layers_with_states(self) -> frozenset[str]:
+        """The types of its layers that keep a state for a whole sequence."""
+        return LAYERS_WITH_STATES.intersection(_layer_types(self.found))
 
     @cached_property
     def quantised(self) -> Quantised | None:
@@ -146,7 +153,17 @@ class ModelSource:
                 f"one that is not quantised (on GPUs model.quantization: fp8 may quantise it), or set "
                 f"replicas.tensor_parallel to 1"
             )
+        if self.layers_with_states:
+            raise InvalidSetup(
+                f"replicas.tensor_parallel: got {size}; {self.config.path} has recurrent layers "
+                f"({', '.join(sorted(self.layers_with_states))}), which are not divided among ranks: set it to 1"
+            )
         check_divisible(shared_numbers(self.found), size, of=self.config.path)
+
+
+def _layer_types(found: PreTrainedConfig) -> set[str]:
+    text = found.get_text_config()
+    return {*(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())}
 
 
 def config_of_transformers(config: ModelConfig, location: str) -> PreTrainedConfig:
@@ -201,6 +218,7 @@ def module_without_weights(source: ModelSource, dtype: torch.dtype) -> PreTraine
         module: PreTrainedModel = AutoModelForCausalLM.from_config(
             source.found, dtype=dtype, attn_implementation=ATTENTION_NAME
         )
+    use_slots(module)
     if (Path(source.location) / "generation_config.json").is_file():
         module.generation_config = GenerationConfig.from_pretrained(source.location)
     return module.eval()
@@ -278,6 +296,7 @@ def module_of_transformers(source: ModelSource) -> PreTrainedModel:
             AutoModelForCausalLM, source.config, source.location, dtype=source.dtype, attention=ATTENTION_NAME,
             config=found, **options,
         )  # fmt: skip
+        use_slots(module)
         return module if "device_map" in options else module.to(source.device)
     except Exception as error:  # each package of quantised weights has its own
         if is_out_of_memory(error):

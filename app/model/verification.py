@@ -10,6 +10,7 @@ import torch
 
 from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.request import SamplingParams
+from app.engine.state_pool import NO_STATE, StatePath
 from app.errors import UnsupportedModel
 from app.model.attention import ATTENTION_NAME, AttentionStep
 
@@ -72,6 +73,11 @@ class BlocksToTry:
         return cls(block_size=block_size, num_blocks=2 * max_blocks, max_blocks=max_blocks, num_groups=num_groups)
 
     @property
+    def num_state_slots(self) -> int:
+        """Slots for the states behind each number of tokens, of two sequences."""
+        return 2 * (NUM_TOKENS + 1)
+
+    @property
     def num_own_tokens(self) -> int:
         """The most tokens of the sequence that is tried. Another one has a block, if there are two."""
         return min(self.max_blocks, max(1, self.num_blocks - 1)) * self.block_size
@@ -82,9 +88,13 @@ class BlocksToTry:
         blocks = range(first_block * self.num_groups, end_block * self.num_groups, self.num_groups)
         block_ids, *window_ids = ([block + group for block in blocks] for group in range(self.num_groups))
         greedy = SamplingParams(max_tokens=1, temperature=0.0)
+        first_slot = (NUM_TOKENS + 1) * (first_block > 0)
+        states = StatePath(
+            first_slot + start if start else NO_STATE, ((len(token_ids), first_slot + start + len(token_ids)),)
+        )
         return ScheduledSequence(
-            name, tuple(token_ids), start, block_ids, True, greedy, window_ids=tuple(window_ids)
-        )  # fmt: skip
+            name, tuple(token_ids), start, block_ids, True, greedy, window_ids=tuple(window_ids), states=states
+        )
 
 
 def step_of(*pieces: ScheduledSequence) -> StepBatch:

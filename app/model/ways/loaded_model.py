@@ -13,6 +13,7 @@ import torch
 from app.config import EngineConfig
 from app.engine.batch import StepBatch
 from app.engine.request import ModelInfo
+from app.model.attention import StateShape
 from app.model.cpu.verification_cache import digest_of_files
 from app.model.cuda.adapters import AdapterSlots
 from app.model.kv_cache import ONE_GROUP, LayerGroups, LayerShape
@@ -42,6 +43,7 @@ class LoadedModel(ABC):
     group: Exchange | None = None  # where it is one rank's part
     adapters: AdapterSlots | None = None  # on a GPU, where adapters may be loaded
     groups: LayerGroups = ONE_GROUP  # in which blocks its layers keep their keys and values
+    states: tuple[StateShape, ...] = ()  # of its recurrent operators, in the order of their calls
 
     @classmethod
     def in_place_of(cls, own: LoadedModel, **more: Any) -> Self:

@@ -13,11 +13,20 @@ from app.config import EngineConfig, ModelConfig
 from app.engine.batch import StepBatch
 from app.engine.request import ModelInfo
 from app.errors import InvalidSetup, UnsupportedModel, first_line
-from app.model.attention import AttentionRules, PagedAttention, ProbeStep, TorchAttention, UnknownAttention
+from app.model.attention import (
+    AttentionRules,
+    NoStep,
+    PagedAttention,
+    ProbeStep,
+    TorchAttention,
+    UnknownAttention,
+    hand_steps_on,
+)
 from app.model.cpu.attention import NativeAttention
 from app.model.cpu.checkpoint import MappedModel
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import ThreadPool
+from app.model.cpu.recurrence import NativeRecurrence
 from app.model.cpu.sampling import NativeSampler
 from app.model.cuda.attention import LARGEST_TILE, TritonAttention
 from app.model.cuda.graph_runner import GraphModelRunner
@@ -31,6 +40,8 @@ from app.model.memory import MemoryNeeds, is_out_of_memory
 from app.model.packed_linear import pack_linear_layers
 from app.model.parallel.split_plan import SizesOfRank, SplitPlan
 from app.model.positions import fix_positions, why_places_matter
+from app.model.recurrence import TorchRecurrence
+from app.model.recurrent_layers import StatefulAttention
 from app.model.runner import TorchModelRunner
 from app.model.source import (
     ModelSource,
@@ -118,13 +129,14 @@ class TransformersModel(LoadedModel):
         step = ProbeStep()
         token_ids = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="meta")
         try:
-            output = run_module(tried, token_ids, token_ids, step)
+            output = _probe(tried, token_ids, token_ids, step)
         except (UnknownAttention, TypeError, AttributeError, LookupError) as error:
             raise UnsupportedModel(f"{config.path} cannot run on paged attention: {reason_of(error)}") from error
         except RuntimeError as error:  # an operator with a result of a size that follows from numbers
             raise UnsupportedModel(
                 f"{config.path} cannot be planned without its weights: {first_line(error)}"
             ) from error
+        _check_states(source, tried, step)
         model = cls._of(source, module, step, Reference(config.path, token_ids, token_ids, output), None)
         return replace(model, group=SizesOfRank(num_ranks)) if num_ranks > 1 else model
 
@@ -154,11 +166,12 @@ class TransformersModel(LoadedModel):
             module=module,
             reference=reference,
             rules=step.rules,
+            states=tuple(step.states),
             mapped=mapped,
         )
 
     def giving_back(self) -> TransformersModel:
-        if self.group is not None:
+        if self.group is not None or self.states:
             return self
         windows = {layer: rules.sliding_window for layer, rules in self.rules.items()}
         groups = LayerGroups.of(self.layers, windows, max_model_len=self.facts.max_model_len)
@@ -189,11 +202,14 @@ class TransformersModel(LoadedModel):
         blocks = BlocksToTry.enough(block_size, num_groups=served.groups.num_groups)
         num_blocks = blocks.num_blocks * blocks.num_groups
         attention: PagedAttention
+        threads = None
         if served._why_no_native_attention(source.config, block_size) is None:
+            threads = ThreadPool(torch.get_num_threads())
             pages = NativeKVCache(served.in_block, num_blocks=num_blocks, block_size=block_size, dtype=self.dtype)
-            attention = NativeAttention(pages, ThreadPool(torch.get_num_threads()), served.groups)
+            attention = NativeAttention(pages, threads, served.groups)
         else:
             attention = served._torch_attention(num_blocks, block_size)
+        attention = served._with_states(attention, blocks.num_state_slots, threads)
         served.verify_steps(attention, blocks, source.config.quantization)
 
     def output_of_step(self, attention: PagedAttention, batch: StepBatch) -> Output:
@@ -215,7 +231,7 @@ class TransformersModel(LoadedModel):
 
     def runner(self, config: EngineConfig, *, num_blocks: int, num_threads: int) -> TorchModelRunner | GraphModelRunner:
         """On a CPU attention is native where it can be."""
-        cache = config.cache
+        cache, num_slots = config.cache, self.facts.num_state_slots
         why_not_native = self._why_no_native_attention(config.model, cache.block_size)
         check_kv_dtype(config, self.device, why_not_native)
         if TritonAttention.fits(self.device):
@@ -230,10 +246,18 @@ class TransformersModel(LoadedModel):
         if why_not_native is None:
             threads = ThreadPool(num_threads)
             pages = NativeKVCache.provided(cache, self.in_block, threads, num_blocks=num_blocks, dtype=self.dtype)
-            forward = TransformersForward(self.module, NativeAttention(pages, threads, self.groups))
+            native = self._with_states(NativeAttention(pages, threads, self.groups), num_slots, threads)
+            forward = TransformersForward(self.module, native)
             return TorchModelRunner(forward, self.device, NativeSampler(threads))
-        attention = self._torch_attention(num_blocks, cache.block_size)
+        attention = self._with_states(self._torch_attention(num_blocks, cache.block_size), num_slots, None)
         return TorchModelRunner(TransformersForward(self.module, attention), self.device)
+
+    def _with_states(self, attention: PagedAttention, num_slots: int, threads: ThreadPool | None) -> PagedAttention:
+        """With the slots of recurrent layers, if there are any. threads: of the operators in C++; None: plain torch."""
+        if not self.states:
+            return attention
+        recurrence = TorchRecurrence() if threads is None else NativeRecurrence(threads)
+        return StatefulAttention(attention, self.states, recurrence, num_slots=num_slots)
 
     def _torch_attention(self, num_blocks: int, block_size: int) -> TorchAttention:
         cache = KVCache(
@@ -259,7 +283,7 @@ def _verified_reference(source: ModelSource, module: PreTrainedModel, step: Prob
     """What the model gives, and our attention too. step: of our attention."""
     path, name = source.config.path, module.config.model_type
     try:
-        ours = run_module(module, *tokens_to_try(module, source.device), step)
+        ours = _probe(module, *tokens_to_try(module, source.device), step)
     except (UnknownAttention, TypeError, AttributeError, LookupError) as error:
         raise UnsupportedModel(f"{path} ({name}) cannot run on paged attention: {reason_of(error)}") from error
     except (RuntimeError, ImportError) as error:
@@ -271,9 +295,30 @@ def _verified_reference(source: ModelSource, module: PreTrainedModel, step: Prob
         ) from error
     if not step.layers:
         raise UnsupportedModel(f"{path} ({name}) ignores the attention it is given, so its KV cannot be paged")
+    _check_states(source, module, step)
     reference = Reference.of(path, module, source.device)
     reference.verify("with paged attention", ours)
     return reference
+
+
+def _probe(module: PreTrainedModel, token_ids: torch.Tensor, positions: torch.Tensor, step: ProbeStep) -> Output:
+    try:
+        return run_module(module, token_ids, positions, step)
+    except NoStep:
+        hand_steps_on(module)
+        return run_module(module, token_ids, positions, step)
+
+
+def _check_states(source: ModelSource, module: PreTrainedModel, step: ProbeStep) -> None:
+    """Raises UnsupportedModel for recurrent layers that cannot be computed, with the reason."""
+    path, kinds = source.config.path, ", ".join(sorted(source.layers_with_states))
+    if kinds and not step.states:
+        raise UnsupportedModel(
+            f"{path} ({module.config.model_type}) has layers with a state that is not computed here: {kinds}. Short "
+            f"convolutions, the gated delta rule and Mamba 2 are"
+        )
+    if step.states and source.device.type != "cpu":
+        raise UnsupportedModel(f"{path} has recurrent layers, which run on CPUs only: set model.device: cpu")
 
 
 def _verify_positions(module: PreTrainedModel, reference: Reference, max_model_len: int) -> None:

@@ -1,0 +1,158 @@
+"""Recurrent layers of transformers' models, computed with states in slots.
+
+transformers writes each of these layers around a few functions, which the module of a model looks up by name. The
+functions are replaced once. They get the step as the forward keyword argument `paged`, as attention does, and a call
+without a step goes to the function of transformers. So a model runs unmodified.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+from app.engine.batch import StepBatch
+from app.model.attention import AttentionRules, AttentionStep, PagedAttention, RecurrentStep, Slots, StateShape
+from app.model.inputs import ModelInputs
+from app.model.recurrence import Pieces, Recurrence
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class StatefulAttention:
+    """Paged attention, and beside it the slots of all recurrent layers."""
+
+    def __init__(
+        self, attention: PagedAttention, shapes: Sequence[StateShape], recurrence: Recurrence, *, num_slots: int
+    ) -> None:
+        """shapes: of the operators' states, in the order of their calls in a forward pass."""
+        self.block_size = attention.block_size
+        # Blocks alone cannot be resumed, so none of them go to a store or to another replica.
+        self.kv_tensors: list[torch.Tensor] = []
+        self.attention = attention
+        self.recurrence = recurrence
+        self.states = [torch.zeros(num_slots, *shape.sizes, dtype=shape.dtype) for shape in shapes]
+
+    def begin_step(self, batch: StepBatch, inputs: ModelInputs) -> AttentionStep:
+        pieces = pieces_of(batch)
+        slots = [Slots(states, pieces, self.recurrence) for states in self.states]
+        return _StatefulStep(self.attention.begin_step(batch, inputs), slots)
+
+
+class _StatefulStep:
+    """One step: each operator takes the slots of the next layer."""
+
+    def __init__(self, attention: AttentionStep, slots: Sequence[Slots]) -> None:
+        self._attention = attention
+        self._slots = iter(slots)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules
+    ) -> torch.Tensor:
+        return self._attention.attend(layer, query, key, value, rules)
+
+    def next_slots(self, _shape: StateShape, _inputs: torch.Tensor) -> Slots:
+        return next(self._slots)
+
+
+def pieces_of(batch: StepBatch) -> Pieces:
+    """The slots that a step reads and writes."""
+    rows: list[tuple[int, int, int, int]] = []
+    first = 0
+    for item in batch.scheduled:
+        assert item.states is not None, "the model has recurrent layers"
+        slot, begin = item.states.read, 0
+        for end, written in item.states.writes:
+            rows.append((first + begin, end - begin, slot, written))
+            slot, begin = written, end
+        first += len(item.token_ids)
+    return Pieces(torch.tensor(rows, dtype=torch.int32))
+
+
+def use_slots(module: PreTrainedModel) -> None:
+    """Have the recurrent layers of a model compute with the slots of a step, if it has any."""
+    for code in {sys.modules[type(part).__module__] for part in module.modules()}:
+        for name, compute in _OPERATORS.items():
+            own = getattr(code, name, None)
+            if own is not None and not hasattr(own, "computes_with_slots"):
+                setattr(code, name, _with_slots(own, compute))
+
+
+def _with_slots(own: Callable[..., Any], compute: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def operator(*given: Any, paged: Any = None, **named: Any) -> Any:
+        has_slots = hasattr(paged, "next_slots")
+        return compute(paged, *given, **named) if has_slots else own(*given, **named)
+
+    operator.computes_with_slots = True  # type: ignore[attr-defined]
+    return operator
+
+
+def _convolution(
+    step: RecurrentStep,
+    hidden_states: torch.Tensor,  # [1, num_channels, num_tokens]
+    weight: torch.Tensor,  # [num_channels, kernel_size]
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **_others: Any,
+) -> torch.Tensor:
+    inputs = hidden_states[0].transpose(0, 1).contiguous()
+    slots = step.next_slots(StateShape((weight.shape[1] - 1, weight.shape[0]), inputs.dtype), inputs)
+    output = slots.recurrence.short_convolution(inputs, weight, bias, slots.states, slots.pieces, activation=activation)
+    return output.transpose(0, 1)[None]
+
+
+def _gated_delta_rule(
+    step: RecurrentStep,
+    query: torch.Tensor,  # [1, num_tokens, num_key_heads, key_dim], as key
+    key: torch.Tensor,
+    value: torch.Tensor,  # [1, num_tokens, num_value_heads, value_dim]
+    g: torch.Tensor,  # [1, num_tokens, num_value_heads], the logarithm of the decay
+    beta: torch.Tensor,  # [1, num_tokens, num_value_heads]
+    use_qk_l2norm_in_kernel: bool = False,
+    **_others: Any,
+) -> tuple[torch.Tensor, None]:
+    sizes = (value.shape[2], key.shape[3], value.shape[3])
+    slots = step.next_slots(StateShape(sizes, torch.float32), value[0])
+    output = slots.recurrence.gated_delta_rule(
+        query[0], key[0], value[0], g[0].float(), beta[0], slots.states, slots.pieces,
+        scale=key.shape[3] ** -0.5, normalises=use_qk_l2norm_in_kernel,
+    )  # fmt: skip
+    return output[None], None
+
+
+def _mamba2(
+    step: RecurrentStep,
+    hidden_states: torch.Tensor,  # [1, num_tokens, num_heads, head_dim]
+    dt: torch.Tensor,  # [1, num_tokens, num_heads]
+    decay: torch.Tensor,  # [num_heads], A in the paper
+    inputs_to_state: torch.Tensor,  # [1, num_tokens, num_groups, state_size], B
+    state_to_outputs: torch.Tensor,  # [1, num_tokens, num_groups, state_size], C
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **others: Any,  # of these, D is what skips the state, [num_heads]
+) -> torch.Tensor:
+    time_steps = dt[0] if dt_bias is None else dt[0] + dt_bias.to(dt.dtype)
+    time_steps = functional.softplus(time_steps) if dt_softplus else time_steps
+    time_steps = time_steps.clamp(*dt_limit).float()
+    sizes = (hidden_states.shape[2], hidden_states.shape[3], inputs_to_state.shape[3])
+    slots = step.next_slots(StateShape(sizes, torch.float32), hidden_states[0])
+    output = slots.recurrence.mamba2(
+        hidden_states[0], time_steps, decay.float(), inputs_to_state[0], state_to_outputs[0], others["D"].float(),
+        slots.states, slots.pieces,
+    )  # fmt: skip
+    return output[None]
+
+
+# By the names of the functions in the modules of transformers.
+_OPERATORS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": _gated_delta_rule,
+    "mamba2_chunk_scan": _mamba2,
+}
