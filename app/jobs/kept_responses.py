@@ -32,7 +32,7 @@ from app.errors import (
     may_be_served_later,
     traceback_of,
 )
-from app.jobs.answer_log import AnswerLog, LogWriter, create_file, pieces_of
+from app.jobs.answer_log import AnswerLog, LogWriter, Take, create_file, pieces_of
 from app.jobs.backlog import MAX_DEATHS
 from app.jobs.catalog import Catalog, Superseded
 from app.jobs.job import StoredResponse
@@ -127,13 +127,13 @@ class KeptResponses:
         await asyncio.shield(accepted)
 
     async def follow(
-        self, owner: str, response_id: str, offset: int, *, waits: bool, is_continued: bool
+        self, owner: str, response_id: str, offset: int, *, waits: bool, is_continued: bool, take: Take | None = None
     ) -> AsyncGenerator[AnswerPart, None]:
-        """The parts of one response, see `BatchService`."""
+        """The parts of one response, see `LocalBatchService.follow_response`."""
         running = self._of(owner, response_id)
         if running is not None:
             assert running.log is not None, "it is accepted"
-            return running.log.parts(offset, waits=waits)
+            return running.log.parts(offset, waits=waits, take=take)
         if response_id in self._refusals:
             return _only(AnswerPart(b"", self._refusals[response_id]))
         return self._stored_parts(await self._found(owner, response_id, is_continued), offset)
