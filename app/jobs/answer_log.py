@@ -44,14 +44,17 @@ class _Descriptor:
 class AnswerLog:
     """The file of one answer. Belongs to one event loop."""
 
-    def __init__(self, path: Path, writer: LogWriter, num_bytes: int) -> None:
-        """The file is there, and begins with `num_bytes` that count. Raises OSError."""
+    def __init__(self, path: Path, writer: LogWriter, num_bytes: int, *, content: bytes = b"") -> None:
+        """The file is there, and begins with `num_bytes` that count. Raises OSError.
+
+        Where `content` is all that the file has, readers get a short one from memory.
+        """
         self.path = path
         self.num_bytes = num_bytes  # in the file
         self._file = _Descriptor(path)
         self._writer = writer
         self._pending = bytearray()
-        self._tail = bytearray()
+        self._tail = bytearray(content[-_TAIL_BYTES:])
         self._end: AnswerEnd | None = None
         self._failure: Exception | None = None  # ends all reads and writes
         self._waiting: list[tuple[asyncio.Future[int], Take | None]] = []  # for a change
