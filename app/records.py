@@ -26,7 +26,7 @@ class RecordReader:
         """The contents of all records that end within `data`. Take all of them before the next call."""
         data = self._begun + data if self._begun else data
         at = 0
-        while (end := _end_of_record(data, at)) is not None:
+        while at < len(data) and (end := _end_of_record(data, at)) is not None:
             yield data[at + _LENGTH.size : end]
             at = end
         self._begun = data[at:]

@@ -352,6 +352,12 @@ class StoredEvents:
 
     def _with_ids(self, piece: bytes, after: int) -> bytes:
         """A piece of events with an id before each. An event may go over several pieces; its last bytes may not."""
+        if not self._is_inside and piece.find(_END_OF_EVENT) == len(piece) - len(
+            _END_OF_EVENT
+        ):  # one, as nearly always
+            shown = self._id() + piece if self.number > after else b""
+            self.number += 1
+            return shown
         written = list[bytes]()
         *ended, begun = piece.split(_END_OF_EVENT)
         for text in ended:
@@ -365,8 +371,11 @@ class StoredEvents:
     def _write(self, written: list[bytes], text: bytes, after: int) -> None:
         if self.number > after:
             if not self._is_inside:
-                written.append(b"id: %b:%d\n" % (self._name, self.number))
+                written.append(self._id())
             written.append(text)
+
+    def _id(self) -> bytes:
+        return b"id: %b:%d\n" % (self._name, self.number)
 
 
 def _event_writer(answer: StoredAnswer) -> ResponseBuilder | ChunkWriter:

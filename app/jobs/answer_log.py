@@ -27,6 +27,8 @@ _TAIL_BYTES = 16 * 1024  # the end of a file stays in memory for readers of a gr
 # for the interpreter's lock after each write, takes twice the time and comes late.
 _SLOW_S = 0.01
 
+Take = Callable[[bytes], bool]  # takes the next bytes of an answer; returns False where it leaves them
+
 
 class _Descriptor:
     """An open file. It closes when the log and all writes in threads have let go of it."""
@@ -42,17 +44,20 @@ class _Descriptor:
 class AnswerLog:
     """The file of one answer. Belongs to one event loop."""
 
-    def __init__(self, path: Path, writer: LogWriter, num_bytes: int) -> None:
-        """The file is there, and begins with `num_bytes` that count. Raises OSError."""
+    def __init__(self, path: Path, writer: LogWriter, num_bytes: int, *, content: bytes = b"") -> None:
+        """The file is there, and begins with `num_bytes` that count. Raises OSError.
+
+        Where `content` is all that the file has, readers get a short one from memory.
+        """
         self.path = path
         self.num_bytes = num_bytes  # in the file
         self._file = _Descriptor(path)
         self._writer = writer
         self._pending = bytearray()
-        self._tail = bytearray()
+        self._tail = bytearray(content[-_TAIL_BYTES:])
         self._end: AnswerEnd | None = None
         self._failure: Exception | None = None  # ends all reads and writes
-        self._waiting: list[asyncio.Future[None]] = []  # for a change
+        self._waiting: list[tuple[asyncio.Future[int], Take | None]] = []  # for a change
 
     async def append(self, data: bytes) -> None:
         """Write behind the end, soon. Waits while too much is waiting. Raises Unavailable for a broken storage."""
@@ -78,8 +83,12 @@ class AnswerLog:
         self._pending.clear()
         self._wake()
 
-    async def parts(self, offset: int, *, waits: bool) -> AsyncGenerator[AnswerPart, None]:
-        """The bytes from `offset` on, and the end; `waits`: as they come. Raises the failure."""
+    async def parts(self, offset: int, *, waits: bool, take: Take | None = None) -> AsyncGenerator[AnswerPart, None]:
+        """The bytes from `offset` on, and the end; `waits`: as they come. Raises the failure.
+
+        A reader that waits for the next part gets new bytes by `take`, as long as `take` takes them: to wake the
+        reader for each token would cost several times as much.
+        """
         while True:
             if offset < self.num_bytes:
                 data = await self._read(offset)
@@ -92,8 +101,8 @@ class AnswerLog:
                 raise self._failure
             elif not waits:
                 return
-            else:
-                await self._change()
+            else:  # a reader of the file may be ahead of `num_bytes` for a moment, while a thread writes
+                offset = max(offset, await self._change(take if offset == self.num_bytes else None))
 
     async def _read(self, offset: int) -> bytes:
         in_tail = offset - (self.num_bytes - len(self._tail))
@@ -101,16 +110,22 @@ class AnswerLog:
             return bytes(self._tail[in_tail:])
         return await asyncio.to_thread(read_piece, self.path, offset)
 
-    async def _change(self) -> None:
-        change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(change)
-        await change
+    async def _change(self, take: Take | None = None) -> int:
+        """Wait for a change that `take` leaves. Returns the number of bytes before that change."""
+        change: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._waiting.append((change, take))
+        return await change
 
-    def _wake(self) -> None:
+    def _wake(self, data: bytes = b"") -> None:
+        """Tell all that wait for a change: `data` was written, or something else has changed."""
         waiting, self._waiting = self._waiting, []
-        for change in waiting:
-            if not change.done():  # its reader has left otherwise
-                change.set_result(None)
+        for change, take in waiting:
+            if change.done():  # its reader has left
+                continue
+            if data and take is not None and take(data):
+                self._waiting.append((change, take))
+            else:
+                change.set_result(self.num_bytes - len(data))
 
     # The writer calls these methods:
 
@@ -125,7 +140,7 @@ class AnswerLog:
         self._tail += data
         if len(self._tail) > 2 * _TAIL_BYTES:
             del self._tail[:-_TAIL_BYTES]
-        self._wake()
+        self._wake(data)
         return bool(self._pending)
 
     def note_broken(self, error: OSError) -> None:

@@ -235,12 +235,11 @@ class Catalog:
                     WHERE owner = ? AND NOT ({_NOT_ENDED}) GROUP BY status"""
         return [(_sums(row), int(row["number"])) for row in self._connection.execute(query, (owner,))]
 
-    def together(self, changes: Sequence[Callable[[], None]]) -> None:
-        """Make several changes in one transaction: one wait for the disk."""
+    def together(self, changes: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Make several changes in one transaction: one wait for the disk. Returns the results."""
         try:
             with self._transaction():
-                for change in changes:
-                    change()
+                return [change() for change in changes]
         except BaseException:
             self.bytes_by_owner = self._bytes_by_owner()
             raise
@@ -294,15 +293,16 @@ class Catalog:
             query = "UPDATE answers SET num_attempts = num_attempts + ? WHERE id = ?"
             self._connection.execute(query, (by, response_id))
 
-    def end_response(self, response_id: str, end: AnswerEnd, num_bytes: int) -> None:
-        """End a response, unless it has ended; `num_bytes`: of its file."""
+    def end_response(self, response_id: str, end: AnswerEnd, num_bytes: int) -> AnswerEnd:
+        """End a response, unless it has ended; `num_bytes`: of its file. Returns how it has ended, now or before."""
         with self._transaction():
-            row = self._row(f"SELECT owner, num_bytes FROM answers WHERE id = ? AND {_RUNS}", (response_id,))
-            if row is None:
-                return
+            row = self._row("SELECT owner, num_bytes, end FROM answers WHERE id = ?", (response_id,))
+            if row is None or row["end"]:
+                return end if row is None else msgspec.json.decode(row["end"], type=AnswerEnd)
             query = "UPDATE answers SET status = ?, end = ?, num_bytes = ? WHERE id = ?"
             self._connection.execute(query, (end.status, msgspec.json.encode(end).decode(), num_bytes, response_id))
         self._charge(row["owner"], max(num_bytes, MIN_CHARGED_BYTES) - max(row["num_bytes"], MIN_CHARGED_BYTES))
+        return end
 
     def remove_responses(self, response_ids: Sequence[str]) -> list[str]:
         """Forget responses; the ids of those whose files may go.

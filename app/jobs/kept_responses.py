@@ -32,7 +32,7 @@ from app.errors import (
     may_be_served_later,
     traceback_of,
 )
-from app.jobs.answer_log import AnswerLog, LogWriter, create_file, pieces_of
+from app.jobs.answer_log import AnswerLog, LogWriter, Take, create_file, pieces_of
 from app.jobs.backlog import MAX_DEATHS
 from app.jobs.catalog import Catalog, Superseded
 from app.jobs.job import StoredResponse
@@ -89,7 +89,7 @@ class KeptResponses:
         self._writer = LogWriter()
         self._running: dict[str, _Running] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # of running answers, and of refused ones that are being deleted
-        self._changes: list[tuple[Callable[[], None], asyncio.Future[None]]] = []
+        self._changes: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
         self._writing: asyncio.Task[None] | None = None  # while there are changes
         self._refusals: dict[str, AnswerEnd] = {}  # of responses that never began, for their clients
 
@@ -127,13 +127,13 @@ class KeptResponses:
         await asyncio.shield(accepted)
 
     async def follow(
-        self, owner: str, response_id: str, offset: int, *, waits: bool, is_continued: bool
+        self, owner: str, response_id: str, offset: int, *, waits: bool, is_continued: bool, take: Take | None = None
     ) -> AsyncGenerator[AnswerPart, None]:
-        """The parts of one response, see `BatchService`."""
+        """The parts of one response, see `LocalBatchService.follow_response`."""
         running = self._of(owner, response_id)
         if running is not None:
             assert running.log is not None, "it is accepted"
-            return running.log.parts(offset, waits=waits)
+            return running.log.parts(offset, waits=waits, take=take)
         if response_id in self._refusals:
             return _only(AnswerPart(b"", self._refusals[response_id]))
         return self._stored_parts(await self._found(owner, response_id, is_continued), offset)
@@ -172,39 +172,36 @@ class KeptResponses:
         for unused in await self._thread.run(self._catalog.remove_responses, response_ids):
             await asyncio.to_thread((self._folder / unused).unlink, missing_ok=True)
 
-    async def _write(self, change: Callable[[], None]) -> None:
+    async def _write(self, change: Callable[[], T]) -> T:
         """Change the catalog, together with the changes that come while an earlier one is on its way to the disk."""
-        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        written: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._changes.append((change, written))
         if self._writing is None:
             self._writing = asyncio.create_task(self._write_all())
-        await written
+        return await written
 
     async def _write_all(self) -> None:
         try:
             while self._changes:
                 changes, self._changes = self._changes, []
-                for (_, written), error in zip(changes, await self._errors_of(changes), strict=True):
+                for (_, written), outcome in zip(changes, await self._outcomes_of(changes), strict=True):
                     if written.done():  # nothing waits for it any more
                         continue
-                    if error is None:
-                        written.set_result(None)
+                    if isinstance(outcome, Exception):
+                        written.set_exception(outcome)
                     else:
-                        written.set_exception(error)
+                        written.set_result(outcome)
         finally:
             self._writing = None
 
-    async def _errors_of(
-        self, changes: Sequence[tuple[Callable[[], None], asyncio.Future[None]]]
-    ) -> list[Exception | None]:
-        """Make changes in one transaction, or, when one of them fails, each in its own."""
+    async def _outcomes_of(self, changes: Sequence[tuple[Callable[[], Any], asyncio.Future[Any]]]) -> list[Any]:
+        """Make changes in one transaction, or, when one of them fails, each in its own. Returns results and errors."""
         try:
-            await self._thread.run(self._catalog.together, [change for change, _ in changes])
+            return await self._thread.run(self._catalog.together, [change for change, _ in changes])
         except Exception as error:
             if len(changes) == 1:
                 return [error]
-            return [(await self._errors_of([each]))[0] for each in changes]
-        return [None] * len(changes)
+            return [(await self._outcomes_of([each]))[0] for each in changes]
 
     # One response
 
@@ -319,7 +316,7 @@ class KeptResponses:
         try:
             await asyncio.to_thread(_create, path, head)
             await self._write(partial(self._catalog.add_response, stored, self._clock()))
-            running.log = AnswerLog(path, self._writer, len(head))
+            running.log = AnswerLog(path, self._writer, len(head), content=head)
         except Exception:
             path.unlink(missing_ok=True)
             raise
@@ -352,16 +349,15 @@ class KeptResponses:
         with suppress(Unavailable):  # the storage is broken; the file keeps its whole records
             await log.flush()
         write = partial(self._write_end, running.new.response_id, end, log.num_bytes, log)
-        await self._until_stored(write, running.new.response_id)
-        # The answer may have ended in another way a moment ago.
-        read = partial(self._catalog.continued_response, running.new.owner, running.new.response_id)
-        stored = await self._until_stored(partial(self._thread.run, read), running.new.response_id)
-        self._leave(running, _decode_end(stored.end))
+        self._leave(running, await self._until_stored(write, running.new.response_id))
 
-    async def _write_end(self, response_id: str, end: AnswerEnd, num_bytes: int, log: AnswerLog | None = None) -> None:
+    async def _write_end(
+        self, response_id: str, end: AnswerEnd, num_bytes: int, log: AnswerLog | None = None
+    ) -> AnswerEnd:
+        """See `Catalog.end_response`."""
         if log is not None:
             await asyncio.to_thread(log.sync)
-        await self._write(partial(self._catalog.end_response, response_id, end, num_bytes))
+        return await self._write(partial(self._catalog.end_response, response_id, end, num_bytes))
 
     async def _until_stored(self, store: Callable[[], Awaitable[T]], response_id: str) -> T:
         """Call `store` until the storage accepts the change, and return its result. Raises Superseded."""

@@ -39,6 +39,7 @@ from app.errors import (
     described,
     traceback_of,
 )
+from app.jobs.answer_log import Take
 from app.jobs.batch_runner import BatchRunner
 from app.jobs.catalog import Catalog, Superseded
 from app.jobs.executors import FleetExecution
@@ -410,12 +411,20 @@ class LocalBatchService(BatchService):
         await self._translated(self._opened_now().responses.create(new))
 
     async def follow_response(
-        self, owner: str, response_id: str, offset: int = 0, *, waits: bool = True, is_continued: bool = False
+        self,
+        owner: str,
+        response_id: str,
+        offset: int = 0,
+        *,
+        waits: bool = True,
+        is_continued: bool = False,
+        take: Take | None = None,
     ) -> AsyncGenerator[AnswerPart, None]:
+        """See `BatchService`. `take` gets bytes of a growing answer in place of a part, see `AnswerLog.parts`."""
         follow = self._opened_now().responses.follow
         try:
             async with aclosing(
-                await follow(owner, response_id, offset, waits=waits, is_continued=is_continued)
+                await follow(owner, response_id, offset, waits=waits, is_continued=is_continued, take=take)
             ) as parts:
                 async for part in parts:
                     yield part

@@ -13,10 +13,15 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from contextvars import Context
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
+from typing import TYPE_CHECKING
 
-from app.batches import AnswerPart, BatchService
+from app.batches import AnswerEnd, AnswerPart
 from app.errors import CarouselError, Failure, Unavailable, traceback_of
+
+if TYPE_CHECKING:
+    from app.jobs.local_service import LocalBatchService
 
 WINDOW_BYTES = 512 * 1024  # of one answer, sent and not taken by its reader
 MAX_MESSAGE_BYTES = 1024 * 1024  # Serve's calls carry 4 MiB at most
@@ -42,14 +47,15 @@ class FeedChange:
     closed: list[int] = field(default_factory=list)
 
 
-# A part for a reader, or the end of its parts: with the error that ended them, or None.
-FeedItem = tuple[int, AnswerPart | None, CarouselError | None]
+# For one reader: the next bytes of its answer, or the end of them: how the answer has ended, the error that ended the
+# reading, or None. There is an item for each token, so its values are plain: they take little time to pickle.
+FeedItem = tuple[int, bytes | AnswerEnd | CarouselError | None]
 
 
 class Feed:
     """The end of one stream in the process of batches."""
 
-    def __init__(self, service: BatchService) -> None:
+    def __init__(self, service: LocalBatchService) -> None:
         self._service = service
         self._readers: dict[int, _Sending] = {}
         self._items: deque[FeedItem] = deque()
@@ -84,13 +90,14 @@ class Feed:
         num_bytes = 0
         while self._items and num_bytes < MAX_MESSAGE_BYTES - WINDOW_BYTES:
             message.append(self._items.popleft())
-            part = message[-1][1]
-            num_bytes += 0 if part is None else len(part.data)
+            content = message[-1][1]
+            num_bytes += len(content) if isinstance(content, bytes) else 0
         return message
 
     async def _read(self, reader_id: int, wanted: WantedAnswer) -> None:
-        error: CarouselError | None = None
+        end: AnswerEnd | CarouselError | None = None
         reader = self._readers[reader_id]
+        take = partial(self._take, reader_id, reader)
         try:
             parts = self._service.follow_response(
                 wanted.owner,
@@ -98,21 +105,31 @@ class Feed:
                 wanted.offset,
                 waits=wanted.waits,
                 is_continued=wanted.is_continued,
+                take=take,
             )
             async with aclosing(parts):
                 async for part in parts:
-                    self._put(reader_id, part, None)
-                    if reader.sent(len(part.data)):
+                    while not take(part.data):
                         await reader.room()
+                    end = part.end
         except CarouselError as raised:
-            error = raised
+            end = raised
         except Exception as raised:
-            error = Failure(f"an answer could not be read: {traceback_of(raised)}")
-        self._put(reader_id, None, error)
+            end = Failure(f"an answer could not be read: {traceback_of(raised)}")
+        self._put((reader_id, end))
         self._readers.pop(reader_id, None)
 
-    def _put(self, reader_id: int, part: AnswerPart | None, error: CarouselError | None) -> None:
-        self._items.append((reader_id, part, error))
+    def _take(self, reader_id: int, reader: _Sending, data: bytes) -> bool:
+        """Send bytes to a reader. Returns False where its window is full."""
+        if reader.is_full:
+            return False
+        if data:
+            reader.num_bytes += len(data)
+            self._put((reader_id, data))
+        return True
+
+    def _put(self, item: FeedItem) -> None:
+        self._items.append(item)
         if self._wanted is not None and not self._wanted.done():
             self._wanted.set_result(None)
 
@@ -122,23 +139,22 @@ class _Sending:
 
     def __init__(self, task: asyncio.Task[None]) -> None:
         self.task = task
-        self._num_bytes = 0
+        self.num_bytes = 0
         self._room: asyncio.Future[None] | None = None
 
-    def sent(self, num_bytes: int) -> bool:
-        """Count bytes that were sent. Returns whether more than the window is on its way."""
-        self._num_bytes += num_bytes
-        return self._num_bytes > WINDOW_BYTES
+    @property
+    def is_full(self) -> bool:
+        """Whether more than the window is on its way."""
+        return self.num_bytes > WINDOW_BYTES
 
     async def room(self) -> None:
-        """Wait until no more than the window is on its way."""
-        while self._num_bytes > WINDOW_BYTES:
-            self._room = asyncio.get_running_loop().create_future()
-            await self._room
+        """Wait until the reader has taken something."""
+        self._room = asyncio.get_running_loop().create_future()
+        await self._room
 
     def note_taken(self, num_bytes: int) -> None:
         """Count bytes that the reader has taken."""
-        self._num_bytes -= num_bytes
+        self.num_bytes -= num_bytes
         if self._room is not None and not self._room.done():
             self._room.set_result(None)
 
@@ -188,10 +204,10 @@ class Following:
         try:
             async for message in self._open_stream(stream_id):
                 self._is_there.set()
-                for reader_id, part, ended_by in message:
+                for reader_id, content in message:
                     reader = self._readers.get(reader_id)
                     if reader is not None:
-                        reader.put(part, ended_by)
+                        reader.put(content)
         except CarouselError as raised:
             error = raised
         finally:
@@ -199,7 +215,7 @@ class Following:
             self._is_there.clear()
             self._change = FeedChange()
             for reader in self._readers.values():
-                reader.put(None, error)
+                reader.put(error)
 
     def _tell(self) -> None:
         if self._sending is None:
@@ -217,40 +233,42 @@ class Following:
                         await self._send_change(self._stream_id, change)
                 except CarouselError as error:
                     for reader_id in change.opened.keys() & self._readers.keys():
-                        self._readers[reader_id].put(None, error)
+                        self._readers[reader_id].put(error)
         finally:
             self._sending = None
 
 
 class _Receiving:
-    """The parts for one reader that it has not taken yet."""
+    """The bytes for one reader that it has not taken yet."""
 
     def __init__(self) -> None:
         self.has_ended = False  # the process of batches sends nothing more
-        self._parts: deque[AnswerPart] = deque()
-        self._error: CarouselError | None = None
+        self._data: list[bytes] = []
+        self._end: AnswerEnd | CarouselError | None = None
         self._news: asyncio.Future[None] | None = None
         self._num_untold = 0
 
-    def put(self, part: AnswerPart | None, error: CarouselError | None) -> None:
-        """A part has come, or the end of the parts."""
-        if part is None:
-            self.has_ended, self._error = True, self._error or error
-        else:
-            self._parts.append(part)
+    def put(self, content: bytes | AnswerEnd | CarouselError | None) -> None:
+        """Bytes have come, or the end of them."""
+        if isinstance(content, bytes):
+            self._data.append(content)
+        elif not self.has_ended:
+            self.has_ended, self._end = True, content
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
 
     async def next(self) -> AnswerPart | None:
-        """The next part; None at the end. Raises the error that ended them."""
-        while not self._parts:
-            if self.has_ended:
-                if self._error is not None:
-                    raise self._error
-                return None
+        """All that has come since the last call; None at the end. Raises the error that ended it."""
+        if not self._data and not self.has_ended:
             self._news = asyncio.get_running_loop().create_future()
             await self._news
-        return self._parts.popleft()
+        if self._data:
+            data, self._data = b"".join(self._data), []
+            return AnswerPart(data)
+        end, self._end = self._end, None
+        if isinstance(end, CarouselError):
+            raise end
+        return None if end is None else AnswerPart(b"", end)
 
     def take(self, num_bytes: int) -> int:
         """Count bytes that were taken. Returns the number to report, or 0 while the report can wait."""

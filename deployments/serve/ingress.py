@@ -133,7 +133,9 @@ class _RemoteService:
         return self._following.follow(WantedAnswer(owner, response_id, offset, waits, is_continued))
 
     async def _open_feed(self, stream_id: str) -> AsyncGenerator[list[FeedItem], None]:
-        messages = detached_call(self._handle.options(stream=True).feed.remote, stream_id)
+        messages = detached_call(
+            self._handle.options(stream=True, response_serialization="pickle").feed.remote, stream_id
+        )
         try:
             async for message in messages:
                 yield message

@@ -19,7 +19,7 @@ import pytest
 from msgspec import structs
 
 from app.api.stored_answers import StoredEvents
-from app.batches import AnswerPart, BatchLimits
+from app.batches import AnswerEnd, AnswerPart, BatchLimits
 from app.engine.request import Request, TokenDelta, TokenLogprobs
 from app.errors import Overloaded, Unavailable
 from app.jobs.catalog import Catalog
@@ -504,10 +504,10 @@ async def test_its_end_waits_for_the_storage(
     failures = [OSError(errno.ENOSPC, "full"), sqlite3.OperationalError("disk I/O error")]
     together = Catalog.together
 
-    def failing(catalog: Catalog, changes: Sequence[Any]) -> None:
+    def failing(catalog: Catalog, changes: Sequence[Any]) -> list[Any]:
         if gate.requests and failures:
             raise failures.pop()
-        together(catalog, changes)
+        return together(catalog, changes)
 
     monkeypatch.setattr(Catalog, "together", failing)
     gate = Gated(tokenizer)
@@ -697,10 +697,11 @@ async def test_one_that_has_just_ended_cannot_be_cancelled(
     gate, is_ending, may_return = Gated(tokenizer), threading.Event(), threading.Event()
     end_response = Catalog.end_response
 
-    def slowly(catalog: Catalog, response_id: str, *arguments: Any) -> None:
-        end_response(catalog, response_id, *arguments)
+    def slowly(catalog: Catalog, response_id: str, *arguments: Any) -> AnswerEnd:
+        end = end_response(catalog, response_id, *arguments)
         is_ending.set()
         may_return.wait(60)
+        return end
 
     monkeypatch.setattr(Catalog, "end_response", slowly)
     async with served(kept_by(tokenizer, gate), tmp_path) as app:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,34 @@ async def test_readers_get_everything_in_order_wherever_they_begin(tmp_path: Pat
     for reader, offset in zip(readers, (0, 2, 4, 704), strict=True):
         assert await reader == (whole[offset:], END)
     assert (tmp_path / "a").read_bytes() == whole
+
+
+async def test_what_a_reader_takes_and_its_parts_are_the_whole_answer_in_order(tmp_path: Path) -> None:
+    log = a_log(tmp_path / "a", b"head", LogWriter(clock=lambda: 0.0))  # no thread writes
+    source, got, num_parts = random.Random(1), bytearray(), 0
+
+    def take(data: bytes) -> bool:
+        takes = source.random() < 0.8
+        got.extend(data if takes else b"")
+        return takes
+
+    async def read_on() -> None:
+        nonlocal num_parts
+        async for part in log.parts(4, waits=True, take=take):
+            got.extend(part.data)
+            num_parts += 1
+
+    reading = asyncio.create_task(read_on())
+    pieces = [bytes([number]) * source.randrange(1, 400) for number in range(200)]
+    for piece in pieces:
+        await log.append(piece)
+        for _ in range(source.randrange(4)):
+            await asyncio.sleep(0)
+    await log.flush()
+    log.close(END)
+    await reading
+    assert bytes(got) == b"".join(pieces)
+    assert 20 < num_parts < len(pieces) / 2, "some are taken, some are parts"
 
 
 async def test_a_reader_that_does_not_wait_gets_no_end_before_there_is_one(tmp_path: Path) -> None:
@@ -165,3 +194,10 @@ async def test_a_reader_that_is_cancelled_disturbs_no_other(tmp_path: Path) -> N
     await log.flush()
     log.close(END)
     assert await staying == (b"x", END)
+
+
+async def test_a_short_answer_is_read_from_memory(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"head")
+    log = AnswerLog(tmp_path / "a", LogWriter(), 4, content=b"head")
+    (tmp_path / "a").unlink()
+    assert await read(log, 1, waits=False) == (b"ead", None)

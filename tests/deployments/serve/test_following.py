@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from contextvars import ContextVar
 from typing import Any, cast
 
 import pytest
 
-from app.batches import AnswerEnd, AnswerPart, BatchService
+from app.batches import AnswerEnd, AnswerPart
 from app.errors import NotFound, Unavailable
+from app.jobs.local_service import LocalBatchService
 from deployments.serve.following import (
     MAX_MESSAGE_BYTES,
     WINDOW_BYTES,
@@ -29,7 +30,10 @@ caller: ContextVar[str] = ContextVar("caller", default="nobody")
 
 
 class Answers:
-    """The service: the content of each answer by its id, given in pieces of 100 bytes or of its own size."""
+    """The service: the content of each answer by its id, in pieces of 100 bytes or of `piece_bytes`.
+
+    It has every second piece taken, where it is; the others come as parts.
+    """
 
     def __init__(self, **contents: bytes | Exception) -> None:
         self.contents = contents
@@ -38,17 +42,26 @@ class Answers:
         self.open: set[str] = set()
 
     async def follow_response(
-        self, owner: str, response_id: str, offset: int, *, waits: bool, is_continued: bool
+        self,
+        owner: str,
+        response_id: str,
+        offset: int,
+        *,
+        waits: bool,
+        is_continued: bool,
+        take: Callable[[bytes], bool],
     ) -> AsyncIterator[AnswerPart]:
         content = self.contents[response_id]
         self.open.add(response_id)
         try:
             if isinstance(content, Exception):
                 raise content
-            for at in range(offset, len(content), self.piece_bytes):
+            for number, at in enumerate(range(offset, len(content), self.piece_bytes)):
                 await asyncio.sleep(0)
                 self.num_given[response_id] = self.num_given.get(response_id, 0) + self.piece_bytes
-                yield AnswerPart(content[at : at + self.piece_bytes])
+                piece = content[at : at + self.piece_bytes]
+                if number % 2 == 0 or not take(piece):
+                    yield AnswerPart(piece)
             if response_id == "endless":
                 await asyncio.Event().wait()
             yield AnswerPart(b"", END)
@@ -72,7 +85,7 @@ class Line:
         self.contexts.add(caller.get())
         if self.is_broken:
             raise Unavailable("the process is gone")
-        self._feed = Feed(cast(BatchService, self.answers))
+        self._feed = Feed(cast(LocalBatchService, self.answers))
         async with aclosing(self._feed.messages()) as messages:
             while not self._broken.is_set():
                 message = asyncio.ensure_future(anext(messages))
@@ -84,7 +97,9 @@ class Line:
                     with suppress(asyncio.CancelledError):
                         await message
                     break
-                self.largest = max(self.largest, sum(len(part.data) for _, part, _ in message.result() if part))
+                self.largest = max(
+                    self.largest, sum(len(each) for _, each in message.result() if isinstance(each, bytes))
+                )
                 yield message.result()
         raise Unavailable("the process is gone")
 
