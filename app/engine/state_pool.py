@@ -42,7 +42,8 @@ class SequenceStates:
     current: int = NO_STATE  # the state behind all computed tokens, in an own slot or in a snapshot
     branch_tokens: int = 0  # cached keys and values reach so far, and no snapshot does
     new: list[tuple[int, int]] = field(default_factory=list)  # of the step under way: tokens of the sequence, and slot
-    latest: Prefix | None = None  # the snapshot that was made last while the sequence generated
+    latest: Prefix | None = None  # the snapshot that was made last, at no branch
+    has_generated: bool = False  # whether `latest` was made while the sequence generated
 
     @property
     def next(self) -> int:
@@ -128,7 +129,7 @@ class StatePool:
         """A step has succeeded: it has computed all tokens up to `end`.
 
         find: the prefix of so many tokens. Its block is cached.
-        generates: whether the new snapshots take the place of those that the sequence has made before.
+        generates: whether the step computed a token that the sequence has generated.
         """
         last = states.next
         if states.new and states.new[-1][0] == end:
@@ -141,8 +142,8 @@ class StatePool:
             if prefix.is_held and prefix not in self._snapshots:
                 self._snapshots[prefix] = slot
                 self._note(prefix, True)
-                if generates:
-                    self._replace(states, prefix)
+                if num_tokens != states.branch_tokens:
+                    self._supersede(states, prefix, generates=generates)
             elif slot != last:
                 self._blank.append(slot)
         states.new.clear()
@@ -162,10 +163,19 @@ class StatePool:
             if slot not in self._num_readers:
                 self._blank.append(slot)
 
-    def _replace(self, states: SequenceStates, prefix: Prefix) -> None:
-        before, states.latest = states.latest, prefix
-        if before is not None and self._snapshots.get(before) not in self._num_readers:
+    def _supersede(self, states: SequenceStates, prefix: Prefix, *, generates: bool) -> None:
+        """A conversation goes on from its end, so the snapshot that the sequence has made before makes room first.
+
+        Of an answer only the last snapshot stays.
+        """
+        before, had_generated = states.latest, states.has_generated
+        states.latest, states.has_generated = prefix, generates
+        if before is None or before not in self._snapshots or self._snapshots[before] in self._num_readers:
+            return
+        if had_generated:
             self.forget(before)
+        else:
+            self._snapshots.move_to_end(before, last=False)
 
     def _take(self) -> int | None:
         """A slot with nothing in it; None: sequences have them all."""

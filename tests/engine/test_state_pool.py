@@ -91,6 +91,24 @@ def test_a_sequence_that_generates_keeps_its_latest_snapshot() -> None:
     assert [states.has_snapshot(each) for each in found] == [True, False, True]
 
 
+def test_the_end_of_a_conversation_stays_longer_than_its_beginning() -> None:
+    blocks, states = pool_of(6)
+    found, other = prefixes(blocks, 2), prefixes(blocks, 1, first_token=100)
+    for prefix, end in ((found[0], 4), (other[0], 4), (found[1], 8)):
+        sequence = states.begin(found[0] if end == 8 else None)
+        states.path(sequence, end - 4, end, [end])
+        states.advance(sequence, end, lambda _, prefix=prefix: prefix, generates=False)  # type: ignore[misc]
+        states.end(sequence)
+    sequence = states.begin(None)
+    states.path(sequence, 0, 8, [4, 8])
+    third = prefixes(blocks, 2, first_token=200)
+    states.advance(sequence, 8, lambda number: third[number // 4 - 1], generates=False)
+    states.end(sequence)
+    states.begin(None)
+    states.begin(None)
+    assert [states.has_snapshot(each) for each in (*found, *other, *third)] == [False, True, False, False, True]
+
+
 def test_prefixes_up_to_a_snapshot_count_as_held() -> None:
     blocks, states = pool_of(5)
     held: list[tuple[int, bool]] = []
