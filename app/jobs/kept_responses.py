@@ -276,7 +276,7 @@ class KeptResponses:
         while True:
             num_new = 0
             try:
-                async with self._answer(new, partial(self._read_own, new.owner)) as answer:
+                async with self._answer(new, partial(self._read_turn, running)) as answer:
                     if accepted is not None and not accepted.done():
                         await self._accept(running, answer)
                         accepted.set_result(None)
@@ -331,9 +331,12 @@ class KeptResponses:
                 else:
                     yield content
 
-    async def _read_own(self, owner: str, response_id: str, is_continued: bool) -> AsyncGenerator[AnswerPart, None]:
-        """See `ReadAnswer`."""
-        async for part in self._stored_parts(await self._found(owner, response_id, is_continued), 0):
+    async def _read_turn(
+        self, running: _Running, response_id: str, is_continued: bool
+    ) -> AsyncGenerator[AnswerPart, None]:
+        """See `ReadAnswer`. An accepted answer continues a response that may be deleted or expired since."""
+        stored = await self._found(running.new.owner, response_id, is_continued or running.log is not None)
+        async for part in self._stored_parts(stored, 0):
             yield part
 
     async def _found(self, owner: str, response_id: str, is_continued: bool) -> StoredResponse:

@@ -600,6 +600,28 @@ async def test_a_conversation_outlives_the_responses_that_it_goes_through(tokeni
         assert not list((tmp_path / "responses").iterdir())
 
 
+@pytest.mark.parametrize("goes_by", ["DELETE", "expiry"])
+async def test_an_accepted_response_outlives_the_one_that_it_continues(
+    tokenizer: Tokenizer, tmp_path: Path, goes_by: str
+) -> None:
+    gate = Gated(tokenizer)
+    gate.open()
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        first = await begin(app, input="one")
+        gate.refusals = [Overloaded("full", retry_after_s=0.001)] * 10_000
+        second = await begin(app, input="two", previous_response_id=first["id"], background=True)
+        if goes_by == "DELETE":
+            assert (await ask(app, "DELETE", f"/v1/responses/{first['id']}")).status == 200
+            gate.refusals.clear()  # the next attempt is made behind the deletion
+            assert (await ended(app, second["id"]))["status"] == "completed"
+            return
+    with closing(sqlite3.connect(tmp_path / "batches.sqlite3")) as connection, connection:
+        connection.execute("UPDATE answers SET expires_at = 1 WHERE id = ?", (first["id"],))
+    gate.refusals.clear()
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        assert (await ended(app, second["id"]))["status"] == "completed"
+
+
 async def test_items_are_listed_over_all_turns(tokenizer: Tokenizer, tmp_path: Path) -> None:
     gate = Gated(tokenizer)
     gate.open()
