@@ -320,12 +320,21 @@ class StoredEvents:
         self._writer: ResponseBuilder | ChunkWriter | None = None
         self._name = b""
         self._is_inside = False  # an event
+        self._is_open = False  # the headers were sent before the first event
+
+    def open(self) -> bool:
+        """Note that the headers are sent now, so that no error can have a status of its own. Returns True."""
+        self._is_open = True
+        return True
 
     def of(self, part: AnswerPart, *, after: int) -> Iterator[bytes]:
         """The events with a number above `after` that this part adds, in pieces. Some pieces are empty.
 
-        Take all of them before the next call. Raises what `AnswerReader.deltas` raises.
+        Take all of them before the next call. Raises what `AnswerReader.deltas` raises; once the stream is open, a
+        refusal is an event instead.
         """
+        if self._is_open and part.end is not None and part.end.status == "refused":
+            part = part._replace(end=msgspec.structs.replace(part.end, status="failed"))
         for delta in self.reader.deltas(part):
             yield b""
             for piece in self._made().write(delta):

@@ -54,6 +54,7 @@ class _Running:
 
     new: NewResponse
     log: AnswerLog | None = None  # once it is accepted
+    has_counted: bool = False  # this attempt, in the catalog
     task: asyncio.Task[None] | None = None
 
 
@@ -91,7 +92,9 @@ class KeptResponses:
         self._tasks: set[asyncio.Task[None]] = set()  # of running answers, and of refused ones that are being deleted
         self._changes: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
         self._writing: asyncio.Task[None] | None = None  # while there are changes
-        self._refusals: dict[str, AnswerEnd] = {}  # of responses that never began, for their clients
+        # Of responses that never began, for their clients, by owner and id.
+        self._refusals: dict[tuple[str, str], AnswerEnd] = {}
+        self._closing = asyncio.Event()
 
     async def resume(self) -> None:
         """Continue the answers that have not ended, and remove files that belong to no answer."""
@@ -103,24 +106,31 @@ class KeptResponses:
             self._start(running, self._continue(running, stored.num_attempts))
 
     async def close(self) -> None:
-        """Stop. Answers that have not ended are continued when the folder is opened again."""
+        """Stop. Answers that have not ended are continued when the folder is opened again.
+
+        Calls that are under way end too. One that waits for the storage raises Unavailable.
+        """
+        self._closing.set()
         tasks = [*self._tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for running in self._running.values():
             if running.log is not None:
-                running.log.close(failure=Unavailable("the process of batches ends; read on from the next one"))
+                running.log.close(failure=_ends())
         await self._writer.close()
         if self._writing is not None:
             await self._writing
+        counted = [response_id for response_id, running in self._running.items() if running.has_counted]
+        uncount = partial(self._catalog.count_response_attempt, by=-1)
         with suppress(*STORAGE_FAILURES):  # then this end counts as a death
-            for response_id in self._running:
-                await self._thread.run(self._catalog.count_response_attempt, response_id, by=-1)
+            await self._thread.run(self._catalog.together, [partial(uncount, each) for each in counted])
 
     async def create(self, new: NewResponse) -> None:
         """Begin a response. Raises what its body would be refused with, and Overloaded."""
         await self._admit(new.owner, len(new.body), self._owners)
+        if self._closing.is_set():
+            raise _ends()
         running = _Running(msgspec.structs.replace(new, created_at=int(self._clock())))
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._start(running, self._begin(running, accepted))
@@ -134,9 +144,12 @@ class KeptResponses:
         if running is not None:
             assert running.log is not None, "it is accepted"
             return running.log.parts(offset, waits=waits, take=take)
-        if response_id in self._refusals:
-            return _only(AnswerPart(b"", self._refusals[response_id]))
-        return self._stored_parts(await self._found(owner, response_id, is_continued), offset)
+        if (owner, response_id) in self._refusals:
+            return _only(AnswerPart(b"", self._refusals[owner, response_id]))
+        stored = await self._found(owner, response_id, is_continued)
+        if not stored.end:
+            raise Unavailable("the server cannot finish this answer now; its log has the reason; read it again later")
+        return self._stored_parts(stored, offset)
 
     async def _stored_parts(self, stored: StoredResponse, offset: int) -> AsyncGenerator[AnswerPart, None]:
         async for piece in pieces_of(self._folder / stored.id, offset):
@@ -161,8 +174,10 @@ class KeptResponses:
         await self._stored(owner, response_id)
         if running is not None:
             await self._stop(running)
+            await self._until_stored(partial(self._forget, [response_id]), response_id)
             self._leave(running, failure=NotFound(f"the response {response_id!r} was deleted"))
-        await self._forget([response_id])
+        else:
+            await self._forget([response_id])
 
     async def remove_expired(self) -> None:
         """Delete the responses that have expired."""
@@ -258,6 +273,7 @@ class KeptResponses:
             return
         count = partial(self._thread.run, self._catalog.count_response_attempt, path.name)
         await self._until_stored(count, path.name)
+        running.has_counted = True
         await self._end(running, await self._generate(running, None))
 
     async def _open(self, running: _Running, path: Path) -> None:
@@ -311,12 +327,15 @@ class KeptResponses:
             expires_at=None if self._keep_s is None else new.created_at + self._keep_s,
             status="queued" if new.may_wait else "in_progress",
             previous=new.previous,
+            num_attempts=1,
             num_bytes=len(head),
         )
         try:
             await asyncio.to_thread(_create, path, head)
+            # Before the row, which nothing would end without a log.
+            log = AnswerLog(path, self._writer, len(head), content=head)
             await self._write(partial(self._catalog.add_response, stored, self._clock()))
-            running.log = AnswerLog(path, self._writer, len(head), content=head)
+            running.log, running.has_counted = log, True
         except Exception:
             path.unlink(missing_ok=True)
             raise
@@ -363,7 +382,10 @@ class KeptResponses:
         return await self._write(partial(self._catalog.end_response, response_id, end, num_bytes))
 
     async def _until_stored(self, store: Callable[[], Awaitable[T]], response_id: str) -> T:
-        """Call `store` until the storage accepts the change, and return its result. Raises Superseded."""
+        """Call `store` until the storage accepts the change, and return its result.
+
+        Raises Superseded, and Unavailable when this process ends before.
+        """
         while True:
             try:
                 return await store()
@@ -373,7 +395,11 @@ class KeptResponses:
                 logger.error(
                     "response %s cannot be stored: %s; trying again in %.0f s", response_id, error, STORAGE_PAUSE_S
                 )
-            await asyncio.sleep(STORAGE_PAUSE_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STORAGE_PAUSE_S):
+                    await self._closing.wait()
+            if self._closing.is_set():
+                raise _ends()
 
     async def _stop(self, running: _Running) -> None:
         if running.task is not None:
@@ -386,9 +412,9 @@ class KeptResponses:
             running.log.close(end, failure)
 
     def _refuse(self, running: _Running, error: Exception) -> AnswerEnd:
-        response_id = running.new.response_id
-        refusal = self._refusals[response_id] = _ended_by(error, response_id, "refused")
-        asyncio.get_running_loop().call_later(REFUSAL_KEPT_S, self._refusals.pop, response_id, None)
+        owner, response_id = running.new.owner, running.new.response_id
+        refusal = self._refusals[owner, response_id] = _ended_by(error, response_id, "refused")
+        asyncio.get_running_loop().call_later(REFUSAL_KEPT_S, self._refusals.pop, (owner, response_id), None)
         return refusal
 
     def _of(self, owner: str, response_id: str) -> _Running | None:
@@ -412,6 +438,10 @@ def _ended_by(error: Exception, response_id: str, status: str = "failed") -> Ans
         logger.error("response %s failed: %s", response_id, traceback_of(error))
         error = Failure("the server failed on it; its log has the reason")
     return AnswerEnd(status, error.to_plain())
+
+
+def _ends() -> Unavailable:
+    return Unavailable("the process of batches ends; ask the next one")
 
 
 async def _only(part: AnswerPart) -> AsyncGenerator[AnswerPart, None]:
