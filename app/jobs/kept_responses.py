@@ -181,7 +181,10 @@ class KeptResponses:
 
     async def remove_expired(self) -> None:
         """Delete the responses that have expired."""
-        await self._forget(await self._thread.run(self._catalog.expired_response_ids, self._clock()))
+        expired = await self._thread.run(self._catalog.expired_response_ids, self._clock())
+        at_once = 100  # in one transaction: others wait for the catalog's thread
+        for at in range(0, len(expired), at_once):
+            await self._forget(expired[at : at + at_once])
 
     async def _forget(self, response_ids: Sequence[str]) -> None:
         for unused in await self._thread.run(self._catalog.remove_responses, response_ids):

@@ -25,7 +25,7 @@ from app.api.http.sse import HEARTBEAT
 from app.api.prepared_request import RequestLimits
 from app.api.stored_answers import StoredEvents
 from app.batches import AnswerEnd, AnswerPart, BatchLimits
-from app.engine.request import Request, TokenDelta, TokenLogprobs
+from app.engine.request import Queued, Request, TokenDelta, TokenLogprobs
 from app.errors import Overloaded, Unavailable
 from app.jobs.catalog import Catalog
 from app.jobs.local_service import LocalBatchService
@@ -801,11 +801,22 @@ async def test_the_answer_names_the_fields_that_had_no_effect(
 ) -> None:
     gate = Gated(tokenizer)
     gate.open()
-    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+
+    async def generate(request: Request) -> AsyncIterator[TokenDelta]:
+        # As a replica does that has dropped a keyword of a schema, before the first token.
+        queued = Queued(position=0, estimated_wait_s=0.0)
+        yield TokenDelta(request.request_id, (), queued=queued, ignored=("tools.f.not",))
+        async for each in gate(request):
+            yield each
+
+    async with served(Service(tokenizer, generate=generate), tmp_path) as app:
         body: dict[str, Any] = {"input": "Hi", "store": True, "stream": stream, "keep_alive": "5m"}
         body["reasoning"] = {"effort": "low"}  # to a model that marks no reasoning
         answer = await ask(app, "POST", "/v1/responses", body)
-        assert answer.headers["x-carousel-ignored"] == "keep_alive, reasoning.effort"
+        assert answer.headers["x-carousel-ignored"] == "keep_alive, reasoning.effort, tools.f.not"
+        [file] = (tmp_path / "responses").iterdir()
+        again = await ask(app, "GET", f"/v1/responses/{file.name}")
+        assert again.headers["x-carousel-ignored"] == "keep_alive, reasoning.effort, tools.f.not"
 
 
 async def test_a_token_takes_little_more_than_its_text_on_the_disk(tokenizer: Tokenizer, tmp_path: Path) -> None:
