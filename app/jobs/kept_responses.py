@@ -36,12 +36,14 @@ from app.jobs.answer_log import AnswerLog, LogWriter, Take, create_file, pieces_
 from app.jobs.backlog import MAX_DEATHS
 from app.jobs.catalog import Catalog, Superseded
 from app.jobs.job import StoredResponse
+from app.jobs.space import MIN_CHARGED_BYTES
 from app.records import RecordReader, record, whole_bytes
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 RETRY_S = 1.0  # after a refusal that names no time
+LOOK_EVERY_BYTES = 256 * 1024  # of an answer: then there is a look for room
 REFUSAL_KEPT_S = 60.0  # for the client that waits for the response
 _encode = msgspec.msgpack.Encoder().encode
 _decode_new = msgspec.msgpack.Decoder(NewResponse).decode
@@ -55,6 +57,7 @@ class _Running:
     new: NewResponse
     log: AnswerLog | None = None  # once it is accepted
     has_counted: bool = False  # this attempt, in the catalog
+    num_charged: int = MIN_CHARGED_BYTES  # bytes of its file that the catalog counts until it ends
     task: asyncio.Task[None] | None = None
 
 
@@ -69,6 +72,7 @@ class KeptResponses:
         answer: AnswerKept,
         *,
         admit: Callable[[str, int, Callable[[], Counter[str]]], Awaitable[None]],
+        shortage: Callable[[str], Awaitable[str | None]],
         clock: Callable[[], float],
         keep_s: int | None,
         wait_s: float,
@@ -76,14 +80,16 @@ class KeptResponses:
         """`folder` has the files, `thread` is the catalog's.
 
         `admit` raises when an owner has no space left for that many bytes, or has too many running answers; its last
-        argument counts the running answers of each owner. An answer waits for room for at most `wait_s`. It is deleted
-        after `keep_s`.
+        argument counts the running answers of each owner. `shortage` is asked while an answer grows: it says why the
+        disk can take no more now, or None, and raises when the owner has no space left. An answer waits for room on a
+        replica for at most `wait_s`. It is deleted after `keep_s`.
         """
         self._folder = folder
         self._catalog = catalog
         self._answer = answer
         self._thread = thread
         self._admit = admit
+        self._shortage = shortage
         self._clock = clock
         self._keep_s = keep_s
         self._wait_s = wait_s
@@ -103,6 +109,7 @@ class KeptResponses:
         await asyncio.to_thread(_sweep, self._folder, known)
         for stored in unended:
             running = _Running(NewResponse(owner=stored.owner, body=b"", request_id="", response_id=stored.id))
+            running.num_charged = max(stored.num_bytes, MIN_CHARGED_BYTES)
             self._start(running, self._continue(running, stored.num_attempts))
 
     async def close(self) -> None:
@@ -125,6 +132,14 @@ class KeptResponses:
         uncount = partial(self._catalog.count_response_attempt, by=-1)
         with suppress(*STORAGE_FAILURES):  # then this end counts as a death
             await self._thread.run(self._catalog.together, [partial(uncount, each) for each in counted])
+
+    def growing_bytes(self) -> Counter[str]:
+        """Bytes of running answers that the catalog does not count yet, by owner."""
+        grown: Counter[str] = Counter()
+        for running in self._running.values():
+            if running.log is not None:
+                grown[running.new.owner] += max(0, running.log.num_bytes - running.num_charged)
+        return grown
 
     async def create(self, new: NewResponse) -> None:
         """Begin a response. Raises what its body would be refused with, and Overloaded."""
@@ -301,10 +316,15 @@ class KeptResponses:
                         accepted.set_result(None)
                     log = running.log
                     assert log is not None, "it is accepted"
+                    num_bytes = 0  # since the last look for room
                     async with aclosing(answer.records(self._known(log))) as records:
                         async for content in records:
                             num_new += 1
                             await log.append(record(content))
+                            num_bytes += len(content)
+                            if num_bytes >= LOOK_EVERY_BYTES:
+                                num_bytes = 0
+                                await self._room(new)
                     await log.flush()
                 return answer.end()
             except Exception as error:
@@ -315,6 +335,12 @@ class KeptResponses:
                     await asyncio.sleep(retry_s)
                     continue
                 return _ended_by(error, new.response_id)
+
+    async def _room(self, new: NewResponse) -> None:
+        """Wait until the disk has room for more of a running answer. Raises InvalidRequest for a share that is full."""
+        while (shortage := await self._shortage(new.owner)) is not None:
+            logger.warning("response %s waits for room: %s", new.response_id, shortage)
+            await asyncio.sleep(STORAGE_PAUSE_S)
 
     def _may_wait_for(self, seconds: float, new: NewResponse) -> bool:
         return self._clock() + seconds < new.created_at + self._wait_s
@@ -339,6 +365,7 @@ class KeptResponses:
             log = AnswerLog(path, self._writer, len(head), content=head)
             await self._write(partial(self._catalog.add_response, stored, self._clock()))
             running.log, running.has_counted = log, True
+            running.num_charged = max(len(head), MIN_CHARGED_BYTES)
         except Exception:
             path.unlink(missing_ok=True)
             raise

@@ -943,3 +943,26 @@ async def test_a_refusal_is_for_its_own_key(tokenizer: Tokenizer, tmp_path: Path
             assert (await ask(app, "POST", "/v1/responses", body, key=alice)).status == 429
         path = f"/v1/responses/resp_{made.hex}"
         assert [(await ask(app, "GET", path, key=key)).status for key in (alice, bob)] == [429, 404]
+
+
+@pytest.mark.parametrize("status", ["failed", "completed"])
+async def test_a_running_answer_counts_for_its_share_and_leaves_the_reserve_of_the_disk(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str
+) -> None:
+    monkeypatch.setattr("app.jobs.kept_responses.LOOK_EVERY_BYTES", 500)
+    monkeypatch.setattr("app.jobs.kept_responses.STORAGE_PAUSE_S", 0.001)
+    shortages = ["the disk is full"] * 3
+
+    def shortage(*_: object, share_of_reserve: float = 1.0) -> str | None:
+        return shortages.pop() if share_of_reserve < 1 and shortages else None
+
+    monkeypatch.setattr("app.jobs.local_service.shortage_of_disk", shortage)
+    gate = Gated(tokenizer, "3 4 5 6 7 8 9 " * 40)
+    gate.open()
+    max_bytes = 5000 if status == "failed" else 10**6
+    async with served(kept_by(tokenizer, gate), tmp_path, max_total_bytes=max_bytes) as app:
+        response = await ended(app, (await begin(app, background=True))["id"])
+        assert (response["status"], shortages) == (status, [])
+        if status == "failed":
+            assert "files, responses and batches have" in response["error"]["message"]
+            assert (tmp_path / "responses" / response["id"]).stat().st_size < 7000
