@@ -27,6 +27,8 @@ from app.api.output.token_details import TokenDetails
 from app.api.prepared_request import AnswerFacts
 from app.api.schemas.fields import MAX_MESSAGES
 from app.batches import (
+    CHATS_PATH,
+    COMPLETIONS_PATH,
     MAX_REQUEST_BYTES,
     RESPONSES_PATH,
     AnswerEnd,
@@ -40,9 +42,8 @@ from app.json_pieces import Json
 from app.records import RecordReader
 
 # The paths of the endpoints whose answers can be stored, and how their ids begin.
-CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-KEPT_AT = {RESPONSES_PATH: "resp_", CHATS: "chatcmpl-", COMPLETIONS: "cmpl-"}
-_FORMATS: dict[str, Format] = {CHATS: ChatFormat(), COMPLETIONS: CompletionFormat()}
+KEPT_AT = {RESPONSES_PATH: "resp_", CHATS_PATH: "chatcmpl-", COMPLETIONS_PATH: "cmpl-"}
+_FORMATS: dict[str, Format] = {CHATS_PATH: ChatFormat(), COMPLETIONS_PATH: CompletionFormat()}
 _END_OF_EVENT = b"\n\n"
 _encode = msgspec.msgpack.Encoder().encode
 _decode_new = msgspec.msgpack.Decoder(NewResponse).decode
@@ -519,7 +520,9 @@ async def with_history(body: Json, read: ReadAnswer) -> Json:
         turns.append(turn)
         response_id = turn.previous
     history = [item for turn in reversed(turns) for item in (*turn.input, *turn.output)]
-    if response_id is not None:  # the first turn that is left may answer calls that are not
+    if response_id is not None:
+        # Older turns were left out, so the oldest kept turn may begin with results of calls that are gone. Begin at its
+        # first message of the user.
         begin = next((at for at, item in enumerate(history) if item.get("role") == "user"), len(history))
         history = history[begin:]
     return body | {"input": [*history, *own]}

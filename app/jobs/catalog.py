@@ -288,7 +288,7 @@ class Catalog:
         return [StoredResponse(**row) for row in rows]
 
     def count_response_attempt(self, response_id: str, *, by: int = 1) -> None:
-        """Count one more attempt. by=-1 takes it back when the process stops cleanly: that stop counts as no death."""
+        """Count one more attempt. by=-1 takes it back when the process stops cleanly, so that this is not a death."""
         with self._transaction():
             query = "UPDATE answers SET num_attempts = num_attempts + ? WHERE id = ?"
             self._connection.execute(query, (by, response_id))

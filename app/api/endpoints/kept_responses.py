@@ -29,8 +29,6 @@ from app.api.http.sse import EventResponse, WhileConnected
 from app.api.request_context import RequestContext
 from app.api.schemas.parameters import ignored_header
 from app.api.stored_answers import (
-    CHATS,
-    COMPLETIONS,
     KEPT_AT,
     StoredEvents,
     StoredObject,
@@ -40,7 +38,16 @@ from app.api.stored_answers import (
     read_turn,
     with_history,
 )
-from app.batches import RESPONSES_PATH, AnswerPart, BatchService, NewResponse, PageOf, list_object
+from app.batches import (
+    CHATS_PATH,
+    COMPLETIONS_PATH,
+    RESPONSES_PATH,
+    AnswerPart,
+    BatchService,
+    NewResponse,
+    PageOf,
+    list_object,
+)
 from app.errors import InvalidRequest, NotFound, Unavailable
 from app.json_pieces import Json
 
@@ -241,22 +248,22 @@ class KeptResponseRoutes(RouteGroup):
     )
     async def retrieve_chat(self, request: Request) -> Response:
         """One chat, finished or not. Raises NotFound."""
-        return await self._retrieved(request, CHATS)
+        return await self._retrieved(request, CHATS_PATH)
 
     @_retrieval("/v1/completions/{response_id}", "A completion that is kept, or the rest of its events", "Completion")
     async def retrieve_completion(self, request: Request) -> Response:
         """One completion, finished or not. Raises NotFound."""
-        return await self._retrieved(request, COMPLETIONS)
+        return await self._retrieved(request, COMPLETIONS_PATH)
 
     @Operation("delete", "/v1/chat/completions/{response_id}", "Forget a chat", "DeletedChat", OF_A_LIST)
     async def delete_chat(self, request: Request) -> Response:
         """Forget one chat. Raises NotFound."""
-        return await self._deleted(request, CHATS, "chat.completion.deleted")
+        return await self._deleted(request, CHATS_PATH, "chat.completion.deleted")
 
     @Operation("delete", "/v1/completions/{response_id}", "Forget a completion", "DeletedCompletion", OF_A_LIST)
     async def delete_completion(self, request: Request) -> Response:
         """Forget one completion. Raises NotFound."""
-        return await self._deleted(request, COMPLETIONS, "text_completion.deleted")
+        return await self._deleted(request, COMPLETIONS_PATH, "text_completion.deleted")
 
     async def _object(self, owner: str, response_id: str, reservation: Reservation, *, waits: bool) -> Response:
         """The answer as one object; `waits`: once it has ended.
