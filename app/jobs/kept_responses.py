@@ -338,8 +338,11 @@ class KeptResponses:
 
     async def _room(self, new: NewResponse) -> None:
         """Wait until the disk has room for more of a running answer. Raises InvalidRequest for a share that is full."""
+        has_logged = False
         while (shortage := await self._shortage(new.owner)) is not None:
-            logger.warning("response %s waits for room: %s", new.response_id, shortage)
+            if not has_logged:
+                logger.warning("response %s waits for room: %s", new.response_id, shortage)
+            has_logged = True
             await asyncio.sleep(STORAGE_PAUSE_S)
 
     def _may_wait_for(self, seconds: float, new: NewResponse) -> bool:
