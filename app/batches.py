@@ -22,6 +22,7 @@ from app.webhooks.receiver import WebhookReceiver
 # queued, preempted first.
 LOWEST_CLASS: Json = {"service_tier": "flex"}
 RESPONSES_PATH = "/v1/responses"
+CHATS_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
 PIECE_BYTES = 1024 * 1024  # of a file, read, sent or taken at once
 RESPONSE_RUNS = ("queued", "in_progress")  # statuses of a response that has not ended
 # Of one request: a body over HTTP, or a line of a file. Some million tokens of text, which is what one call may have.
@@ -82,7 +83,7 @@ class BatchLimits:
     max_file_bytes: int = 200 * 1024 * 1024  # as OpenAI's batches, as the next one
     max_lines: int = 50_000
     max_line_bytes: int = MAX_REQUEST_BYTES
-    max_responses: int = 1024  # that have not ended: each has a task, and its events in memory
+    max_responses: int = 1024  # that have not ended: each has a task and an open file
     max_batches: int = 64  # that have not ended: each has a task, a journal and some items in memory
     window_s: int = 86_400  # until a batch expires: the `24h` of OpenAI's API
 
@@ -120,7 +121,7 @@ class NewResponse(msgspec.Struct, frozen=True, kw_only=True):
     response_id: str  # its id from now on
     previous: str | None = None  # the id of the response that it continues
     is_streamed: bool = False
-    may_wait: bool = False  # for room: its client has been answered before
+    may_wait: bool = False  # until a replica has room, because its client does not wait for the answer
     created_at: int = 0  # seconds since 1970; 0: now
 
 

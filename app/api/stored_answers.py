@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from io import SEEK_END
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from pydantic_core import from_json
 
 from app.api.endpoints.responses import ResponseBuilder
 from app.api.http.errors import error_body, log_error
-from app.api.output.answer import Answer, ChoiceOutput
+from app.api.output.answer import Answer, ChoiceOutput, GrowingText
 from app.api.output.choices import ChoiceDelta
 from app.api.output.completion_writers import ChatFormat, ChoicesBuilder, ChunkWriter, CompletionFormat, Format
 from app.api.output.response_state import ResponseState
@@ -26,6 +27,8 @@ from app.api.output.token_details import TokenDetails
 from app.api.prepared_request import AnswerFacts
 from app.api.schemas.fields import MAX_MESSAGES
 from app.batches import (
+    CHATS_PATH,
+    COMPLETIONS_PATH,
     MAX_REQUEST_BYTES,
     RESPONSES_PATH,
     AnswerEnd,
@@ -39,9 +42,8 @@ from app.json_pieces import Json
 from app.records import RecordReader
 
 # The paths of the endpoints whose answers can be stored, and how their ids begin.
-CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-KEPT_AT = {RESPONSES_PATH: "resp_", CHATS: "chatcmpl-", COMPLETIONS: "cmpl-"}
-_FORMATS: dict[str, Format] = {CHATS: ChatFormat(), COMPLETIONS: CompletionFormat()}
+KEPT_AT = {RESPONSES_PATH: "resp_", CHATS_PATH: "chatcmpl-", COMPLETIONS_PATH: "cmpl-"}
+_FORMATS: dict[str, Format] = {CHATS_PATH: ChatFormat(), COMPLETIONS_PATH: CompletionFormat()}
 _END_OF_EVENT = b"\n\n"
 _encode = msgspec.msgpack.Encoder().encode
 _decode_new = msgspec.msgpack.Decoder(NewResponse).decode
@@ -61,6 +63,7 @@ class RecordedAnswer:
         self._state = state
         self._path = path
         self._is_cut = False  # its output ended at the length limit
+        self._num_told = len(facts.ignored)  # of `ignored` of the state: the others go with the first delta
 
     async def records(self, known: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         """See `KeptAnswer`.
@@ -69,8 +72,13 @@ class RecordedAnswer:
         one. Raises Failure where this attempt gives another output, and what its generation raises.
         """
         state, repetition, named = self._state, Repetition(), set[int]()
+        num_known = 0
         async for content in known:
+            num_known += 1
+            if num_known % 64 == 0:
+                await asyncio.sleep(0)  # other tasks take their turns
             delta = _decode_delta(content)
+            self._num_told += len(delta.ignored)
             repetition.add(delta)
             named.update(() if delta.details is None else delta.details.token_bytes)
             self._note_finish(delta)
@@ -84,7 +92,9 @@ class RecordedAnswer:
                         rest = repetition.rest(piece)
                         if rest is not None:
                             self._note_finish(rest)
-                            yield _encode(_as_stored(rest, named, state))
+                            ignored = state.ignored[self._num_told :]
+                            self._num_told += len(ignored)
+                            yield _encode(_as_stored(rest, named, state, ignored))
             state.log_end()
         except Exception as error:
             log_error(error, state.request_id)
@@ -99,10 +109,13 @@ class RecordedAnswer:
         return AnswerEnd("incomplete" if is_incomplete else "completed", None, self._state.more_usage())
 
 
-def _as_stored(delta: ChoiceDelta, named: set[int], state: ResponseState) -> ChoiceDelta:
-    """The delta without facts about this attempt, with the names of tokens that no earlier delta has named."""
-    if delta.queued is not None or delta.times is not None or delta.ignored:
-        delta = msgspec.structs.replace(delta, queued=None, times=None, ignored=())
+def _as_stored(delta: ChoiceDelta, named: set[int], state: ResponseState, ignored: tuple[str, ...]) -> ChoiceDelta:
+    """The delta without facts about this attempt, with what is `ignored` and no earlier delta has named.
+
+    The same holds for the names of tokens.
+    """
+    if delta.queued is not None or delta.times is not None or delta.ignored or ignored:
+        delta = msgspec.structs.replace(delta, queued=None, times=None, ignored=ignored)
     if delta.details is not None:
         new = {each for each in delta.details.named_tokens() if each not in named}
         delta.details.token_bytes = {each: state.token_bytes(each) for each in new}
@@ -114,7 +127,7 @@ def _as_stored(delta: ChoiceDelta, named: set[int], state: ResponseState) -> Cho
 class _Known:
     """The stored part of one choice that this attempt has still to repeat."""
 
-    texts: dict[str, str] = field(default_factory=lambda: defaultdict(str))  # by kind
+    texts: dict[str, GrowingText] = field(default_factory=lambda: defaultdict(GrowingText))  # by kind, read as repeated
     counts: Counter[str] = field(default_factory=Counter)  # tokens, by kind
     has_ended: bool = False
 
@@ -134,7 +147,9 @@ class Repetition:
         """Note a stored delta. Call before `rest`."""
         known = self._known.setdefault(stored.index, _Known())
         for kind, text in _texts(stored):
-            known.texts[kind] += text
+            known.texts[kind].seek(0, SEEK_END)
+            known.texts[kind].add(text)
+            known.texts[kind].seek(0)
         known.counts.update(_counts(stored))
         known.has_ended = known.has_ended or stored.finish_reason is not None
 
@@ -147,7 +162,7 @@ class Repetition:
                 if not _is_empty(delta):
                     raise _differs()
                 return None
-            if delta.finish_reason is not None and any(known.texts.values()):
+            if delta.finish_reason is not None and any(said.read(1) for said in known.texts.values()):
                 raise _differs()
         return None if _is_empty(delta) and delta.finish_reason is None else delta
 
@@ -221,13 +236,10 @@ def _is_empty(delta: ChoiceDelta) -> bool:
 def _new(known: _Known, kind: str, text: str) -> str:
     """The part of a text that is not repeated. Raises Failure where the repeated part is another."""
     said = known.texts.get(kind)
-    if not said:
-        return text
-    num_repeated = min(len(said), len(text))
-    if said[:num_repeated] != text[:num_repeated]:
+    repeated = "" if said is None else said.read(len(text))
+    if not text.startswith(repeated):
         raise _differs()
-    known.texts[kind] = said[num_repeated:]
-    return text[num_repeated:]
+    return text[len(repeated) :]
 
 
 def _differs() -> Failure:
@@ -307,6 +319,8 @@ class AnswerReader:
     def _added(self, answer: StoredAnswer, delta: ChoiceDelta) -> ChoiceDelta:
         if delta.details is not None:
             self._token_bytes |= delta.details.token_bytes
+        if delta.ignored:
+            answer.facts = msgspec.structs.replace(answer.facts, ignored=answer.facts.ignored + delta.ignored)
         answer.outputs[delta.index].add(delta, keep_text=self._keep_text)
         return delta
 
@@ -320,12 +334,21 @@ class StoredEvents:
         self._writer: ResponseBuilder | ChunkWriter | None = None
         self._name = b""
         self._is_inside = False  # an event
+        self._is_open = False  # the headers were sent before the first event
+
+    def open(self) -> bool:
+        """Note that the headers are sent now, so that no error can have a status of its own. Returns True."""
+        self._is_open = True
+        return True
 
     def of(self, part: AnswerPart, *, after: int) -> Iterator[bytes]:
         """The events with a number above `after` that this part adds, in pieces. Some pieces are empty.
 
-        Take all of them before the next call. Raises what `AnswerReader.deltas` raises.
+        Take all of them before the next call. Raises what `AnswerReader.deltas` raises; once the stream is open, a
+        refusal is an event instead.
         """
+        if self._is_open and part.end is not None and part.end.status == "refused":
+            part = part._replace(end=msgspec.structs.replace(part.end, status="failed"))
         for delta in self.reader.deltas(part):
             yield b""
             for piece in self._made().write(delta):
@@ -497,7 +520,9 @@ async def with_history(body: Json, read: ReadAnswer) -> Json:
         turns.append(turn)
         response_id = turn.previous
     history = [item for turn in reversed(turns) for item in (*turn.input, *turn.output)]
-    if response_id is not None:  # the first turn that is left may answer calls that are not
+    if response_id is not None:
+        # Older turns were left out, so the oldest kept turn may begin with results of calls that are gone. Begin at its
+        # first message of the user.
         begin = next((at for at, item in enumerate(history) if item.get("role") == "user"), len(history))
         history = history[begin:]
     return body | {"input": [*history, *own]}

@@ -51,7 +51,7 @@ def compiled(
     without, and for another Unusable is raised with the place. Raises Unusable for all other reasons, too.
     """
     if kind not in (GrammarKind.JSON_SCHEMA, GrammarKind.TAGS):
-        return Compiled(_tried(tokenizer, larks_of(kind, text, is_lenient=is_lenient, special=special)), [])
+        return Compiled(_tried(tokenizer, larks_of(kind, text, special=special)), [])
     is_one = kind is GrammarKind.JSON_SCHEMA
     forms = {"schemas": [{"schema": _schema(text), "is_lenient": is_lenient}]} if is_one else json.loads(text)
     dropped = _drop(forms, exact)
@@ -59,9 +59,9 @@ def compiled(
     def tried(*, with_lenience: bool) -> list[str]:
         schemas = [form | {"is_lenient": with_lenience and form["is_lenient"]} for form in forms["schemas"]]
         if is_one:
-            larks = [f"start: {_schema_rule(schemas[0])}{_OPTIONS}"]
+            larks = [_lark_of_rule(_schema_rule(schemas[0]))]
         else:
-            larks = larks_of(kind, json.dumps(forms | {"schemas": schemas}), is_lenient=is_lenient, special=special)
+            larks = larks_of(kind, json.dumps(forms | {"schemas": schemas}), special=special)
         try:
             return _tried(tokenizer, larks)
         except Unusable as unusable:
@@ -100,7 +100,7 @@ _IN_OUR_TEXT = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
 def _error_of(tokenizer: LLTokenizer) -> ErrorOf:
     def error_of(schema: dict[str, Any]) -> str | None:
         try:
-            new_matcher(tokenizer, f"start: {_json_rule(schema, False)}{_OPTIONS}")
+            new_matcher(tokenizer, _lark_of_rule(_json_rule(schema, False)))
         except Unusable as unusable:
             return _IN_OUR_TEXT.sub("", str(unusable))
         return None
@@ -114,30 +114,31 @@ def _tried(tokenizer: LLTokenizer, larks: list[str]) -> list[str]:
     return larks
 
 
-def larks_of(kind: GrammarKind, text: str, *, is_lenient: bool, special: Mapping[str, int]) -> list[str]:
-    """A grammar in the language of matchers (Lark); a grammar of tags becomes one for each of them.
+def larks_of(kind: GrammarKind, text: str, *, special: Mapping[str, int]) -> list[str]:
+    """A grammar that is no schema, in the language of matchers (Lark); a grammar of tags becomes one for each of them.
 
     `special`: the model's special tokens by their texts. Raises Unusable.
     """
     if kind is GrammarKind.TAGS:
         return larks_of_tags(text, special, {"schema": _schema_rule, "lark": _lark_rule}, options=_OPTIONS)
-    return [lark_of(kind, text, is_lenient=is_lenient)]
+    return [_lark_of(kind, text)]
 
 
-def lark_of(kind: GrammarKind, text: str, *, is_lenient: bool) -> str:
-    """A grammar without tags, in Lark. Raises Unusable."""
+def _lark_of(kind: GrammarKind, text: str) -> str:
     match kind:
-        case GrammarKind.JSON_SCHEMA:
-            return f"start: {_json_rule(_schema(text), is_lenient)}{_OPTIONS}"
         case GrammarKind.REGEX:
             [grammar] = json.loads(LLMatcher.grammar_from_regex(text))["grammars"]
             return f"{grammar['lark_grammar']}{_OPTIONS}"
         case GrammarKind.CHOICE:
-            return f"start: {' | '.join(map(json.dumps, json.loads(text)))}{_OPTIONS}"
+            return _lark_of_rule(" | ".join(map(json.dumps, json.loads(text))))
         case GrammarKind.GRAMMAR:
             return _lark(text) + _OPTIONS
-        case GrammarKind.TAGS | GrammarKind.TEXT:
-            raise AssertionError("each tag has its own grammar, and any text has none")
+        case GrammarKind.JSON_SCHEMA | GrammarKind.TAGS | GrammarKind.TEXT:
+            raise AssertionError("schemas are compiled otherwise, each tag has its own grammar, and any text has none")
+
+
+def _lark_of_rule(rule: str) -> str:
+    return f"start: {rule}{_OPTIONS}"
 
 
 def _json_rule(schema: dict[str, Any], is_lenient: bool) -> str:

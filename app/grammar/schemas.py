@@ -114,7 +114,7 @@ class SchemaKeeper:
         self._is_refused: dict[str, bool] = {}  # parts of schemas, as JSON
 
     def kept(self, schema: Json) -> tuple[Json, Drops]:
-        """The schema without the keywords that cannot be kept. Nothing may match it still.
+        """The schema without the keywords that cannot be kept. The result may still match no document.
 
         Each keyword is asked for alone, then, if that is not enough, each schema without those in it. What is left is
         `oneOf`, which the compiler makes to `anyOf` where it is lenient.

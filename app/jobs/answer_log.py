@@ -108,7 +108,8 @@ class AnswerLog:
         in_tail = offset - (self.num_bytes - len(self._tail))
         if in_tail >= 0:
             return bytes(self._tail[in_tail:])
-        return await asyncio.to_thread(read_piece, self.path, offset)
+        data = await asyncio.to_thread(read_piece, self.path, offset)
+        return data[: self.num_bytes - offset]  # behind that a write is under way, or has failed half-way
 
     async def _change(self, take: Take | None = None) -> int:
         """Wait for a change that `take` leaves. Returns the number of bytes before that change."""

@@ -32,13 +32,13 @@ from app.jobs.job import Counts, Item, ItemError, ItemResult, Job, StoredFile, c
 from app.jobs.outputs import BatchFiles, write_batch_files
 from app.jobs.results import ResultStore
 from app.jobs.runner import RecentRate, read_in_thread
-from app.jobs.space import shortage_of_disk, shortage_of_share
+from app.jobs.space import RESERVE_OF_WORK, shortage_of_disk, shortage_of_share
 
 logger = logging.getLogger(__name__)
 
 SPACE_LOOK_EVERY_S = 1.0
 # Parts of the disk's reserve that stay free. A batch that is paused for a full disk still finds room for its files.
-_RESERVE_OF_WORK, _RESERVE_OF_FILES = 0.5, 0.25
+_RESERVE_OF_FILES = 0.25
 
 # What a batch becomes at its end, by what it was when its items stopped.
 _ENDS = {
@@ -288,7 +288,7 @@ class BatchRunner:
     async def _shortage(self, job: Job, results: ResultStore) -> str | None:
         of_share = shortage_of_share(self._config.max_total_bytes, self.stored_bytes(), job.owner)
         return of_share or await asyncio.to_thread(
-            shortage_of_disk, self._folder, results.num_bytes, share_of_reserve=_RESERVE_OF_WORK
+            shortage_of_disk, self._folder, results.num_bytes, share_of_reserve=RESERVE_OF_WORK
         )
 
     def _is_paused(self, job_id: str, shortage: str | None) -> bool:

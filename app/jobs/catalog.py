@@ -288,7 +288,7 @@ class Catalog:
         return [StoredResponse(**row) for row in rows]
 
     def count_response_attempt(self, response_id: str, *, by: int = 1) -> None:
-        """It goes on in this process, or will in another one that begins as it should: -1."""
+        """Count one more attempt. by=-1 takes it back when the process stops cleanly, so that this is not a death."""
         with self._transaction():
             query = "UPDATE answers SET num_attempts = num_attempts + ? WHERE id = ?"
             self._connection.execute(query, (by, response_id))
@@ -305,17 +305,14 @@ class Catalog:
         return end
 
     def remove_responses(self, response_ids: Sequence[str]) -> list[str]:
-        """Forget responses; the ids of those whose files may go.
+        """Forget responses in one transaction; the ids of those whose files may go.
 
         A response that another one continues stays for that one's sake, though nobody can read it by its id any more.
         """
-        removed: list[sqlite3.Row] = []
-        for response_id in response_ids:
-            with self._transaction():
-                gone = self._remove_unused(response_id)
-            for row in gone:
-                self._charge(row["owner"], -max(row["num_bytes"], MIN_CHARGED_BYTES))
-            removed += gone
+        with self._transaction():
+            removed = [row for response_id in response_ids for row in self._remove_unused(response_id)]
+        for row in removed:
+            self._charge(row["owner"], -max(row["num_bytes"], MIN_CHARGED_BYTES))
         return [row["id"] for row in removed]
 
     def _remove_unused(self, response_id: str) -> list[sqlite3.Row]:

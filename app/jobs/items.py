@@ -13,16 +13,15 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, BinaryIO
 
-from app.batches import PIECE_BYTES
+from app.batches import CHATS_PATH, COMPLETIONS_PATH, PIECE_BYTES
 from app.config import shown
 from app.jobs.job import InvalidItem, Item, ItemError
 from app.json_input import read_json
 
 OpenFile = Callable[[], BinaryIO]
 
-CHAT_URL, COMPLETIONS_URL = "/v1/chat/completions", "/v1/completions"
 _URLS_WITHOUT_TEXT = ("/v1/decisions", "/v1/classify")  # of which no text is drawn
-ENGINE_URLS = (CHAT_URL, COMPLETIONS_URL, *_URLS_WITHOUT_TEXT)  # what engines can answer without the API's others
+ENGINE_URLS = (CHATS_PATH, COMPLETIONS_PATH, *_URLS_WITHOUT_TEXT)  # what engines can answer without the API's others
 MAX_ID_LENGTH = 512
 MAX_LISTED_ERRORS = 100
 
@@ -295,9 +294,9 @@ def _plain_row(fields: Mapping[str, Any], settings: RowSettings) -> tuple[str, d
         messages = _column(fields, settings.messages_column or "messages")
         if isinstance(messages, str):  # one turn of a user
             messages = [{"role": "user", "content": messages}]
-        return CHAT_URL, sampling | {"messages": messages}
+        return CHATS_PATH, sampling | {"messages": messages}
     prompt = _column(fields, settings.prompt_column or "prompt")
-    return COMPLETIONS_URL, sampling | {"prompt": prompt}
+    return COMPLETIONS_PATH, sampling | {"prompt": prompt}
 
 
 def _column(fields: Mapping[str, Any], name: str) -> Any:

@@ -114,7 +114,7 @@ class StoredResponse:
     status: str
     previous: str | None = None  # the id of the response that it continues
     end: str = ""  # an `AnswerEnd` as JSON; "": it has not ended
-    num_attempts: int = 0  # that ended with the process
+    num_attempts: int = 0  # in processes that did not end cleanly, and in the one that runs it
     num_bytes: int = 0  # of its file
     is_deleted: int = 0  # its owner has deleted it; a response that continues it still needs its text
 

@@ -36,12 +36,14 @@ from app.jobs.answer_log import AnswerLog, LogWriter, Take, create_file, pieces_
 from app.jobs.backlog import MAX_DEATHS
 from app.jobs.catalog import Catalog, Superseded
 from app.jobs.job import StoredResponse
+from app.jobs.space import MIN_CHARGED_BYTES
 from app.records import RecordReader, record, whole_bytes
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 RETRY_S = 1.0  # after a refusal that names no time
+LOOK_EVERY_BYTES = 256 * 1024  # of an answer: then there is a look for room
 REFUSAL_KEPT_S = 60.0  # for the client that waits for the response
 _encode = msgspec.msgpack.Encoder().encode
 _decode_new = msgspec.msgpack.Decoder(NewResponse).decode
@@ -54,6 +56,8 @@ class _Running:
 
     new: NewResponse
     log: AnswerLog | None = None  # once it is accepted
+    has_counted: bool = False  # this attempt, in the catalog
+    num_charged: int = MIN_CHARGED_BYTES  # bytes of its file that the catalog counts until it ends
     task: asyncio.Task[None] | None = None
 
 
@@ -68,6 +72,7 @@ class KeptResponses:
         answer: AnswerKept,
         *,
         admit: Callable[[str, int, Callable[[], Counter[str]]], Awaitable[None]],
+        shortage: Callable[[str], Awaitable[str | None]],
         clock: Callable[[], float],
         keep_s: int | None,
         wait_s: float,
@@ -75,14 +80,16 @@ class KeptResponses:
         """`folder` has the files, `thread` is the catalog's.
 
         `admit` raises when an owner has no space left for that many bytes, or has too many running answers; its last
-        argument counts the running answers of each owner. An answer waits for room for at most `wait_s`. It is deleted
-        after `keep_s`.
+        argument counts the running answers of each owner. `shortage` is asked while an answer grows: it says why the
+        disk can take no more now, or None, and raises when the owner has no space left. An answer waits for room on a
+        replica for at most `wait_s`. It is deleted after `keep_s`.
         """
         self._folder = folder
         self._catalog = catalog
         self._answer = answer
         self._thread = thread
         self._admit = admit
+        self._shortage = shortage
         self._clock = clock
         self._keep_s = keep_s
         self._wait_s = wait_s
@@ -91,7 +98,9 @@ class KeptResponses:
         self._tasks: set[asyncio.Task[None]] = set()  # of running answers, and of refused ones that are being deleted
         self._changes: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
         self._writing: asyncio.Task[None] | None = None  # while there are changes
-        self._refusals: dict[str, AnswerEnd] = {}  # of responses that never began, for their clients
+        # Of responses that never began, for their clients, by owner and id.
+        self._refusals: dict[tuple[str, str], AnswerEnd] = {}
+        self._closing = asyncio.Event()
 
     async def resume(self) -> None:
         """Continue the answers that have not ended, and remove files that belong to no answer."""
@@ -100,27 +109,43 @@ class KeptResponses:
         await asyncio.to_thread(_sweep, self._folder, known)
         for stored in unended:
             running = _Running(NewResponse(owner=stored.owner, body=b"", request_id="", response_id=stored.id))
+            running.num_charged = max(stored.num_bytes, MIN_CHARGED_BYTES)
             self._start(running, self._continue(running, stored.num_attempts))
 
     async def close(self) -> None:
-        """Stop. Answers that have not ended are continued when the folder is opened again."""
+        """Stop. Answers that have not ended are continued when the folder is opened again.
+
+        Calls that are under way end too. One that waits for the storage raises Unavailable.
+        """
+        self._closing.set()
         tasks = [*self._tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for running in self._running.values():
             if running.log is not None:
-                running.log.close(failure=Unavailable("the process of batches ends; read on from the next one"))
+                running.log.close(failure=_ends())
         await self._writer.close()
         if self._writing is not None:
             await self._writing
+        counted = [response_id for response_id, running in self._running.items() if running.has_counted]
+        uncount = partial(self._catalog.count_response_attempt, by=-1)
         with suppress(*STORAGE_FAILURES):  # then this end counts as a death
-            for response_id in self._running:
-                await self._thread.run(self._catalog.count_response_attempt, response_id, by=-1)
+            await self._thread.run(self._catalog.together, [partial(uncount, each) for each in counted])
+
+    def growing_bytes(self) -> Counter[str]:
+        """Bytes of running answers that the catalog does not count yet, by owner."""
+        grown: Counter[str] = Counter()
+        for running in self._running.values():
+            if running.log is not None:
+                grown[running.new.owner] += max(0, running.log.num_bytes - running.num_charged)
+        return grown
 
     async def create(self, new: NewResponse) -> None:
         """Begin a response. Raises what its body would be refused with, and Overloaded."""
         await self._admit(new.owner, len(new.body), self._owners)
+        if self._closing.is_set():
+            raise _ends()
         running = _Running(msgspec.structs.replace(new, created_at=int(self._clock())))
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._start(running, self._begin(running, accepted))
@@ -134,9 +159,12 @@ class KeptResponses:
         if running is not None:
             assert running.log is not None, "it is accepted"
             return running.log.parts(offset, waits=waits, take=take)
-        if response_id in self._refusals:
-            return _only(AnswerPart(b"", self._refusals[response_id]))
-        return self._stored_parts(await self._found(owner, response_id, is_continued), offset)
+        if (owner, response_id) in self._refusals:
+            return _only(AnswerPart(b"", self._refusals[owner, response_id]))
+        stored = await self._found(owner, response_id, is_continued)
+        if not stored.end:
+            raise Unavailable("the server cannot finish this answer now; its log has the reason; read it again later")
+        return self._stored_parts(stored, offset)
 
     async def _stored_parts(self, stored: StoredResponse, offset: int) -> AsyncGenerator[AnswerPart, None]:
         async for piece in pieces_of(self._folder / stored.id, offset):
@@ -161,12 +189,17 @@ class KeptResponses:
         await self._stored(owner, response_id)
         if running is not None:
             await self._stop(running)
+            await self._until_stored(partial(self._forget, [response_id]), response_id)
             self._leave(running, failure=NotFound(f"the response {response_id!r} was deleted"))
-        await self._forget([response_id])
+        else:
+            await self._forget([response_id])
 
     async def remove_expired(self) -> None:
         """Delete the responses that have expired."""
-        await self._forget(await self._thread.run(self._catalog.expired_response_ids, self._clock()))
+        expired = await self._thread.run(self._catalog.expired_response_ids, self._clock())
+        at_once = 100  # in one transaction: others wait for the catalog's thread
+        for at in range(0, len(expired), at_once):
+            await self._forget(expired[at : at + at_once])
 
     async def _forget(self, response_ids: Sequence[str]) -> None:
         for unused in await self._thread.run(self._catalog.remove_responses, response_ids):
@@ -258,6 +291,7 @@ class KeptResponses:
             return
         count = partial(self._thread.run, self._catalog.count_response_attempt, path.name)
         await self._until_stored(count, path.name)
+        running.has_counted = True
         await self._end(running, await self._generate(running, None))
 
     async def _open(self, running: _Running, path: Path) -> None:
@@ -276,16 +310,21 @@ class KeptResponses:
         while True:
             num_new = 0
             try:
-                async with self._answer(new, partial(self._read_own, new.owner)) as answer:
+                async with self._answer(new, partial(self._read_turn, running)) as answer:
                     if accepted is not None and not accepted.done():
                         await self._accept(running, answer)
                         accepted.set_result(None)
                     log = running.log
                     assert log is not None, "it is accepted"
+                    num_bytes = 0  # since the last look for room
                     async with aclosing(answer.records(self._known(log))) as records:
                         async for content in records:
                             num_new += 1
                             await log.append(record(content))
+                            num_bytes += len(content)
+                            if num_bytes >= LOOK_EVERY_BYTES:
+                                num_bytes = 0
+                                await self._room(new)
                     await log.flush()
                 return answer.end()
             except Exception as error:
@@ -296,6 +335,15 @@ class KeptResponses:
                     await asyncio.sleep(retry_s)
                     continue
                 return _ended_by(error, new.response_id)
+
+    async def _room(self, new: NewResponse) -> None:
+        """Wait until the disk has room for more of a running answer. Raises InvalidRequest for a share that is full."""
+        has_logged = False
+        while (shortage := await self._shortage(new.owner)) is not None:
+            if not has_logged:
+                logger.warning("response %s waits for room: %s", new.response_id, shortage)
+            has_logged = True
+            await asyncio.sleep(STORAGE_PAUSE_S)
 
     def _may_wait_for(self, seconds: float, new: NewResponse) -> bool:
         return self._clock() + seconds < new.created_at + self._wait_s
@@ -311,12 +359,16 @@ class KeptResponses:
             expires_at=None if self._keep_s is None else new.created_at + self._keep_s,
             status="queued" if new.may_wait else "in_progress",
             previous=new.previous,
+            num_attempts=1,
             num_bytes=len(head),
         )
         try:
             await asyncio.to_thread(_create, path, head)
+            # Before the row, which nothing would end without a log.
+            log = AnswerLog(path, self._writer, len(head), content=head)
             await self._write(partial(self._catalog.add_response, stored, self._clock()))
-            running.log = AnswerLog(path, self._writer, len(head), content=head)
+            running.log, running.has_counted = log, True
+            running.num_charged = max(len(head), MIN_CHARGED_BYTES)
         except Exception:
             path.unlink(missing_ok=True)
             raise
@@ -331,9 +383,12 @@ class KeptResponses:
                 else:
                     yield content
 
-    async def _read_own(self, owner: str, response_id: str, is_continued: bool) -> AsyncGenerator[AnswerPart, None]:
-        """See `ReadAnswer`."""
-        async for part in self._stored_parts(await self._found(owner, response_id, is_continued), 0):
+    async def _read_turn(
+        self, running: _Running, response_id: str, is_continued: bool
+    ) -> AsyncGenerator[AnswerPart, None]:
+        """See `ReadAnswer`. An accepted answer continues a response that may be deleted or expired since."""
+        stored = await self._found(running.new.owner, response_id, is_continued or running.log is not None)
+        async for part in self._stored_parts(stored, 0):
             yield part
 
     async def _found(self, owner: str, response_id: str, is_continued: bool) -> StoredResponse:
@@ -360,7 +415,10 @@ class KeptResponses:
         return await self._write(partial(self._catalog.end_response, response_id, end, num_bytes))
 
     async def _until_stored(self, store: Callable[[], Awaitable[T]], response_id: str) -> T:
-        """Call `store` until the storage accepts the change, and return its result. Raises Superseded."""
+        """Call `store` until the storage accepts the change, and return its result.
+
+        Raises Superseded, and Unavailable when this process ends before.
+        """
         while True:
             try:
                 return await store()
@@ -370,7 +428,11 @@ class KeptResponses:
                 logger.error(
                     "response %s cannot be stored: %s; trying again in %.0f s", response_id, error, STORAGE_PAUSE_S
                 )
-            await asyncio.sleep(STORAGE_PAUSE_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STORAGE_PAUSE_S):
+                    await self._closing.wait()
+            if self._closing.is_set():
+                raise _ends()
 
     async def _stop(self, running: _Running) -> None:
         if running.task is not None:
@@ -383,9 +445,9 @@ class KeptResponses:
             running.log.close(end, failure)
 
     def _refuse(self, running: _Running, error: Exception) -> AnswerEnd:
-        response_id = running.new.response_id
-        refusal = self._refusals[response_id] = _ended_by(error, response_id, "refused")
-        asyncio.get_running_loop().call_later(REFUSAL_KEPT_S, self._refusals.pop, response_id, None)
+        owner, response_id = running.new.owner, running.new.response_id
+        refusal = self._refusals[owner, response_id] = _ended_by(error, response_id, "refused")
+        asyncio.get_running_loop().call_later(REFUSAL_KEPT_S, self._refusals.pop, (owner, response_id), None)
         return refusal
 
     def _of(self, owner: str, response_id: str) -> _Running | None:
@@ -409,6 +471,10 @@ def _ended_by(error: Exception, response_id: str, status: str = "failed") -> Ans
         logger.error("response %s failed: %s", response_id, traceback_of(error))
         error = Failure("the server failed on it; its log has the reason")
     return AnswerEnd(status, error.to_plain())
+
+
+def _ends() -> Unavailable:
+    return Unavailable("the process of batches ends; ask the next one")
 
 
 async def _only(part: AnswerPart) -> AsyncGenerator[AnswerPart, None]:

@@ -46,7 +46,7 @@ from app.jobs.executors import FleetExecution
 from app.jobs.files import FileDraft, FileStore
 from app.jobs.job import INPUT_PURPOSE, Job, StoredFile, batch_object, counted, file_object, new_job_id, stats_object
 from app.jobs.kept_responses import KeptResponses
-from app.jobs.space import MIN_CHARGED_BYTES, room_left, shortage_of_disk, shortage_of_share
+from app.jobs.space import MIN_CHARGED_BYTES, RESERVE_OF_WORK, room_left, shortage_of_disk, shortage_of_share
 from app.json_pieces import Json
 from app.usage import UsageAnswer, UsageQuery, UsageReport
 from app.usage.records import UsageRows, day_of
@@ -209,7 +209,8 @@ class LocalBatchService(BatchService):
             catalog, files, results, thread, self._execution, self._limits, config, self._clock, dispatcher.wake
         )
         responses = KeptResponses(
-            self._path / "responses", catalog, thread, self._answer, admit=self._admit_response,
+            self._path / "responses", catalog, thread, self._answer,
+            admit=self._admit_response, shortage=self._shortage_for_response,
             clock=self._clock, keep_s=config.keep_s, wait_s=self._limits.window_s,
         )  # fmt: skip
         try:
@@ -442,6 +443,15 @@ class LocalBatchService(BatchService):
         await self._run(_check_disk, self._path)
         self._check_place("responses have not ended", self._limits.max_responses, running(), owner)
 
+    async def _shortage_for_response(self, owner: str) -> str | None:
+        if self._open is None:  # the folder is being opened
+            return None
+        self._check_share(owner, 0)
+        try:
+            return await asyncio.to_thread(shortage_of_disk, self._path, share_of_reserve=RESERVE_OF_WORK)
+        except OSError:  # a write finds out more
+            return None
+
     async def stats(self, owner: str) -> Json:
         opened = self._opened_now()
         ended = await self._run(opened.catalog.ended_counts, owner)
@@ -493,7 +503,8 @@ class LocalBatchService(BatchService):
         return [*self._uploads.values(), *self._finishing]
 
     def _check_share(self, owner: str, num_bytes: int) -> None:
-        used = self._opened_now().runner.stored_bytes()
+        opened = self._opened_now()
+        used = opened.runner.stored_bytes() + opened.responses.growing_bytes()
         for upload in self._unfinished_uploads():
             used[upload.owner] += upload.draft.num_bytes
         shortage = shortage_of_share(self._config.max_total_bytes, used, owner, num_bytes)

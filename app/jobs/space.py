@@ -11,6 +11,7 @@ from app.fair import SharedPool
 # The database, logs and other programs need room when batches have used theirs. Of a small disk it is a share.
 RESERVE_BYTES = 512 * 1024 * 1024
 RESERVE_SHARE = 0.05
+RESERVE_OF_WORK = 0.5  # the part of the reserve that stays free of results and answers that are being computed
 MIN_CHARGED_BYTES = 4096  # of a file: a block of the disk and a row of the catalog
 
 
@@ -30,7 +31,7 @@ def shortage_of_share(total: int, used: Mapping[str, int], owner: str, num_bytes
     own, free = used.get(owner, 0), total - sum(used.values())
     rule = "; a key may keep as much as stays free for others" if owner else ""
     return (
-        f"files and running batches have {own:,} bytes, and {num_bytes:,} more are wanted; this server keeps "
+        f"files, responses and batches have {own:,} bytes, and {num_bytes:,} more are wanted; this server keeps "
         f"{total:,}, of which {free:,} are free{rule}: delete files first"
     )
 

@@ -90,7 +90,10 @@ class PeerServer:
                 connection, _ = self._listening.accept()
             except OSError as error:  # it is closed, or this process has too many files open for the moment
                 if not (has_failed or self._closed.is_set()):
-                    logger.warning("a replica that asks for a prefix is not answered, others later are: %s", error)
+                    logger.warning(
+                        "the connection of a replica that asks for a prefix could not be accepted; trying again: %s",
+                        error,
+                    )
                 has_failed = True
                 self._closed.wait(ACCEPT_PAUSE_S)
                 continue

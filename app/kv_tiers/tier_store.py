@@ -86,7 +86,7 @@ class TierStore(BlockStore):
             thread.start()
 
     def lookup(self, names: Iterable[bytes], request: Request, *, num_before: int) -> int:
-        """Of a request that goes on from another replica all: that one may have written them a moment ago."""
+        """Of a request that continues from another replica all blocks count: it may have written them a moment ago."""
         folder, elsewhere = self._folder, request.prefix_at
         num_of_peer = 0
         if elsewhere is not None and time.monotonic() >= self._silent_until.get(elsewhere.address, -inf):

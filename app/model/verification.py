@@ -161,7 +161,7 @@ class Reference:
 
     def verify_steps(self, how: str, compute: ComputeStep, blocks: BlocksToTry, quantization: str = "none") -> None:
         """Verify all the forms that steps have: the first and later pieces of a prompt, single tokens, and tokens
-        beside another sequence. A layer that keeps anything else than paged keys and values shows in later pieces.
+        beside another sequence. A layer with state other than paged keys and values fails in the later pieces.
 
         how, quantization: as in `verify`.
 
@@ -241,7 +241,8 @@ def difference_above(
 ) -> str | None:
     """How much two outputs differ, relative to their size, in words; None within the limit.
 
-    by_token: the difference that three quarters of the tokens keep to, instead of that of all together. In bfloat16 two
+    by_token: compare token by token, and take the difference that three quarters of the tokens do not exceed, instead
+    of one difference for all tokens. In bfloat16 two
     experts are often all but equally good, and rounding takes another one for some tokens.
     """
     dims = (-1,) if by_token else None

@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import NoReturn
 
-from app.errors import described
+from app.errors import Unavailable, described
 from app.usage.counter import UsageCounter
 from app.usage.journal import Remains, UsageJournal, processes, remains
-from app.usage.records import Limits, Owner
+from app.usage.records import Limits, Owner, UsageAnswer, UsageReport
 from app.usage.shares import LEASE_S
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class UsageExchange:
             )
 
     async def exchange(self) -> None:
-        """Report, and take the answer. Raises what the owner raises, and TimeoutError; the next one sends it again."""
+        """Report, and take the answer. Raises what `_told` raises; the next call sends the report again."""
         counter, journal = self._counter, self._counter.journal
         goes_on, next_file = False, None
         if journal is not None and (counter.begins_report or not journal.has_file):
@@ -83,8 +83,7 @@ class UsageExchange:
         if journal is not None and goes_on and (before := journal.go_on_in(next_file)) is not None:
             await asyncio.to_thread(os.close, before)
         try:
-            async with asyncio.timeout(_TIMEOUT_S):
-                answer = await self._owner.report_usage(report)
+            answer = await self._told(report)
         except Exception:
             silence_s = self._clock() - self._answered_at
             if silence_s > SILENCE_S:
@@ -122,9 +121,19 @@ class UsageExchange:
 
     async def _report(self, dead: Remains) -> None:
         for report in await asyncio.to_thread(dead.reports):
-            async with asyncio.timeout(_TIMEOUT_S):
-                await self._owner.report_usage(report)
+            await self._told(report)
         await asyncio.to_thread(dead.forget)
+
+    async def _told(self, report: UsageReport) -> UsageAnswer:
+        """Report to the owner. Raises what the owner raises, and Unavailable when it does not answer in time.
+
+        A TimeoutError is an OSError, which would be taken for a failure of a file.
+        """
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                return await self._owner.report_usage(report)
+        except TimeoutError:
+            raise Unavailable(f"the process of batches has not answered for {_TIMEOUT_S:g} s") from None
 
     async def _without_failing(self, step: Callable[[], Awaitable[None]]) -> None:
         num_usual = 10  # failures, while the owner starts

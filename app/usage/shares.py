@@ -27,7 +27,9 @@ from app.usage.records import (
 LEASE_S = 90.0  # of silence: then the owner gives the part of a process to others, and it falls back to its first one
 SETTLING_S = 3.0  # so long a new owner only listens
 _INDIFFERENT = 0.1  # so much more than its part a process keeps of PLACES
-_SLACK_OF_BUDGET = 0.1  # of the process of batches, which may be sent a response to keep before it has asked for any
+# The weight of the process of batches. It needs some of a budget in advance, because a stored answer may arrive before
+# it has asked for any.
+_SLACK_OF_BUDGET = 0.1
 _REFUSED_S = 5.0  # so long what was refused is expected again
 _DEMAND_S = 2.0  # the time constant of what is asked for
 
@@ -35,7 +37,9 @@ _DEMAND_S = 2.0  # the time constant of what is asked for
 @dataclass(slots=True)
 class _Member:
     reported_at: float
-    slack: float  # its weight where what no process asks for is divided; 0: its requests come last, too
+    # Its weight when the part that no process asks for is divided. 0: it gets none of that part, and comes after the
+    # others.
+    slack: float
     use: LimitUse
     demand: float = 0.0  # in a minute; of PLACES at once
     refused: float = 0.0
@@ -162,11 +166,12 @@ def _share_of_budget(members: Mapping[str, _Member], process: str, left: float) 
 
 
 def _given(member: _Member, share: float, held: float, spare: float, most: float) -> float:
-    """What a process gets of what no process has, or has to give up, for its part of `held` and `spare` together."""
+    """How much a process gets (below 0: must give up) so that it holds its share of `held` + `spare`."""
     target = share * max(0.0, held + spare)
     at_once = min(member.refused, most * (1 - ROUNDING))
     if target < at_once and share < 1 - ROUNDING:
-        # Of what is too little for all that is asked for here another may make use.
+        # It cannot get enough for its smallest refused request, so it leaves all of it to another process that can use
+        # it.
         target = at_once if spare + member.use.held >= at_once else 0.0
     return min(target - member.use.held, spare)
 

@@ -102,7 +102,8 @@ def _ingress_deployment(config: ApplicationConfig) -> serve.Deployment:
 
 
 def _batches_deployment() -> serve.Deployment:
-    # All of them are short, and content goes over in pieces; but two may wait for the events of each response.
+    # All calls are short, and files go over in pieces. A response that its client waits for holds one call until it is
+    # accepted, and each ingress has one call for the stream of the answers that it reads.
     max_batch_calls = 256 + 2 * BatchLimits().max_responses
     # Calls end in moments, and batches go on after a restart.
     batches_drain_timeout_s = 2.0

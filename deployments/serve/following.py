@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from app.jobs.local_service import LocalBatchService
 
 WINDOW_BYTES = 512 * 1024  # of one answer, sent and not taken by its reader
+RETRY_S = 0.5  # after a change that has failed
 MAX_MESSAGE_BYTES = 1024 * 1024  # Serve's calls carry 4 MiB at most
 
 
@@ -43,8 +44,14 @@ class FeedChange:
     """A change in the readers of an ingress."""
 
     opened: dict[int, WantedAnswer] = field(default_factory=dict)
-    taken: dict[int, int] = field(default_factory=dict)  # bytes that a reader has taken since it was told last
+    taken: dict[int, int] = field(default_factory=dict)  # bytes that each reader has taken since the last report
     closed: list[int] = field(default_factory=list)
+
+    def tell_again(self, failed: FeedChange) -> None:
+        """Add a change that may not have arrived. The readers that it opens have been given up."""
+        for reader_id, num_bytes in failed.taken.items():
+            self.taken[reader_id] = self.taken.get(reader_id, 0) + num_bytes
+        self.closed += [*failed.closed, *failed.opened]
 
 
 # For one reader: the next bytes of its answer, or the end of them: how the answer has ended, the error that ended the
@@ -234,6 +241,9 @@ class Following:
                 except CarouselError as error:
                     for reader_id in change.opened.keys() & self._readers.keys():
                         self._readers[reader_id].put(error)
+                    if self._streaming is not None:
+                        self._change.tell_again(change)
+                        await asyncio.wait({self._streaming}, timeout=RETRY_S)
         finally:
             self._sending = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextvars import Context
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -27,7 +28,8 @@ class SharedLook(Generic[T]):
         """The result of a look, or the error that it has raised. A caller that goes does not end the look."""
         task = self._task
         if task is None or (task.done() and self._clock() >= self._holds_until):
-            task = self._task = asyncio.create_task(self._looked())
+            # An empty context: Serve would cancel calls of the look together with the request that started it.
+            task = self._task = asyncio.create_task(self._looked(), context=Context())
         return await asyncio.shield(task)
 
     async def _looked(self) -> T:

@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 import shutil
 import sqlite3
 import threading
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, closing
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 from msgspec import structs
 
+from app.api.http.sse import HEARTBEAT
+from app.api.prepared_request import RequestLimits
 from app.api.stored_answers import StoredEvents
 from app.batches import AnswerEnd, AnswerPart, BatchLimits
-from app.engine.request import Request, TokenDelta, TokenLogprobs
+from app.engine.request import Queued, Request, TokenDelta, TokenLogprobs
 from app.errors import Overloaded, Unavailable
 from app.jobs.catalog import Catalog
 from app.jobs.local_service import LocalBatchService
 from app.records import RecordReader, record
 from app.text import Tokenizer
 from app.text.tool_calls import FORMATS
+from tests.kit.engine import FakeClock
 from tests.kit.service import CALL, Answer, Connection, Service, bearer, delta, entry, openai_client, say, served
 from tests.waiting import until
 
@@ -198,8 +204,10 @@ async def test_its_client_may_go_and_read_on_elsewhere(tokenizer: Tokenizer, tmp
 async def test_its_client_waits_for_the_process_that_follows(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    gate, process = Gated(tokenizer), DyingProcess()
+    gate, process, clock = Gated(tokenizer), DyingProcess(), FakeClock()
     monkeypatch.setattr("app.api.endpoints.kept_responses._ASK_AGAIN_S", 0.001)
+    monkeypatch.setattr("app.api.endpoints.kept_responses._OPENING_S", 0.0)
+    monkeypatch.setattr("app.api.endpoints.kept_responses.time", SimpleNamespace(monotonic=clock))
     monkeypatch.setattr(LocalBatchService, "follow_response", process.follow)
     async with served(kept_by(tokenizer, gate), tmp_path) as app:
         answering = asyncio.create_task(
@@ -207,10 +215,14 @@ async def test_its_client_waits_for_the_process_that_follows(
         )
         await until(lambda: gate.num_open)
         process.is_dead = True
+        clock.advance(180.0)  # an answer may be silent for longer than a new process is waited for
         gate.places.release()  # the next part of the answer finds that the process is dead
         await until(lambda: process.num_refused >= 3 or answering.done())
         gate.open()  # the rest of the answer is there when the next process answers
         assert not answering.done()
+        [file] = (tmp_path / "responses").iterdir()
+        refused = await ask(app, "GET", f"/v1/responses/{file.name}")
+        assert refused.status == 503, "a client that does not wait hears of it at once"
         process.is_dead = False
         answer = await answering
     response = answer.events[-1]["response"] if stream else answer.json
@@ -225,6 +237,26 @@ async def test_it_does_not_wait_for_ever(tokenizer: Tokenizer, tmp_path: Path, m
         answer = await ask(app, "POST", "/v1/responses", {"input": "Hi", "store": True})
     assert answer.status == 503
     assert process.num_refused <= 2
+
+
+async def test_a_reader_that_leaves_while_the_process_is_gone_is_waited_for_no_longer(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, process = Gated(tokenizer), DyingProcess()
+    gate.open()
+    monkeypatch.setattr("app.api.endpoints.kept_responses._ASK_AGAIN_S", 0.001)
+    monkeypatch.setattr(LocalBatchService, "follow_response", process.follow)
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        response_id = (await ask(app, "POST", "/v1/responses", {"input": "Hi"} | STREAM)).events[0]["response"]["id"]
+        process.is_dead = True
+        path = f"/v1/responses/{response_id}"
+        async with Connection(app, "GET", path, None, {}, "stream=true", begins_work=True) as connection:
+            await until(lambda: process.num_refused)
+            connection.hang_up()
+            await connection.finished()
+        num_refused = process.num_refused
+        await asyncio.sleep(0.005)
+        assert process.num_refused == num_refused
 
 
 class DyingProcess:
@@ -316,6 +348,29 @@ async def test_its_client_gets_the_refusal_where_it_waits(tokenizer: Tokenizer, 
     async with served(kept_by(tokenizer, gate), tmp_path) as app:
         refused = await ask(app, "POST", "/v1/responses", {"input": "Hi", "store": True, "stream": stream})
         assert (refused.status, refused.headers["retry-after"]) == (429, "7")
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions"])
+async def test_a_refusal_behind_the_first_comment_is_an_event(tokenizer: Tokenizer, tmp_path: Path, path: str) -> None:
+    refuses = asyncio.Event()
+
+    async def refuse(request: Request) -> AsyncIterator[TokenDelta]:
+        await refuses.wait()
+        raise Overloaded("full", retry_after_s=7)
+        yield  # a generator
+
+    limits = RequestLimits(heartbeat_s=0.001)
+    async with served(Service(tokenizer, generate=refuse), tmp_path, limits=limits) as app:
+        body = {"store": True, "stream": True}
+        body |= {"input": "Hi"} if path == "/v1/responses" else {"messages": [{"role": "user", "content": "Hi"}]}
+        async with Connection(app, "POST", path, body, {}, begins_work=True) as connection:
+            await until(lambda: any(HEARTBEAT in message.get("body", b"") for message in connection.messages))
+            refuses.set()
+            answer = await connection.finished()
+    assert answer.status == 200
+    *_, last = (line for line in answer.body.splitlines() if line.startswith(b"data: {"))
+    event = json.loads(last.removeprefix(b"data: "))
+    assert (event.get("response") or event)["error"]["message"] == "full"
 
 
 async def test_another_key_has_no_part_in_it(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -551,7 +606,7 @@ async def test_one_whose_process_dies_again_and_again_is_given_up(tokenizer: Tok
         async with served(kept_by(tokenizer, gate), tmp_path) as app:
             await until(lambda: len(gate.requests) == num_begun)  # noqa: B023
     with closing(sqlite3.connect(tmp_path / "batches.sqlite3")) as connection, connection:
-        assert connection.execute("SELECT num_attempts FROM answers").fetchone() == (-1,)
+        assert connection.execute("SELECT num_attempts FROM answers").fetchone() == (0,)
         connection.execute("UPDATE answers SET num_attempts = 4")
     async with served(kept_by(tokenizer, gate), tmp_path) as app:
         response = await ended(app, begun["id"])
@@ -598,6 +653,28 @@ async def test_a_conversation_outlives_the_responses_that_it_goes_through(tokeni
             assert len(list((tmp_path / "responses").iterdir())) == 3
             assert (await ask(app, "DELETE", f"/v1/responses/{response['id']}")).status == 200
         assert not list((tmp_path / "responses").iterdir())
+
+
+@pytest.mark.parametrize("goes_by", ["DELETE", "expiry"])
+async def test_an_accepted_response_outlives_the_one_that_it_continues(
+    tokenizer: Tokenizer, tmp_path: Path, goes_by: str
+) -> None:
+    gate = Gated(tokenizer)
+    gate.open()
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        first = await begin(app, input="one")
+        gate.refusals = [Overloaded("full", retry_after_s=0.001)] * 10_000
+        second = await begin(app, input="two", previous_response_id=first["id"], background=True)
+        if goes_by == "DELETE":
+            assert (await ask(app, "DELETE", f"/v1/responses/{first['id']}")).status == 200
+            gate.refusals.clear()  # the next attempt is made behind the deletion
+            assert (await ended(app, second["id"]))["status"] == "completed"
+            return
+    with closing(sqlite3.connect(tmp_path / "batches.sqlite3")) as connection, connection:
+        connection.execute("UPDATE answers SET expires_at = 1 WHERE id = ?", (first["id"],))
+    gate.refusals.clear()
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        assert (await ended(app, second["id"]))["status"] == "completed"
 
 
 async def test_items_are_listed_over_all_turns(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -724,11 +801,22 @@ async def test_the_answer_names_the_fields_that_had_no_effect(
 ) -> None:
     gate = Gated(tokenizer)
     gate.open()
-    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+
+    async def generate(request: Request) -> AsyncIterator[TokenDelta]:
+        # As a replica does that has dropped a keyword of a schema, before the first token.
+        queued = Queued(position=0, estimated_wait_s=0.0)
+        yield TokenDelta(request.request_id, (), queued=queued, ignored=("tools.f.not",))
+        async for each in gate(request):
+            yield each
+
+    async with served(Service(tokenizer, generate=generate), tmp_path) as app:
         body: dict[str, Any] = {"input": "Hi", "store": True, "stream": stream, "keep_alive": "5m"}
         body["reasoning"] = {"effort": "low"}  # to a model that marks no reasoning
         answer = await ask(app, "POST", "/v1/responses", body)
-        assert answer.headers["x-carousel-ignored"] == "keep_alive, reasoning.effort"
+        assert answer.headers["x-carousel-ignored"] == "keep_alive, reasoning.effort, tools.f.not"
+        [file] = (tmp_path / "responses").iterdir()
+        again = await ask(app, "GET", f"/v1/responses/{file.name}")
+        assert again.headers["x-carousel-ignored"] == "keep_alive, reasoning.effort, tools.f.not"
 
 
 async def test_a_token_takes_little_more_than_its_text_on_the_disk(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -759,3 +847,122 @@ async def test_readers_hear_of_it_when_the_task_of_an_answer_dies(
     async with served(kept_by(tokenizer, gate), tmp_path) as app:
         [file] = (tmp_path / "responses").iterdir()
         assert (await ended(app, file.name))["status"] == "completed", "the next process finishes it"
+
+
+async def test_readers_hear_of_an_answer_that_nothing_finishes(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.api.endpoints.kept_responses._OPENING_S", 0.0)
+    gate = Gated(tokenizer)
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        begun = await begin(app, background=True)
+        await until(lambda: gate.num_open)
+        with monkeypatch.context() as broken:
+            broken.setattr(Catalog, "end_response", lambda *_: (_ for _ in ()).throw(RuntimeError("a fault of ours")))
+            gate.open()
+            await until(lambda: not gate.num_open)
+            path = f"/v1/responses/{begun['id']}"
+            answer = await until(lambda: ask(app, "GET", path), lambda answer: answer.status != 200)
+            answer = await ask(app, "GET", path)  # those that come later, too
+        assert (answer.status, "cannot finish" in answer.error["message"]) == (503, True)
+
+
+async def test_a_running_response_is_deleted_once_the_storage_takes_it(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.jobs.kept_responses.STORAGE_PAUSE_S", 0.001)
+    failures: list[Exception] = []
+    remove = Catalog.remove_responses
+
+    def failing(catalog: Catalog, response_ids: Sequence[str]) -> list[str]:
+        if failures:
+            raise failures.pop()
+        return remove(catalog, response_ids)
+
+    monkeypatch.setattr(Catalog, "remove_responses", failing)
+    gate = Gated(tokenizer)
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        begun = await begin(app, background=True)
+        await until(lambda: gate.num_open)
+        failures.append(sqlite3.OperationalError("disk I/O error"))
+        path = f"/v1/responses/{begun['id']}"
+        assert (await ask(app, "DELETE", path)).status == 200
+        assert (await ask(app, "GET", path)).status == 404
+
+
+async def test_one_whose_log_cannot_be_opened_is_not_stored(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr("app.jobs.kept_responses.AnswerLog", failing)
+    gate = Gated(tokenizer)
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        assert (await ask(app, "POST", "/v1/responses", {"input": "Hi", "store": True})).status == 503
+        with closing(sqlite3.connect(tmp_path / "batches.sqlite3")) as connection:
+            assert connection.execute("SELECT count(*) FROM answers").fetchone() == (0,)
+
+
+async def test_a_process_ends_though_a_response_cannot_be_cancelled_yet(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_response, is_full = Catalog.end_response, True
+
+    def failing(catalog: Catalog, *arguments: Any) -> Any:
+        if is_full:
+            raise OSError(errno.ENOSPC, "full")
+        return end_response(catalog, *arguments)
+
+    monkeypatch.setattr(Catalog, "end_response", failing)
+    gate = Gated(tokenizer)
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        responses = [await begin(app, background=True) for _ in range(3)]
+        await until(lambda: gate.num_open == 3)
+        path = f"/v1/responses/{responses[0]['id']}/cancel"
+        cancelling = asyncio.create_task(ask(app, "POST", path, {}))
+        await until(lambda: gate.num_open == 2)
+        await asyncio.sleep(0)
+    assert (await cancelling).status == 503
+    is_full = False
+    gate.open()
+    async with served(kept_by(tokenizer, gate), tmp_path) as app:
+        for response in responses:
+            assert (await ended(app, response["id"]))["status"] == "completed"
+
+
+async def test_a_refusal_is_for_its_own_key(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    alice, bob = "alice-0123456789abcdef0123456789", "bob-0123456789abcdef0123456789"
+    gate = Gated(tokenizer)
+    gate.refusals = [Overloaded("full", retry_after_s=7)]
+    made = uuid.UUID(int=5)
+    async with served(kept_by(tokenizer, gate), tmp_path, keys=[entry(alice, "alice"), entry(bob, "bob")]) as app:
+        with pytest.MonkeyPatch.context() as known:
+            known.setattr("app.api.endpoints.kept_responses.uuid.uuid4", lambda: made)
+            body = {"input": "Hi", "store": True}
+            assert (await ask(app, "POST", "/v1/responses", body, key=alice)).status == 429
+        path = f"/v1/responses/resp_{made.hex}"
+        assert [(await ask(app, "GET", path, key=key)).status for key in (alice, bob)] == [429, 404]
+
+
+@pytest.mark.parametrize("status", ["failed", "completed"])
+async def test_a_running_answer_counts_for_its_share_and_leaves_the_reserve_of_the_disk(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str
+) -> None:
+    monkeypatch.setattr("app.jobs.kept_responses.LOOK_EVERY_BYTES", 500)
+    monkeypatch.setattr("app.jobs.kept_responses.STORAGE_PAUSE_S", 0.001)
+    shortages = ["the disk is full"] * 3
+
+    def shortage(*_: object, share_of_reserve: float = 1.0) -> str | None:
+        return shortages.pop() if share_of_reserve < 1 and shortages else None
+
+    monkeypatch.setattr("app.jobs.local_service.shortage_of_disk", shortage)
+    gate = Gated(tokenizer, "3 4 5 6 7 8 9 " * 40)
+    gate.open()
+    max_bytes = 5000 if status == "failed" else 10**6
+    async with served(kept_by(tokenizer, gate), tmp_path, max_total_bytes=max_bytes) as app:
+        response = await ended(app, (await begin(app, background=True))["id"])
+        assert (response["status"], shortages) == (status, [])
+        if status == "failed":
+            assert "files, responses and batches have" in response["error"]["message"]
+            assert (tmp_path / "responses" / response["id"]).stat().st_size < 7000

@@ -21,7 +21,8 @@ from app.api.prepared_request import RequestLimits
 from app.engine.matcher import Matcher
 from app.engine.request import Grammar, GrammarKind
 from app.errors import EngineStopped, InvalidRequest, Overloaded, Unavailable
-from app.grammar.compiling import lark_of, new_matcher, walk
+from app.grammar import compiling
+from app.grammar.compiling import new_matcher, walk
 from app.grammar.grammars import CompileLimits, Grammars
 from app.grammar.vocabulary import Vocabulary
 from tests.grammar.documents import allowed_ids, matcher_for, request_for
@@ -95,7 +96,7 @@ class Ticking:
 def test_other_threads_run_while_a_large_grammar_is_compiled_and_matched(vocabulary: Vocabulary) -> None:
     tokenizer = vocabulary.for_matching()
     [schema] = [text for name, _, text in cases() if name == "many required"]
-    lark = lark_of(GrammarKind.JSON_SCHEMA, schema, is_lenient=False)
+    [lark] = compiling.compiled(tokenizer, GrammarKind.JSON_SCHEMA, schema, is_lenient=False, special={}).larks
     with Ticking() as neighbour:
         before = neighbour.num_ticks
         walk(new_matcher(tokenizer, lark))

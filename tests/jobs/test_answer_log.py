@@ -112,6 +112,12 @@ async def test_a_file_that_is_larger_than_a_piece_is_read_in_pieces(tmp_path: Pa
         await anext(pieces_of(tmp_path / "b"))
 
 
+async def test_a_reader_gets_no_byte_of_a_write_that_has_not_ended(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"head and a part of a write")
+    log = AnswerLog(tmp_path / "a", LogWriter(), 4)
+    assert await read(log, 1, waits=False) == (b"ead", None)
+
+
 async def test_a_write_that_takes_a_part_is_continued(tmp_path: Path, disk: Disk) -> None:
     disk.max_bytes = 3
     log = a_log(tmp_path / "a")

@@ -13,7 +13,7 @@ import pytest
 from app.batches import JobState, PageOf
 from app.errors import InvalidSetup
 from app.jobs.catalog import Catalog, Superseded
-from app.jobs.job import ItemError, Job, StoredFile
+from app.jobs.job import ItemError, Job, StoredFile, StoredResponse
 from app.webhooks.outbox import DeliveryState
 
 
@@ -54,6 +54,21 @@ def test_batches_that_have_ended_are_added_up_by_their_status(tmp_path: Path) ->
         [(sums, number)] = catalog.ended_counts("ann")
         assert (sums.status, sums.num_items, sums.num_completed, number) == (JobState.COMPLETED, 3, 2, 1)
         assert catalog.ended_counts("bob") == []
+
+
+def test_many_responses_are_removed_in_one_transaction(tmp_path: Path) -> None:
+    with closing(Catalog(tmp_path)) as catalog:
+        ids = [f"resp_{number}" for number in range(100)]
+        for response_id, previous in zip(ids, [None, *ids], strict=False):  # a conversation
+            response = StoredResponse(
+                id=response_id, owner="ann", created_at=1, expires_at=2, status="completed", previous=previous, end="{}"
+            )
+            catalog.add_response(response, now=1.0)
+        statements: list[str] = []
+        catalog._connection.set_trace_callback(statements.append)
+        assert set(catalog.remove_responses(ids)) == set(ids)
+        assert statements.count("COMMIT") == 1
+        assert catalog.bytes_by_owner == {}
 
 
 @pytest.mark.parametrize("version", [3, 7])

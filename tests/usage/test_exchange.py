@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -19,7 +20,7 @@ from app.api.auth.keys import AccountLimits, KeyRing
 from app.api.auth.limits import SharedPools
 from app.config import KeyConfig
 from app.errors import Unavailable
-from app.usage import CallUsage, UsageCounter, UsageExchange, Used, UsedFor, shares
+from app.usage import CallUsage, UsageCounter, UsageExchange, UsageReport, Used, UsedFor, shares
 from app.usage.exchange import SILENCE_S
 from app.usage.journal import UsageJournal, remains
 from app.usage.records import BudgetTotals
@@ -112,6 +113,29 @@ async def test_budgets_begin_anew_with_their_day_and_month_before_the_ledger_say
     await exchange.exchange()
     assert counter.totals("alice") == BudgetTotals(0, 0, 0.0), "what has come late is of the month before"
     assert owner.total().num_requests == 2
+
+
+async def test_an_owner_that_does_not_answer_is_not_asked_for_the_next_file(
+    tmp_path: Path, owner: LedgerOwner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("app.usage.exchange._TIMEOUT_S", 0.001)
+    for _ in range(2):
+        dead = UsageCounter(at_noon())
+        await exchange_of(dead, owner, tmp_path).open_journal()
+        dead.add("alice", CALL)
+        assert dead.journal is not None
+        dead.journal.close()
+    asked = []
+
+    async def never(report: UsageReport) -> NoReturn:
+        asked.append(report.process)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(owner, "report_usage", never)
+    with pytest.raises(Unavailable, match="has not answered"):
+        await exchange_of(UsageCounter(), owner, tmp_path).report_remains()
+    assert (len(asked), caplog.text) == (1, "")
 
 
 @pytest.mark.parametrize("seed", range(3))

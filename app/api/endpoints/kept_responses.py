@@ -29,8 +29,6 @@ from app.api.http.sse import EventResponse, WhileConnected
 from app.api.request_context import RequestContext
 from app.api.schemas.parameters import ignored_header
 from app.api.stored_answers import (
-    CHATS,
-    COMPLETIONS,
     KEPT_AT,
     StoredEvents,
     StoredObject,
@@ -40,14 +38,24 @@ from app.api.stored_answers import (
     read_turn,
     with_history,
 )
-from app.batches import RESPONSES_PATH, AnswerPart, BatchService, NewResponse, PageOf, list_object
+from app.batches import (
+    CHATS_PATH,
+    COMPLETIONS_PATH,
+    RESPONSES_PATH,
+    AnswerPart,
+    BatchService,
+    NewResponse,
+    PageOf,
+    list_object,
+)
 from app.errors import InvalidRequest, NotFound, Unavailable
 from app.json_pieces import Json
 
 T = TypeVar("T")
 LAST_EVENT_HEADER = "last-event-id"  # of a client that continues behind that event
-# A client that waits for the rest of an answer waits so long for a new process of batches, asked for so often.
+# A client that waits for the rest of an answer waits so long for a new process of batches, which is asked so often.
 _NEXT_PROCESS_S, _ASK_AGAIN_S = 120.0, 0.5
+_OPENING_S = 5.0  # other clients wait so long: a process that has just begun opens the folder
 _MAX_ITEMS_OF_PAGE = 100
 _SMALL_BYTES = 1024  # of records: a few deltas
 _OF_EVENTS: Json = {
@@ -114,7 +122,8 @@ class KeptResponseRoutes(RouteGroup):
         check_id(response_id, path)
         context.reservation.release_body()
         number = _number_of(context.headers, response_id)
-        answer = await self._behind(context.reservation.account.name, response_id, number)
+        async with WhileConnected(receive):
+            answer = await self._behind(context.reservation.account.name, response_id, number)
         await answer(scope, receive, send)
 
     @_retrieval("/v1/responses/{response_id}", "A response that is kept, or the rest of its events", "Response")
@@ -125,23 +134,27 @@ class KeptResponseRoutes(RouteGroup):
     async def _retrieved(self, request: Request, path: str) -> Response:
         owner, response_id, query = owner_of(request), _id_in(request, path), request.query_params
         if request.headers.get(LAST_EVENT_HEADER):
-            return await self._behind(owner, response_id, _number_of(request.headers, response_id))
+            number = _number_of(request.headers, response_id)
+            async with WhileConnected(request.receive):
+                return await self._behind(owner, response_id, number)
         after = query.get("starting_after")
         if query.get("stream", "false").lower() not in ("true", "1"):
             if after is not None:
                 raise InvalidRequest("starting_after is for events; send stream=true too", param="starting_after")
-            return await self._object(owner, response_id, request.scope["state"]["reservation"], waits=False)
+            async with WhileConnected(request.receive):
+                return await self._object(owner, response_id, request.scope["state"]["reservation"], waits=False)
         if after is not None and not _is_number(after):
             raise InvalidRequest(
                 f"starting_after is {after[:20]!r}; it should be the sequence_number of an event",
                 param="starting_after",
             )
-        return await self._behind(owner, response_id, -1 if after is None else int(after))
+        async with WhileConnected(request.receive):
+            return await self._behind(owner, response_id, -1 if after is None else int(after))
 
     async def _behind(self, owner: str, response_id: str, number: int) -> Response:
         """The events behind one. Raises NotFound, and InvalidRequest where there is no such event."""
         events, read = StoredEvents(), list[bytes]()
-        async with aclosing(self._parts(owner, response_id, waits=False)) as parts:
+        async with aclosing(self._parts(owner, response_id, waits=False, is_patient=True)) as parts:
             async for part in parts:
                 async for piece in _in_turns(events.of(part, after=number)):
                     read.append(piece)
@@ -235,22 +248,22 @@ class KeptResponseRoutes(RouteGroup):
     )
     async def retrieve_chat(self, request: Request) -> Response:
         """One chat, finished or not. Raises NotFound."""
-        return await self._retrieved(request, CHATS)
+        return await self._retrieved(request, CHATS_PATH)
 
     @_retrieval("/v1/completions/{response_id}", "A completion that is kept, or the rest of its events", "Completion")
     async def retrieve_completion(self, request: Request) -> Response:
         """One completion, finished or not. Raises NotFound."""
-        return await self._retrieved(request, COMPLETIONS)
+        return await self._retrieved(request, COMPLETIONS_PATH)
 
     @Operation("delete", "/v1/chat/completions/{response_id}", "Forget a chat", "DeletedChat", OF_A_LIST)
     async def delete_chat(self, request: Request) -> Response:
         """Forget one chat. Raises NotFound."""
-        return await self._deleted(request, CHATS, "chat.completion.deleted")
+        return await self._deleted(request, CHATS_PATH, "chat.completion.deleted")
 
     @Operation("delete", "/v1/completions/{response_id}", "Forget a completion", "DeletedCompletion", OF_A_LIST)
     async def delete_completion(self, request: Request) -> Response:
         """Forget one completion. Raises NotFound."""
-        return await self._deleted(request, COMPLETIONS, "text_completion.deleted")
+        return await self._deleted(request, COMPLETIONS_PATH, "text_completion.deleted")
 
     async def _object(self, owner: str, response_id: str, reservation: Reservation, *, waits: bool) -> Response:
         """The answer as one object; `waits`: once it has ended.
@@ -288,7 +301,7 @@ class KeptResponseRoutes(RouteGroup):
             answer = events.reader.answer
             return {} if answer is None else ignored_header(answer.facts.ignored)
 
-        return EventResponse(following, heartbeat_s=self._heartbeat_s, headers=headers)
+        return EventResponse(following, heartbeat_s=self._heartbeat_s, headers=headers, may_begin=events.open)
 
     async def _follow(
         self, events: StoredEvents, read: list[bytes], owner: str, response_id: str, after: int
@@ -309,14 +322,23 @@ class KeptResponseRoutes(RouteGroup):
                         yield piece
 
     async def _parts(
-        self, owner: str, response_id: str, offset: int = 0, *, waits: bool = True, is_continued: bool = False
+        self,
+        owner: str,
+        response_id: str,
+        offset: int = 0,
+        *,
+        waits: bool = True,
+        is_continued: bool = False,
+        is_patient: bool = False,
     ) -> AsyncGenerator[AnswerPart, None]:
-        """See `BatchService.follow_response`; when its process dies, the parts come from the next one.
+        """See `BatchService.follow_response`.
 
-        Raises Unavailable when no process answers in time.
+        When the process of batches dies, a reader that `waits` or `is_patient` gets the parts from the next process.
+        Raises Unavailable when no process answers in time, and sooner for other readers.
         """
-        asked_at = time.monotonic()
+        failed_at: float | None = None  # the first failure since the process of batches was last there
         while True:
+            asked_at = time.monotonic()
             try:
                 following = self._service.follow_response(
                     owner, response_id, offset, waits=waits, is_continued=is_continued
@@ -325,13 +347,16 @@ class KeptResponseRoutes(RouteGroup):
                     async for part in parts:
                         offset += len(part.data)
                         yield part
-                        asked_at = time.monotonic()
+                        failed_at = None
                         if part.end is not None:
                             return
                 if not waits:
                     return
             except Unavailable:
-                if time.monotonic() > asked_at + _NEXT_PROCESS_S:
+                now = time.monotonic()
+                if failed_at is None or now > asked_at + _NEXT_PROCESS_S:  # a call that lasted so long had its process
+                    failed_at = now
+                if now >= failed_at + (_NEXT_PROCESS_S if waits or is_patient else _OPENING_S):
                     raise
             await asyncio.sleep(_ASK_AGAIN_S)
 

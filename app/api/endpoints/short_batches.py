@@ -24,14 +24,25 @@ from app.api.http.sse import EventResponse, WhileConnected
 from app.api.request_context import RequestContext, asks_for, with_deadline
 from app.api.schemas.fields import MAX_PROMPTS, Metadata, Schema
 from app.api.schemas.parameters import STRICT_HEADER, refuse_unknown
-from app.batches import PIECE_BYTES, Answered, BatchService, JobState, NewBatch, NewFile
+from app.batches import (
+    CHATS_PATH,
+    COMPLETIONS_PATH,
+    PIECE_BYTES,
+    Answered,
+    BatchService,
+    JobState,
+    NewBatch,
+    NewFile,
+)
 from app.errors import CarouselError, InvalidRequest
 from app.json_pieces import DONE, Json, event, event_pieces, joined
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _OWN_FIELDS = frozenset(("prompts", "async", "stream", "webhook", "metadata"))
 # What stands for each prompt where only what they share is looked at.
-_STAND_INS: dict[str, Json] = {CHAT: {"messages": [{"role": "user", "content": "?"}]}, COMPLETIONS: {"prompt": "?"}}
+_STAND_INS: dict[str, Json] = {
+    CHATS_PATH: {"messages": [{"role": "user", "content": "?"}]},
+    COMPLETIONS_PATH: {"prompt": "?"},
+}
 _LIST: Json = {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS}
 # A conversation that is none fails alone, so it is no mistake of the list.
 _MESSAGES: Json = {"type": "array", "description": "the messages of a chat"}
@@ -87,7 +98,7 @@ class PromptList:
 
     def own_bodies(self) -> list[Json]:
         """What each of these bodies has alone."""
-        name = "messages" if self.endpoint == CHAT else "prompt"
+        name = "messages" if self.endpoint == CHATS_PATH else "prompt"
         return [{name: prompt} for prompt in self.asked.prompts]
 
 
@@ -103,7 +114,7 @@ async def prompt_list(body: Mapping[str, Any], handler: RequestHandler, context:
             raise InvalidRequest(f"{name} is for one request; all of a batch's are in prompts", param=name)
     if asked.stream and asked.is_async:
         raise InvalidRequest("a job is not streamed; leave out stream or async", param="stream")
-    endpoint = COMPLETIONS if isinstance(asked.prompts[0], str) else CHAT
+    endpoint = COMPLETIONS_PATH if isinstance(asked.prompts[0], str) else CHATS_PATH
     stand_in = shared | _STAND_INS[endpoint]
     num_bodies = 1 if asked.is_async else len(asked.prompts)
     common = await handler.check_shared(context, endpoint, stand_in, num_bodies=num_bodies)

@@ -30,7 +30,7 @@ from app.api.schemas.requests import (
     QueuedRequest,
 )
 from app.api.schemas.responses import ResponsesRequest
-from app.batches import RESPONSES_PATH
+from app.batches import CHATS_PATH, COMPLETIONS_PATH, RESPONSES_PATH
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ ENDPOINTS = {
     endpoint.path: endpoint
     for endpoint in (
         Endpoint(
-            "/v1/chat/completions",
+            CHATS_PATH,
             ChatRequest,
             prepare_chat,
             lambda _: ChoiceWriter(ChatFormat()),
@@ -58,7 +58,7 @@ ENDPOINTS = {
             response="ChatCompletion",
         ),
         Endpoint(
-            "/v1/completions",
+            COMPLETIONS_PATH,
             CompletionRequest,
             prepare_completion,
             lambda _: ChoiceWriter(CompletionFormat()),

@@ -179,10 +179,11 @@ class EventResponse(Response):
         heartbeat_s: float,
         timeout_s: float | None = None,
         headers: Callable[[], Mapping[str, str]] = dict,
+        may_begin: Callable[[], bool] = lambda: True,
     ) -> None:
-        """A client that has not taken them in `timeout_s` counts as gone. `headers` are asked for when they begin."""
+        """A client that has not taken them in `timeout_s` counts as gone. See `EventStream` for the others."""
         super().__init__()
-        self._stream = EventStream(events, headers=headers, heartbeat_s=heartbeat_s, may_begin=lambda: True)
+        self._stream = EventStream(events, headers=headers, heartbeat_s=heartbeat_s, may_begin=may_begin)
         self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

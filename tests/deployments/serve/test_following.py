@@ -77,6 +77,8 @@ class Line:
         self.is_broken = False
         self.contexts: set[str] = set()
         self.largest = 0
+        self.num_failed = 0  # changes
+        self.fails: Callable[[FeedChange], bool] = lambda change: False
         self._feed: Feed | None = None
         self._broken = asyncio.Event()
         self.following = Following(self._open, self._change)
@@ -106,6 +108,9 @@ class Line:
     async def _change(self, stream_id: str, change: FeedChange) -> None:
         self.contexts.add(caller.get())
         assert self._feed is not None
+        if self.fails(change):
+            self.num_failed += 1
+            raise Unavailable("the call was lost")
         self._feed.change(change)
 
     def break_off(self) -> None:
@@ -207,6 +212,26 @@ async def test_when_the_process_dies_readers_hear_of_it_and_the_next_stream_serv
     line.is_broken = False
     line._broken.clear()
     assert await line.read("good") == b"x"
+
+
+async def test_a_change_that_is_lost_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.serve.following.RETRY_S", 0.0)
+    answers = Answers(large=bytes(4 * WINDOW_BYTES), endless=bytes(300), other=bytes(300))
+    answers.piece_bytes = 50_000
+    line = Line(answers)
+    line.fails = lambda change: not change.opened and line.num_failed < 3
+    assert await line.read("large") == bytes(4 * WINDOW_BYTES), "all that it takes is reported"
+    assert line.num_failed == 3
+    parts = line.parts("endless")
+    await anext(parts)
+    line.num_failed = 0
+    await parts.aclose()
+    await until(lambda: not answers.open)
+    assert line.num_failed == 3
+    line.fails, line.num_failed = (lambda change: bool(change.opened)), 0
+    with pytest.raises(Unavailable, match="the call was lost"):
+        await line.read("other")
+    assert line.num_failed == 1, "a reader is opened again by the one who reads"
 
 
 async def test_nothing_of_the_stream_belongs_to_the_request_that_came_first() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextvars import ContextVar
 
 import pytest
 
@@ -41,6 +42,16 @@ async def test_all_who_ask_share_one_look_and_its_result_for_a_moment(result: bo
     clock.advance(1.0)
     assert await shared() is result
     assert looks.number == 2
+
+
+async def test_a_look_does_not_belong_to_the_request_that_came_first() -> None:
+    caller: ContextVar[str] = ContextVar("caller", default="nobody")
+    caller.set("a client that may hang up")
+
+    async def look() -> str:
+        return caller.get()
+
+    assert await SharedLook(look)() == "nobody"
 
 
 async def test_a_caller_that_goes_ends_no_look_of_others_and_a_failed_look_is_looked_again() -> None:
