@@ -83,12 +83,12 @@ def test_a_tokens_bits_depend_on_its_own_sequence_alone(
     check_bits_depend_on_nothing_else(anywhere, build(dtype), seed=seed)
 
 
-@pytest.mark.parametrize("build", OPERATORS)
-def test_bits_do_not_depend_on_the_number_of_threads(build: Build, two_threads: NativeRecurrence) -> None:
-    operator = build()
-    expected = operator.whole(two_threads)
-    for num_threads in (1, 3):
-        assert all(map(torch.equal, operator.whole(native_recurrence(num_threads)), expected))
+@pytest.mark.parametrize(("build", "sizes"), SIZES, ids=lambda each: str(getattr(each, "__name__", each)))
+def test_bits_do_not_depend_on_the_number_of_threads(
+    build: Build, sizes: dict[str, Any], anywhere: NativeRecurrence, two_threads: NativeRecurrence
+) -> None:
+    operator = build(**sizes)
+    assert all(map(torch.equal, operator.whole(anywhere), operator.whole(two_threads)))
 
 
 @pytest.mark.parametrize("build", OPERATORS)
