@@ -24,7 +24,7 @@ from transformers import (
 )
 
 VOCAB_SIZE = 211
-_SHAPE = {
+SHAPE = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -40,7 +40,7 @@ _SHAPE = {
 
 
 def _configs() -> dict[str, PreTrainedConfig]:
-    shape = dict(_SHAPE)
+    shape = dict(SHAPE)
     without_kv_heads = {name: value for name, value in shape.items() if name != "num_key_value_heads"}
     gpt2 = {
         "vocab_size": VOCAB_SIZE, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256,
@@ -86,7 +86,7 @@ def build_tiny_model(architecture: str, **changes: object) -> PreTrainedModel:
 def save_random_model(folder: Path, model_type: str, **settings: object) -> Path:
     """A model of any architecture of transformers, with two layers unless the settings say otherwise."""
     torch.manual_seed(5)
-    config = CONFIG_MAPPING[model_type](**_SHAPE | settings)
+    config = CONFIG_MAPPING[model_type](**SHAPE | settings)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for weight in model.parameters():

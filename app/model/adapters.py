@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, PositiveInt, Validation
 from app.engine.batch import StepBatch
 from app.errors import UnsupportedAdapter, first_line
 from app.model.adapter_files import CONFIG, WEIGHTS
+from app.model.language_model import plain_name
 from app.model.llama import DecoderSettings
 
 MAX_RANK = 64
@@ -271,22 +272,23 @@ def _read(folder: Path, linears: Mapping[str, Sizes]) -> AdapterWeights:
     if (reason := config.why_not()) is not None:
         raise UnsupportedAdapter(reason)
     pairs = _pairs(_read_tensors(folder))
-    unknown = sorted({linear.rpartition(".")[2] for linear in pairs if linear not in linears})
-    if unknown:
-        known = sorted({linear.rpartition(".")[2] for linear in linears})
-        first = next(linear for linear in pairs if linear not in linears)
+    own = {plain_name(linear): linear for linear in linears}  # an adapter of a multimodal model names layers otherwise
+    missing = [linear for linear in pairs if plain_name(linear) not in own]
+    if missing:
+        unknown, known = (sorted({linear.rpartition(".")[2] for linear in each}) for each in (missing, linears))
         raise UnsupportedAdapter(
-            f"it adapts {', '.join(unknown):.200} ({first:.120}); of this model, {', '.join(known)} can be adapted"
+            f"it adapts {', '.join(unknown):.200} ({missing[0]:.120}); of this model, {', '.join(known)} can be adapted"
         )
     ranks = _ByLayer("rank_pattern", config.rank_pattern, config.r)
     alphas = _ByLayer("alpha_pattern", config.alpha_pattern, config.lora_alpha)
     updates: dict[str, LowRankUpdate] = {}
     for linear, factors in pairs.items():
         rank = int(ranks.value_of(linear))
-        _check_factors(linear, factors, linears[linear], rank)
+        name = own[plain_name(linear)]
+        _check_factors(linear, factors, linears[name], rank)
         # rsLoRA (Kalajdzievski, 2023) divides by the root of the rank.
         scale = alphas.value_of(linear) / (math.sqrt(rank) if config.use_rslora else rank)
-        updates[linear] = _update(linear, factors, scale)
+        updates[name] = _update(linear, factors, scale)
     return updates
 
 

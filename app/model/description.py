@@ -43,7 +43,8 @@ def read_description(config: ModelConfig, location: str) -> ModelDescription:
     generation = _read_json(config, location, "generation_config.json")
     texts = _token_texts(config, location)
     vocab_size = int(text.get("vocab_size", len(texts)))
-    eos = as_token_ids(generation.get("eos_token_id", text.get("eos_token_id")))
+    ends = (each.get("eos_token_id") for each in (generation, whole, text))
+    eos = as_token_ids(next((each for each in ends if each is not None), None))
     usable = tuple(
         token for token, shown in texts.items() if token < vocab_size and token not in eos and _is_text(shown)
     )

@@ -19,7 +19,7 @@ from app.model.cpu.library import is_fast
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.fp8 import why_no_fp8
 from app.model.description import read_config
-from app.model.llama import ARCHITECTURES
+from app.model.llama import ARCHITECTURES, architectures_of
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ def dtype_of(config: ModelConfig, location: str) -> ChosenDtype:
 def _why_not_bfloat16(config: ModelConfig, described: dict[str, Any]) -> str | None:
     if config.backend != "auto":
         return "transformers' code computes it (model.backend is torch)"
-    architectures = described.get("architectures") or ["a model without a name"]
+    architectures = architectures_of(described) or ["a model without a name"]
     if not ARCHITECTURES.issuperset(architectures):
         return f"transformers' code computes {', '.join(architectures)}"
     return None if is_fast(torch.bfloat16) else "the native code is not fast in it on this CPU"

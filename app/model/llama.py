@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -25,6 +26,30 @@ Weights = Callable[[str], torch.Tensor | None]
 _MIXTURES = frozenset({"MixtralForCausalLM", "Qwen3MoeForCausalLM"})
 _MIXTURES_WITH_SHARED_EXPERT = frozenset({"Qwen2MoeForCausalLM"})  # the C++ decoder has none
 ARCHITECTURES = _MIXTURES | {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+
+
+class TextModel(NamedTuple):
+    """What the language model of a multimodal checkpoint is, if it stands alone."""
+
+    model_type: str
+    architecture: str
+    settings: Mapping[str, Any] = MappingProxyType({})  # that its own class has no name for
+
+
+# By the type that a multimodal checkpoint gives to its language model. With text alone, positions in three dimensions
+# are ordinary positions.
+TEXT_MODELS = {
+    "llama": TextModel("llama", "LlamaForCausalLM"),
+    "mistral": TextModel("mistral", "MistralForCausalLM"),
+    "qwen2": TextModel("qwen2", "Qwen2ForCausalLM"),
+    "qwen2_vl_text": TextModel("qwen2", "Qwen2ForCausalLM"),
+    "qwen2_5_vl_text": TextModel("qwen2", "Qwen2ForCausalLM"),
+    "qwen2_5_omni_text": TextModel("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": TextModel("qwen3", "Qwen3ForCausalLM"),
+    "qwen3_vl_text": TextModel("qwen3", "Qwen3ForCausalLM"),
+    "qwen3_vl_moe_text": TextModel("qwen3_moe", "Qwen3MoeForCausalLM", {"norm_topk_prob": True}),
+    "qwen3_omni_moe_text": TextModel("qwen3_moe", "Qwen3MoeForCausalLM", {"norm_topk_prob": True}),
+}
 _EXPERT_MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 QUERIES_KEYS_VALUES = tuple(f"self_attn.{name}_proj" for name in ("q", "k", "v"))
@@ -73,6 +98,12 @@ class DecoderSettings:
         angles = positions[..., None].float() * torch.tensor(self.rotary_frequencies, device=positions.device)
         angles = torch.cat((angles, angles), dim=-1)
         return (angles.cos() * self.rotary_scaling).to(dtype), (angles.sin() * self.rotary_scaling).to(dtype)
+
+
+def architectures_of(described: Mapping[str, Any]) -> list[str]:
+    """What a config.json says of the language model's class. described: the file."""
+    kind = (described.get("text_config") or {}).get("model_type")
+    return [TEXT_MODELS[kind].architecture] if kind in TEXT_MODELS else list(described.get("architectures") or ())
 
 
 def why_not_llama_like(model: PreTrainedModel) -> str | None:

@@ -19,6 +19,7 @@ from app.model.attention import ATTENTION_NAME, UnknownAttention, paged_attentio
 from app.model.cpu.checkpoint import Checkpoint, MappedModel
 from app.model.cpu.weights import why_not_native
 from app.model.description import read_config
+from app.model.language_model import language_class, language_config, plain_names
 from app.model.llama import why_not_llama_like
 from app.model.memory import is_out_of_memory
 from app.model.parallel.split_plan import SplitPlan, check_divisible, shared_numbers
@@ -85,20 +86,27 @@ class ModelSource:
     group: RankGroup | None = None  # the ranks that have a part of the model each; all load it
 
     @cached_property
+    def whole(self) -> PreTrainedConfig:
+        """transformers' configuration of all that is in the checkpoint. Raises as `config_of_transformers`."""
+        return config_of_transformers(self.config, self.location)
+
+    @cached_property
     def found(self) -> PreTrainedConfig:
-        """transformers' configuration. Our attention is known to transformers then.
+        """transformers' configuration of the language model. Our attention is known to transformers then.
 
         Raises:
             InvalidSetup: there is no such model.
             UnsupportedModel: by this alone it cannot be served.
         """
-        from transformers import AttentionInterface, AutoModelForCausalLM
+        from transformers import AttentionInterface
 
         AttentionInterface.register(ATTENTION_NAME, paged_attention)
-        path, found = self.config.path, config_of_transformers(self.config, self.location)
+        path, found = self.config.path, language_config(self.whole)
         name = found.model_type
-        if type(found) not in AutoModelForCausalLM._model_mapping:
-            raise UnsupportedModel(f"{path} ({name}) is not a model that generates text")
+        try:
+            language_class(found)
+        except ValueError as error:
+            raise UnsupportedModel(f"{path} ({name}) {error}") from error
         kinds = _layer_types(found) - _SERVABLE_LAYERS
         if kinds:
             raise UnsupportedModel(f"{path} ({name}) has layers without paged attention: {', '.join(sorted(kinds))}")
@@ -108,6 +116,11 @@ class ModelSource:
     def layers_with_states(self) -> frozenset[str]:
         """The types of its layers that keep a state for a whole sequence."""
         return LAYERS_WITH_STATES.intersection(_layer_types(self.found))
+
+    @property
+    def model_class(self) -> type[PreTrainedModel]:
+        """transformers' class for the language model."""
+        return language_class(self.found)
 
     @cached_property
     def quantised(self) -> Quantised | None:
@@ -201,21 +214,34 @@ def pretrained(
     Raises ValueError if they lack others, which transformers would leave random, and what transformers raises.
     """
     module: PreTrainedModel
-    module, report = kind.from_pretrained(
-        location, revision=settings.revision, dtype=dtype, attn_implementation=attention, use_safetensors=True,
-        trust_remote_code=False, output_loading_info=True, **options,
-    )  # fmt: skip
+    with _without_report():
+        module, report = kind.from_pretrained(
+            location, revision=settings.revision, dtype=dtype, attn_implementation=attention, use_safetensors=True,
+            trust_remote_code=False, output_loading_info=True, **options,
+        )  # fmt: skip
     if missing := sorted(key for key in report["missing_keys"] if not key.startswith(unused)):
         raise ValueError(f"its files lack {len(missing)} weights, such as {missing[0]}")
     return module.eval()
 
 
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """transformers logs a table of all weights that a model does not have, such as those of towers."""
+    log = logging.getLogger("transformers.modeling_utils")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
 def module_without_weights(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
     """transformers' model on the meta device."""
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
     with torch.device("meta"):
-        module: PreTrainedModel = AutoModelForCausalLM.from_config(
+        module: PreTrainedModel = source.model_class._from_config(
             source.found, dtype=dtype, attn_implementation=ATTENTION_NAME
         )
     use_slots(module)
@@ -287,13 +313,13 @@ def module_of_transformers(source: ModelSource) -> PreTrainedModel:
 
     Raises UnsupportedModel with what is wrong, torch's own error where the device's memory is too small.
     """
-    from transformers import AutoModelForCausalLM
-
     path, quantised, found = source.config.path, source.quantised, source.found
     try:
         options = {} if quantised is None else loading_options(quantised, source.device)
+        if found is not source.whole:
+            options["key_mapping"] = plain_names(source.whole)
         module = pretrained(
-            AutoModelForCausalLM, source.config, source.location, dtype=source.dtype, attention=ATTENTION_NAME,
+            source.model_class, source.config, source.location, dtype=source.dtype, attention=ATTENTION_NAME,
             config=found, **options,
         )  # fmt: skip
         use_slots(module)

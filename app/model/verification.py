@@ -103,9 +103,12 @@ def step_of(*pieces: ScheduledSequence) -> StepBatch:
 
 
 def run_module(
-    module: PreTrainedModel, token_ids: torch.Tensor, positions: torch.Tensor, step: AttentionStep | None
+    module: PreTrainedModel, token_ids: torch.Tensor, positions: torch.Tensor | None, step: AttentionStep | None
 ) -> Output:
-    """The outputs of transformers' code. token_ids, positions: [1, num_tokens]. step: of our attention."""
+    """The outputs of transformers' code. token_ids, positions: [1, num_tokens]. step: of our attention.
+
+    positions: None for those that the model chooses by itself.
+    """
     output = module(
         input_ids=token_ids, position_ids=positions, use_cache=False, output_hidden_states=True, paged=step
     )  # fmt: skip

@@ -70,6 +70,13 @@ def joined_turns(messages: Sequence[Message]) -> list[Message]:
     return turns
 
 
+def in_parts(messages: Sequence[Message]) -> list[Message]:
+    """The conversation with a list of parts as the content of each message, for templates that take no texts."""
+    return [
+        {**each, "content": [{"type": "text", "text": each["content"]}] if each["content"] else []} for each in messages
+    ]
+
+
 def _joined(*texts: str) -> str:
     return "\n\n".join(filter(None, texts))
 

@@ -12,10 +12,11 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache, cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.errors import ContextTooLong, InvalidRequest, InvalidSetup
-from app.text.chat_messages import TemplateTraits, adapted, joined_turns
+from app.text.chat_messages import TemplateTraits, adapted, in_parts, joined_turns
 from app.text.text_pairs import CHARACTERS_AT_ONCE, EncodedTexts, Forms
 from app.text.token_bytes import TokenBytes
 
@@ -58,6 +59,8 @@ class Tokenizer:
                 f"no tokenizer could be loaded from {path!r} ({_brief(error)}); "
                 f"the model's folder needs a tokenizer.json, as tokenizer.save_pretrained writes it"
             ) from error
+        if not pretrained.chat_template:
+            pretrained.chat_template = _template_of_processor(path, revision)
         return cls(pretrained)
 
     @property
@@ -189,8 +192,22 @@ class Tokenizer:
 
     def _applied(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """What the chat template makes of exactly these messages. Raises whatever the template raises."""
-        copies = [dict(message) for message in messages]
+        copies = [dict(each) for each in (in_parts(messages) if self._takes_parts else messages)]
         return str(self._pretrained.apply_chat_template(copies, tokenize=False, **options))
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the chat template takes only lists of parts as contents, as some do that are also for images."""
+        word = "carousel"
+
+        def shows(content: Any) -> bool:
+            try:
+                message = {"role": "user", "content": content}
+                return word in str(self._pretrained.apply_chat_template([message], tokenize=False))
+            except Exception:  # a template may raise anything
+                return False
+
+        return not shows(word) and shows([{"type": "text", "text": word}])
 
     @cached_property
     def _template_traits(self) -> TemplateTraits:
@@ -241,6 +258,24 @@ class Tokenizer:
             "vocab_size": self._backend.get_vocab_size(),
             "chat_template": self._pretrained.chat_template,
         } | {name: getattr(self._pretrained, name) for name in names}
+
+
+def _template_of_processor(path: str, revision: str | None) -> str | None:
+    """The chat template that processors of images keep in a file of their own; None where there is none.
+
+    Raises InvalidSetup if the file cannot be read.
+    """
+    from transformers.utils.hub import cached_file
+
+    name = "chat_template.json"
+    file = cached_file(path, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+    try:
+        return None if file is None else str(json.loads(Path(file).read_text(encoding="utf-8"))["chat_template"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise InvalidSetup(
+            f"{path!r}: {name} should be an object with the template as chat_template; reading it raised "
+            f"{type(error).__name__}: {_brief(error)}"
+        ) from error
 
 
 @cache

@@ -291,7 +291,8 @@ def test_the_form_of_the_text_is_that_of_a_chat(service: Service) -> None:
     ("fields", "words"),
     [
         ({"max_tokens": None}, "max_tokens is required"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "a block of type 'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+         "messages[0].content has an image at 0, in a part of type 'image'; this service computes text only"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]},
          "messages[0].content[0].source is required"),
         ({"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "base64", "data": ""}}]}]},
@@ -300,7 +301,7 @@ def test_the_form_of_the_text_is_that_of_a_chat(service: Service) -> None:
          "a block of type 'tool_reference'"),
         ({"messages": [{"role": "user", "content": [
             {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "audio"}]}
-        ]}]}, "messages[0].content[0].content has a block of type 'audio' at 0; this server takes text, document"),
+        ]}]}, "messages[0].content[0].content has audio at 0, in a part of type 'audio'; this service computes"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]},
          "has the role user, which has no tool_use blocks"),
         ({"messages": [{"role": "tool", "content": "Hi"}]}, "messages[0].role"),

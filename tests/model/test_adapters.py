@@ -165,6 +165,22 @@ def test_a_loaded_adapter_does_not_change_with_its_files(dtype: torch.dtype, tmp
     assert {name: (each.down.tolist(), each.up.tolist()) for name, each in loaded.items()} == expected
 
 
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_an_adapter_of_a_multimodal_model_is_one_of_its_language_model(prefix: str, tmp_path: Path) -> None:
+    model = build_tiny_model("llama")
+    linears, path = sizes_of(model), tmp_path / "adapter_model.safetensors"
+    save_adapter(tmp_path, model)
+    expected = read_adapter(tmp_path, linears)
+    save_file(
+        {name.replace(".model.layers.", f".{prefix}layers."): each for name, each in load_file(path).items()}, path
+    )
+    found = read_adapter(tmp_path, linears)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[linear].up, expected[linear].up) for linear in expected)
+    whole = {linear.replace("model.", "model.language_model."): sizes for linear, sizes in linears.items()}
+    assert read_adapter(tmp_path, whole).keys() == whole.keys(), "and of the multimodal class without its towers"
+
+
 class TestRefusals:
     """Each says what is wrong, with the numbers."""
 

@@ -22,11 +22,15 @@ ALTERNATING = """{% if messages[0].role == 'system' %}<system>{{ messages[0].con
 # As Gemma 2's.
 WITHOUT_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + ALTERNATING
 
+# As Llava's and SmolVLM's, which are for images too.
+OF_PARTS = """{% for m in messages %}<{{ m.role }}>{% for part in m.content if part.type == 'text' %}{{ part.text }}
+{%- endfor %}{{ m.tool_calls[0].function.name if m.tool_calls }}</>{% endfor %}"""
+
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments": '{"at":  1}'}}
 
 
-def said(role: str, content: str = "", **more: Any) -> dict[str, Any]:
+def said(role: str, content: str | None = "", **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
 
@@ -91,3 +95,19 @@ def test_the_bundled_model_is_told_of_tools(demo_path: Path) -> None:
     prompt = Tokenizer.load(str(demo_path)).render_chat([said("user", "Hi")], tools=[TOOL])
     assert prompt.startswith("<|system|># Tools\n")
     assert prompt.endswith("<|end|><|user|>Hi<|end|><|assistant|>")
+
+
+def test_a_template_that_takes_only_parts_gets_parts() -> None:
+    messages = [said("system", "Be brief."), *TURNS, said("user")]
+    shown = "<system>Be brief.</><user>Hi</><assistant>Yes.look</><tool>5</><user>And?</><user></>"
+    assert written(OF_PARTS, messages) == shown
+    nothing_said = [said("user", "Hi"), said("assistant", None, tool_calls=[CALL])]
+    assert written(OF_PARTS, nothing_said) == "<user>Hi</><assistant>look</>"
+    going_on = [said("user", "Hi"), said("assistant", "Ye")]
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    assert written(OF_PARTS, going_on, **options) == "<user>Hi</><assistant>Ye"
+
+
+def test_a_template_that_takes_texts_gets_texts() -> None:
+    either = "{% for m in messages %}{{ m.content if m.content is string else 'parts' }}{% endfor %}"
+    assert written(either, [said("user", "Hi")]) == "Hi"

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -49,6 +51,20 @@ def test_a_model_without_chat_template_says_so(awkward_tokenizer: Tokenizer) -> 
     assert not awkward_tokenizer.has_chat_template
     with pytest.raises(InvalidRequest, match="no chat template; use /v1/completions"):
         awkward_tokenizer.encode_chat(CHAT)
+
+
+def test_the_template_of_a_processor_is_found(demo_path: Path, tmp_path: Path) -> None:
+    shutil.copy(demo_path / "tokenizer.json", tmp_path)
+    assert not Tokenizer.load(str(tmp_path)).has_chat_template
+    template = tmp_path / "chat_template.json"
+    template.write_text(json.dumps({"chat_template": "of the processor"}))
+    assert Tokenizer.load(str(tmp_path)).render_chat(CHAT) == "of the processor"
+    (tmp_path / "chat_template.jinja").write_text("of the tokenizer")
+    assert Tokenizer.load(str(tmp_path)).render_chat(CHAT) == "of the tokenizer"
+    (tmp_path / "chat_template.jinja").unlink()
+    template.write_text("{}")
+    with pytest.raises(InvalidSetup, match=r"chat_template\.json should be an object"):
+        Tokenizer.load(str(tmp_path))
 
 
 def test_what_the_template_raises_is_the_requests_fault(demo_path: Path) -> None:

@@ -124,13 +124,31 @@ def _document_texts(value: Any) -> Any:
     return texts
 
 
+# What parts without text hold, by a word in the names of their types, as in `image_url` and `input_image`.
+_NO_TEXT = {"image": "an image", "audio": "audio", "video": "a video", "file": "a file"}
+
+
+def refuse_media(kind: str, number: int) -> None:
+    """Raise ValueError for a part of a type that holds an image, audio, a video or a file: no model reads these here.
+
+    number: the place of the part in its list.
+    """
+    for word in kind[:60].split("_"):
+        if word in _NO_TEXT:
+            raise ValueError(
+                f"has {_NO_TEXT[word]} at {number}, in a part of type {kind[:60]!r}; this service computes text only: "
+                "leave the part out, or send its text"
+            )
+
+
 def joined_text(fields: Mapping[str, str]) -> Callable[[Any], Any]:
     """Makes one text of a string or of parts, joined by newlines. `fields` names the field of each type's text."""
 
-    def text_of(part: Any) -> str:
+    def text_of(number: int, part: Any) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         text = part.get(fields[kind]) if isinstance(kind, str) and kind in fields else None
         if not isinstance(text, str):
+            refuse_media(str(kind), number)
             example = f'{{"type": "{next(iter(fields))}", "text": "..."}}'
             raise ValueError(f"should hold only parts like {example}; other parts are not supported")
         return text
@@ -142,7 +160,7 @@ def joined_text(fields: Mapping[str, str]) -> Callable[[Any], Any]:
             raise ValueError("should be a string or a list of text parts")
         if len(value) > MAX_PARTS:
             raise ValueError(f"has {len(value):,} parts; at most {MAX_PARTS:,} are accepted")
-        return "\n".join([text_of(part) for part in value])
+        return "\n".join([text_of(number, part) for number, part in enumerate(value)])
 
     return join
 

@@ -24,6 +24,7 @@ from app.api.schemas.fields import (
     Schema,
     TemplateVariables,
     not_larger,
+    refuse_media,
 )
 from app.api.schemas.requests import ChatRequest, GenerationRequest, without_user
 from app.engine.request import MAX_TENANT_LENGTH
@@ -178,6 +179,7 @@ def _blocks_of(kinds: Sequence[str]) -> Callable[[Any], Any]:
         for number, block in enumerate(value):
             kind = block.get("type") if isinstance(block, dict) else None
             if not isinstance(kind, str) or kind not in kinds:
+                refuse_media(str(kind), number)
                 shown = f"a block of type {kind[:60]!r}" if isinstance(kind, str) else "no block with a type"
                 raise ValueError(f"has {shown} at {number}; this server takes {', '.join(kinds)}")
         return value

@@ -18,6 +18,7 @@ from torch import nn
 
 from app.errors import UnsupportedModel
 from app.model.cpu.library import advise
+from app.model.language_model import plain_name
 from app.model.llama import EMBEDDING, HEAD, by_expert, given
 from app.model.packed_numbers import PackedWeight
 from app.model.quantised_checkpoint import Quantised, can_be_multiplied, multiplied_out, scales_of_rows
@@ -187,7 +188,7 @@ def _converted(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _renamed(key: str) -> str:
     for mixtrals, name in _MIXTRAL_NAMES:
         key = key.replace(mixtrals, name)
-    return key
+    return plain_name(key)
 
 
 class MappedModel:

@@ -97,6 +97,8 @@ class TransformersModel(LoadedModel):
         model = cls._of(source, module, step, reference, mapped)
         if reason := why_places_matter(module, model.facts.max_model_len):
             raise UnsupportedModel(f"{config.path} cannot run on paged attention: {reason}")
+        if source.found.get_text_config() is not source.found:  # code for images too, which may count otherwise
+            _verify_numbering(module, reference)
         if mapped is None:
             _verify_positions(module, reference, model.facts.max_model_len)
         return model
@@ -111,7 +113,7 @@ class TransformersModel(LoadedModel):
         """
         config, found = source.config, source.found
         # Weights that are multiplied out take as much as those of any other checkpoint.
-        is_known = ARCHITECTURES.issuperset(found.architectures or ["none"])
+        is_known = source.model_class.__name__ in ARCHITECTURES
         if source.quantised is not None and not (source.quantised.has_scales and is_known):
             raise UnsupportedModel(
                 f"{config.path} is a quantised checkpoint: its size does not follow from its config.json"
@@ -319,6 +321,12 @@ def _check_states(source: ModelSource, module: PreTrainedModel, step: ProbeStep)
         )
     if step.states and source.device.type != "cpu":
         raise UnsupportedModel(f"{path} has recurrent layers, which run on CPUs only: set model.device: cpu")
+
+
+def _verify_numbering(module: PreTrainedModel, reference: Reference) -> None:
+    """Refuse a model that by itself gives its tokens other positions than 0, 1, 2, …, which it has here."""
+    found = run_module(module, reference.token_ids, None, ProbeStep())
+    reference.verify("with positions from 0 on", found)
 
 
 def _verify_positions(module: PreTrainedModel, reference: Reference, max_model_len: int) -> None:

@@ -1,0 +1,136 @@
+"""The language model in a checkpoint that also reads images, audio or video.
+
+Text alone is computed here. The towers for everything else are neither read from the files nor held in memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from app.model.llama import TEXT_MODELS, TextModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+# The beginnings that checkpoints write before the names of a language model's weights, and those of the model itself.
+_PREFIXES = {
+    r"^(?:model\.)?(?:language_model|text_model)\.(?=lm_head\.)": "",
+    r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?": "model.",
+}
+
+
+def plain_name(weight: str) -> str:
+    """The name of a weight in the language model alone: model.language_model.norm.weight → model.norm.weight."""
+    for prefix, plain in _PREFIXES.items():
+        weight = re.sub(prefix, plain, weight)
+    return weight
+
+
+def plain_names(whole: PreTrainedConfig) -> dict[str, str]:
+    """The same as patterns and what replaces them, in order, after what transformers renames in such a checkpoint."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    changes = get_checkpoint_conversion_mapping(whole.model_type) or ()
+    own = {
+        each._original_source_patterns[0]: each._original_target_patterns[0]
+        for each in changes
+        if type(each) is WeightRenaming and len(each._original_source_patterns) == 1
+    }
+    return own | _PREFIXES
+
+
+def language_config(whole: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of a checkpoint's language model; `whole` itself where there is nothing else in it.
+
+    Where transformers has no class for the language model alone, it is `whole`: see `language_class`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    known, text = AutoModelForCausalLM._model_mapping, whole.get_text_config()
+    if text is whole:
+        return whole
+    if type(text) not in known and text.model_type in TEXT_MODELS:
+        text = _as_plain(text, TEXT_MODELS[text.model_type])
+    if type(text) not in known:
+        return whole
+    text = copy.deepcopy(text)
+    for name in ("quantization_config", "eos_token_id", "tie_word_embeddings"):
+        if (found := getattr(whole, name, None)) is not None:
+            setattr(text, name, found)
+    return text
+
+
+def _as_plain(text: PreTrainedConfig, plain: TextModel) -> PreTrainedConfig:
+    """A language model that differs from a known one by the positions of images alone, as that one."""
+    from transformers import CONFIG_MAPPING
+
+    values = text.to_dict()
+    rope = dict(values.get("rope_parameters") or {})
+    if rope.get("rope_type") == "mrope":
+        rope["rope_type"] = "default"
+    for name in ("mrope_section", "mrope_interleaved"):
+        rope.pop(name, None)
+    for name in ("model_type", "architectures"):
+        values.pop(name, None)
+    found: PreTrainedConfig = CONFIG_MAPPING[plain.model_type](**values | plain.settings | {"rope_parameters": rope})
+    return found
+
+
+def language_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """transformers' class for what `language_config` gives. Of a class for images and text, one without towers.
+
+    Raises ValueError, with the reason, if no class generates text from text alone.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
+    from transformers.models.auto.auto_factory import _get_model_class
+
+    for kind in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM):
+        if type(config) in kind._model_mapping:
+            found: type[PreTrainedModel] = _get_model_class(config, kind._model_mapping)
+            is_plain = kind is AutoModelForCausalLM and config.get_text_config() is config
+            return found if is_plain else _without_towers(found)  # type: ignore[arg-type]  # a class can be hashed
+    raise ValueError("is not a model that generates text")
+
+
+@cache
+def _without_towers(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """A class for images and text of which only the language model has weights. Raises as `language_class`."""
+    from transformers import GenerationMixin
+
+    needed = [
+        name
+        for name, each in inspect.signature(whole.forward).parameters.items()
+        if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD and name not in ("self", "input_ids")
+    ]
+    if needed:
+        raise ValueError(f"generates no text from text alone: {whole.__name__} needs {', '.join(needed)}")
+    if whole.generate is not GenerationMixin.generate:
+        raise ValueError(f"has no language model that stands alone: {whole.__name__} generates in a way of its own")
+
+    def initialise(self: PreTrainedModel, config: PreTrainedConfig, *others: Any, **more: Any) -> None:
+        for part in (getattr(config, name, None) for name in config.sub_configs):
+            if part is not None and part is not config.get_text_config():
+                part._attn_implementation = "eager"  # some towers know no other
+        whole.__init__(self, config, *others, **more)
+        text = {*self.get_decoder().modules(), self.get_output_embeddings()}
+        _strip(self, text)
+
+    return type(whole.__name__, (whole,), {"__init__": initialise, "__module__": whole.__module__})
+
+
+def _strip(module: nn.Module, text: set[nn.Module | None]) -> None:
+    """Replace all parts of a module that have nothing of the language model by empty ones."""
+    for name, child in module.named_children():
+        if child in text:
+            continue
+        if text.isdisjoint(child.modules()):
+            setattr(module, name, nn.Module())
+        else:
+            _strip(child, text)
