@@ -87,6 +87,12 @@ def test_a_state_that_is_not_computed_here_is_refused_by_name(tmp_path: Path) ->
         load(path)
 
 
+def test_a_model_of_recurrent_layers_alone_is_refused(tmp_path: Path) -> None:
+    path = save_random_model(tmp_path, "lfm2", layer_types=["conv", "conv"])
+    with pytest.raises(UnsupportedModel, match="has recurrent layers alone"):
+        load(path)
+
+
 def test_states_that_do_not_fit_are_refused_with_the_numbers(tmp_path: Path) -> None:
     path = save_random_model(tmp_path, "qwen3_5_text", **DELTA)
     with pytest.raises(InvalidSetup, match=r"memory_gib=1e-05: 8 slots of 0\.0 MiB .* need"):

@@ -296,7 +296,10 @@ def _verified_reference(source: ModelSource, module: PreTrainedModel, step: Prob
             f"the checkpoint that is not quantised"
         ) from error
     if not step.layers:
-        raise UnsupportedModel(f"{path} ({name}) ignores the attention it is given, so its KV cannot be paged")
+        reason = "ignores the attention it is given, so its KV cannot be paged"
+        if step.states:
+            reason = "has recurrent layers alone; models that have attention layers beside them are served"
+        raise UnsupportedModel(f"{path} ({name}) {reason}")
     _check_states(source, module, step)
     reference = Reference.of(path, module, source.device)
     reference.verify("with paged attention", ours)
