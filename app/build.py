@@ -177,11 +177,7 @@ def _build_torch(config: EngineConfig, replicas: ReplicasConfig, *, keeps_all: b
             loaded = load_runner(config, group=ranks.group)
         loaded.runner.lead(ranks)
     sentences = sentence_settings(config.model, location)
-    if loaded.model.states and config.speculation.method != "off":
-        raise InvalidSetup(
-            f"speculation.method is {config.speculation.method}, and {config.model.path} has recurrent layers, whose "
-            f"state cannot go back behind a draft that is wrong: set speculation.method to off"
-        )
+    _check_drafts(config, loaded)
     runner = _runner_of(config, loaded, replicas)
     facts = replace(loaded.model.facts, pooling=sentences.pooling)
     store = _store_of(config, replicas, loaded, runner)
@@ -202,6 +198,18 @@ def _build_torch(config: EngineConfig, replicas: ReplicasConfig, *, keeps_all: b
         largest_step=config.scheduler if loaded.model.device.type == "cuda" else None,
         store=store,
     )
+
+
+def _check_drafts(config: EngineConfig, loaded: LoadedRunner) -> None:
+    """Raises InvalidSetup where the settings want drafts, and the model or its draft model has recurrent layers."""
+    of_draft = config.of_draft_model
+    with_states = [config.model.path] if loaded.model.states else []
+    with_states += [of_draft.model.path] if of_draft and loaded.draft and loaded.draft.model.states else []
+    if with_states and config.speculation.method != "off":
+        raise InvalidSetup(
+            f"speculation.method is {config.speculation.method}, and {with_states[0]} has recurrent layers, whose "
+            f"state cannot go back behind a draft that is wrong: set speculation.method to off"
+        )
 
 
 def _has_peers(replicas: ReplicasConfig, device_type: str) -> bool:

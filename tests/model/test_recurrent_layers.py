@@ -72,6 +72,14 @@ def test_settings_that_a_state_does_not_have_are_refused(
         build_sync_engine(config_of(path, **settings), ReplicasConfig.model_validate(replicas))
 
 
+def test_a_draft_model_with_recurrent_layers_is_refused(tmp_path: Path) -> None:
+    path = save_random_model(tmp_path / "model", "llama")
+    draft = save_random_model(tmp_path / "draft", "lfm2", **HYBRIDS["lfm2"])
+    speculation = {"method": "draft_model", "model": str(draft)}
+    with pytest.raises(InvalidSetup, match=r"method is draft_model, and .*/draft has recurrent layers"):
+        build_sync_engine(config_of(path, speculation=speculation))
+
+
 def test_recurrent_layers_are_not_divided_among_ranks(tmp_path: Path) -> None:
     path = str(save_random_model(tmp_path, "qwen3_5_text", **DELTA))
     source = ModelSource(config=ModelConfig(path=path), location=path, device=CPU, dtype=torch.float32)
