@@ -375,9 +375,8 @@ class StoredEvents:
 
     def _with_ids(self, piece: bytes, after: int) -> bytes:
         """A piece of events with an id before each. An event may go over several pieces; its last bytes may not."""
-        if not self._is_inside and piece.find(_END_OF_EVENT) == len(piece) - len(
-            _END_OF_EVENT
-        ):  # one, as nearly always
+        num_before_end = len(piece) - len(_END_OF_EVENT)
+        if not self._is_inside and 0 <= piece.find(_END_OF_EVENT) == num_before_end:  # one event, as nearly always
             shown = self._id() + piece if self.number > after else b""
             self.number += 1
             return shown

@@ -69,10 +69,6 @@ class StatePool:
         self.note_resumable: Callable[[Prefix, bool], None] | None = None  # called when a snapshot comes or goes
 
     @property
-    def num_snapshots(self) -> int:
-        return len(self._snapshots)
-
-    @property
     def num_free(self) -> int:
         """Slots that a new sequence may have."""
         return len(self._blank) + sum(slot not in self._num_readers for slot in self._snapshots.values())

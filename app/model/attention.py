@@ -19,7 +19,7 @@ from app.engine.batch import StepBatch
 from app.engine.state_pool import NO_STATE
 from app.model.inputs import AttentionRows, DecodeRows, ModelInputs, PrefillChunk, build_attention_rows
 from app.model.kv_cache import ONE_GROUP, KVCache, LayerGroups, LayerShape
-from app.model.recurrence import Pieces, Recurrence, TorchRecurrence
+from app.model.recurrence import Recurrence, StatePieces, TorchRecurrence
 
 ATTENTION_NAME = "carousel_paged"
 
@@ -69,7 +69,7 @@ class Slots(NamedTuple):
     """The states of one recurrent operator in a step."""
 
     states: torch.Tensor  # [num_slots, *sizes]
-    pieces: Pieces
+    pieces: StatePieces
     recurrence: Recurrence
 
 
@@ -241,9 +241,8 @@ class ProbeStep:
         """For the next recurrent operator. inputs: [num_tokens, ...]."""
         self.states.append(shape)
         states = torch.zeros(1, *shape.sizes, dtype=shape.dtype, device=inputs.device)
-        return Slots(
-            states, Pieces(torch.tensor([[0, len(inputs), NO_STATE, 0]], dtype=torch.int32)), TorchRecurrence()
-        )
+        whole = StatePieces(torch.tensor([[0, len(inputs), NO_STATE, 0]], dtype=torch.int32))
+        return Slots(states, whole, TorchRecurrence())
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules

@@ -191,9 +191,9 @@ def num_blocks_that_fit(
                 f"first token needs {num_groups}. Raise it"
             )
         return config.num_blocks
-    memory_bytes = int(config.memory_gib * GIB) if gpu_bytes is None else gpu_bytes
+    memory_bytes = (int(config.memory_gib * GIB) if gpu_bytes is None else gpu_bytes) - taken_bytes
     of_block = block_bytes(config, layers, dtype=dtype) + draft_bytes
-    num_blocks = (memory_bytes - taken_bytes) // of_block
+    num_blocks = memory_bytes // of_block
     if num_blocks < num_groups:
         raise InvalidSetup(
             f"cache.memory_gib={config.memory_gib} leaves {memory_bytes / GIB:.3f} GiB for KV memory; one block of "

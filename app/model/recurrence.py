@@ -20,7 +20,7 @@ ACTIVATIONS = (None, "silu")  # of a short convolution
 NORM_EPSILON = 1e-6  # is added to the squared length of a query or a key
 
 
-class Piece(NamedTuple):
+class StatePiece(NamedTuple):
     """Neighbouring tokens of one sequence in the packed row."""
 
     first_token: int
@@ -34,13 +34,13 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class StatePieces:
     """The pieces of a step. Pieces of one sequence follow one another: each reads the slot that the last one wrote.
 
     No piece writes the slot that it reads, and each token of the packed row belongs to one piece.
     """
 
-    table: torch.Tensor  # [num_pieces, 4] int32 on the CPU; the columns are the fields of `Piece`
+    table: torch.Tensor  # [num_pieces, 4] int32 on the CPU; the columns are the fields of `StatePiece`
 
     def __post_init__(self) -> None:
         table = self.table
@@ -49,8 +49,8 @@ class Pieces:
         assert table.is_contiguous(), "operators read a table row by row"
         assert table.device.type == "cpu", f"operators read a table in host memory, not on {table.device}"
 
-    def __iter__(self) -> Iterator[Piece]:
-        return (Piece(*row) for row in self.table.tolist())
+    def __iter__(self) -> Iterator[StatePiece]:
+        return (StatePiece(*row) for row in self.table.tolist())
 
 
 class Recurrence(Protocol):
@@ -66,7 +66,7 @@ class Recurrence(Protocol):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         states: torch.Tensor,
-        pieces: Pieces,
+        pieces: StatePieces,
         *,
         activation: str | None,
     ) -> torch.Tensor:
@@ -91,7 +91,7 @@ class Recurrence(Protocol):
         decay: torch.Tensor,
         beta: torch.Tensor,
         states: torch.Tensor,
-        pieces: Pieces,
+        pieces: StatePieces,
         *,
         scale: float,
         normalises: bool,
@@ -123,7 +123,7 @@ class Recurrence(Protocol):
         state_to_outputs: torch.Tensor,
         skip: torch.Tensor,
         states: torch.Tensor,
-        pieces: Pieces,
+        pieces: StatePieces,
     ) -> torch.Tensor:
         """The selective state space of Mamba 2 (Dao & Gu, arXiv 2405.21060).
 
@@ -153,7 +153,7 @@ class TorchRecurrence:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         states: torch.Tensor,
-        pieces: Pieces,
+        pieces: StatePieces,
         *,
         activation: str | None,
     ) -> torch.Tensor:
@@ -178,7 +178,7 @@ class TorchRecurrence:
         decay: torch.Tensor,
         beta: torch.Tensor,
         states: torch.Tensor,
-        pieces: Pieces,
+        pieces: StatePieces,
         *,
         scale: float,
         normalises: bool,
@@ -207,7 +207,7 @@ class TorchRecurrence:
         state_to_outputs: torch.Tensor,
         skip: torch.Tensor,
         states: torch.Tensor,
-        pieces: Pieces,
+        pieces: StatePieces,
     ) -> torch.Tensor:
         outputs = torch.empty_like(inputs, memory_format=torch.contiguous_format)
         for piece in pieces:
@@ -224,7 +224,7 @@ class TorchRecurrence:
         return outputs
 
 
-def _read(states: torch.Tensor, piece: Piece) -> torch.Tensor:
+def _read(states: torch.Tensor, piece: StatePiece) -> torch.Tensor:
     return torch.zeros_like(states[0]) if piece.read_slot < 0 else states[piece.read_slot]
 
 

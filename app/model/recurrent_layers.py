@@ -18,7 +18,7 @@ from torch.nn import functional
 from app.engine.batch import StepBatch
 from app.model.attention import AttentionRules, AttentionStep, PagedAttention, RecurrentStep, Slots, StateShape
 from app.model.inputs import ModelInputs
-from app.model.recurrence import Pieces, Recurrence
+from app.model.recurrence import Recurrence, StatePieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,12 +35,12 @@ class StatefulAttention:
         # Blocks alone cannot be resumed, so none of them go to a store or to another replica.
         self.kv_tensors: list[torch.Tensor] = []
         self.attention = attention
-        self.recurrence = recurrence
+        self._recurrence = recurrence
         self.states = [torch.zeros(num_slots, *shape.sizes, dtype=shape.dtype) for shape in shapes]
 
     def begin_step(self, batch: StepBatch, inputs: ModelInputs) -> AttentionStep:
         pieces = pieces_of(batch)
-        slots = [Slots(states, pieces, self.recurrence) for states in self.states]
+        slots = [Slots(states, pieces, self._recurrence) for states in self.states]
         return _StatefulStep(self.attention.begin_step(batch, inputs), slots)
 
 
@@ -60,7 +60,7 @@ class _StatefulStep:
         return next(self._slots)
 
 
-def pieces_of(batch: StepBatch) -> Pieces:
+def pieces_of(batch: StepBatch) -> StatePieces:
     """The slots that a step reads and writes."""
     rows: list[tuple[int, int, int, int]] = []
     first = 0
@@ -71,7 +71,7 @@ def pieces_of(batch: StepBatch) -> Pieces:
             rows.append((first + begin, end - begin, slot, written))
             slot, begin = written, end
         first += len(item.token_ids)
-    return Pieces(torch.tensor(rows, dtype=torch.int32))
+    return StatePieces(torch.tensor(rows, dtype=torch.int32))
 
 
 def use_slots(module: PreTrainedModel) -> None:

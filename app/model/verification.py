@@ -245,8 +245,8 @@ def difference_above(
     """How much two outputs differ, relative to their size, in words; None within the limit.
 
     by_token: compare token by token, and take the difference that three quarters of the tokens do not exceed, instead
-    of one difference for all tokens. In bfloat16 two
-    experts are often all but equally good, and rounding takes another one for some tokens.
+    of one difference for all tokens. In bfloat16 two experts are often all but equally good, and rounding takes another
+    one for some tokens.
     """
     dims = (-1,) if by_token else None
     difference = torch.linalg.vector_norm(mine.float() - theirs.float(), dim=dims)

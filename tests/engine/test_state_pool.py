@@ -32,7 +32,7 @@ def test_a_step_reads_one_slot_and_writes_others() -> None:
     second = states.path(sequence, 10, 11, [])
     assert second.read == first.writes[-1][1]
     assert second.writes[0][1] not in {slot for _, slot in first.writes}
-    assert states.num_snapshots == 2
+    assert len(states.resumable()) == 2
     assert [states.has_snapshot(each) for each in found] == [True, True, False]
 
 
@@ -76,9 +76,9 @@ def test_a_snapshot_goes_with_the_block_of_its_prefix() -> None:
     states.advance(sequence, 4, lambda _: prefix, generates=False)
     states.end(sequence)
     blocks.free([prefix.block])
-    assert (states.num_snapshots, states.num_free) == (1, 3)
+    assert (len(states.resumable()), states.num_free) == (1, 3)
     blocks.allocate(16)
-    assert (states.num_snapshots, states.num_free) == (0, 3)
+    assert (len(states.resumable()), states.num_free) == (0, 3)
 
 
 def test_a_sequence_that_generates_keeps_its_latest_snapshot() -> None:

@@ -13,7 +13,7 @@ import torch
 from transformers.models.bamba.modeling_bamba import mamba2_chunk_scan
 from transformers.models.qwen3_5.modeling_qwen3_5 import causal_conv1d_fn, torch_recurrent_gated_delta_rule
 
-from app.model.recurrence import Pieces, Recurrence, TorchRecurrence
+from app.model.recurrence import Recurrence, StatePieces, TorchRecurrence
 
 NUM_TOKENS = 23
 NUM_SLOTS = 9
@@ -21,7 +21,7 @@ GUARD = 7.0  # in every number of a slot that nothing has written
 
 # The packed rows that an operator reads; its weights.
 Tensors = tuple[torch.Tensor, ...]
-Call = Callable[[Recurrence, Tensors, torch.Tensor, Pieces], torch.Tensor]
+Call = Callable[[Recurrence, Tensors, torch.Tensor, StatePieces], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Operator:
     call: Call
 
     def run(self, recurrence: Recurrence, rows: Tensors, states: torch.Tensor, *pieces: Sequence[int]) -> torch.Tensor:
-        return self.call(recurrence, rows, states, Pieces(torch.tensor(pieces, dtype=torch.int32).reshape(-1, 4)))
+        return self.call(recurrence, rows, states, StatePieces(torch.tensor(pieces, dtype=torch.int32).reshape(-1, 4)))
 
     def whole(self, recurrence: Recurrence, rows: Tensors | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """The outputs and the last state of one sequence in one piece."""
@@ -61,7 +61,7 @@ def convolution(
     weight = torch.randn(num_channels, kernel_size).to(dtype)
     bias = torch.randn(num_channels).to(dtype) if has_bias else None
 
-    def call(recurrence: Recurrence, rows: Tensors, states: torch.Tensor, pieces: Pieces) -> torch.Tensor:
+    def call(recurrence: Recurrence, rows: Tensors, states: torch.Tensor, pieces: StatePieces) -> torch.Tensor:
         return recurrence.short_convolution(rows[0], weight, bias, states, pieces, activation=activation)
 
     return Operator((rows,), (weight, bias), torch.empty(kernel_size - 1, num_channels, dtype=dtype), call)
@@ -86,7 +86,7 @@ def delta_rule(
         query, key = (each * key_dim**-0.5 for each in (query, key))
     decay, beta = -torch.rand(num_tokens, value_heads), torch.rand(num_tokens, value_heads).to(dtype)
 
-    def call(recurrence: Recurrence, rows: Tensors, states: torch.Tensor, pieces: Pieces) -> torch.Tensor:
+    def call(recurrence: Recurrence, rows: Tensors, states: torch.Tensor, pieces: StatePieces) -> torch.Tensor:
         query, key, value, decay, beta = rows
         return recurrence.gated_delta_rule(
             query, key, value, decay, beta, states, pieces, scale=key_dim**-0.5, normalises=normalises
@@ -112,7 +112,7 @@ def mamba2(
     time_steps = torch.rand(num_tokens, num_heads)
     decay, skip = -torch.rand(num_heads) * 4, torch.randn(num_heads)
 
-    def call(recurrence: Recurrence, rows: Tensors, states: torch.Tensor, pieces: Pieces) -> torch.Tensor:
+    def call(recurrence: Recurrence, rows: Tensors, states: torch.Tensor, pieces: StatePieces) -> torch.Tensor:
         inputs, time_steps, into, out = rows
         return recurrence.mamba2(inputs, time_steps, decay, into, out, skip, states, pieces)
 

@@ -9,7 +9,7 @@ import torch
 
 from app.model.attention import with_contiguous_rows
 from app.model.cpu.library import DTYPES, ConvolutionShape, RecurrenceShape, Strides, ThreadPool, library
-from app.model.recurrence import ACTIVATIONS, Pieces
+from app.model.recurrence import ACTIVATIONS, StatePieces
 
 
 class NativeRecurrence:
@@ -31,7 +31,7 @@ class NativeRecurrence:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         states: torch.Tensor,
-        pieces: Pieces,
+        pieces: StatePieces,
         *,
         activation: str | None,
     ) -> torch.Tensor:
@@ -60,7 +60,7 @@ class NativeRecurrence:
         decay: torch.Tensor,
         beta: torch.Tensor,
         states: torch.Tensor,
-        pieces: Pieces,
+        pieces: StatePieces,
         *,
         scale: float,
         normalises: bool,
@@ -87,7 +87,7 @@ class NativeRecurrence:
         state_to_outputs: torch.Tensor,
         skip: torch.Tensor,
         states: torch.Tensor,
-        pieces: Pieces,
+        pieces: StatePieces,
     ) -> torch.Tensor:
         query, key, value = map(with_contiguous_rows, (state_to_outputs, inputs_to_state, inputs))
         time_steps, decay, skip = (each.float().contiguous() for each in (time_steps, decay, skip))
@@ -122,5 +122,5 @@ def _check_slots(states: torch.Tensor, *shape: int) -> None:
     assert states[:1].is_contiguous(), f"the numbers of a slot do not stand side by side: strides {states.stride()}"
 
 
-def _pointer_and_length(pieces: Pieces) -> tuple[int, int]:
+def _pointer_and_length(pieces: StatePieces) -> tuple[int, int]:
     return pieces.table.data_ptr(), pieces.table.shape[0]
