@@ -9,19 +9,26 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
+
+from app.model.architectures import computed_by
 
 VOCAB_SIZE = 211
 SHAPE = {
@@ -66,11 +73,33 @@ def _configs() -> dict[str, PreTrainedConfig]:
         "qwen2_moe": Qwen2MoeConfig(
             **shape, moe_intermediate_size=48, shared_expert_intermediate_size=80, num_experts=6, num_experts_per_tok=2,
         ),
+        "gemma3": Gemma3TextConfig(
+            **shape, head_dim=16, query_pre_attn_scalar=16, sliding_window=9,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+        "olmo2": Olmo2Config(**shape),
+        "olmo3": Olmo3Config(**shape, sliding_window=9, layer_types=["sliding_attention", "full_attention"]),
+        "lfm2": Lfm2Config(
+            **shape | {"num_hidden_layers": 3}, conv_L_cache=3, block_auto_adjust_ff_dim=False,
+            layer_types=["conv", "full_attention", "conv"],
+        ),
+        "qwen3_5": Qwen3_5TextConfig(
+            **shape | {"num_hidden_layers": 3}, head_dim=32, linear_conv_kernel_dim=4, linear_key_head_dim=16,
+            linear_value_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+        ),
     }  # fmt: skip
 
 
 ALL = tuple(_configs())
 ARCHITECTURES = tuple(name for name in ALL if name != "qwen2_moe")  # that one is only for the decoder for CUDA
+RECURRENT = ("lfm2", "qwen3_5")
+# Those that the C++ decoder computes.
+NATIVE = tuple(
+    name
+    for name, config in _configs().items()
+    if AutoModelForCausalLM._model_mapping[type(config)].__name__ in computed_by("cpu")
+)
 
 
 def build_tiny_model(architecture: str, **changes: object) -> PreTrainedModel:

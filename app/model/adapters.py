@@ -18,17 +18,24 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, PositiveInt, Validation
 from app.engine.batch import StepBatch
 from app.errors import UnsupportedAdapter, first_line
 from app.model.adapter_files import CONFIG, WEIGHTS
+from app.model.architectures import Names
 from app.model.language_model import plain_name
-from app.model.llama import DecoderSettings
+from app.model.llama import QUERIES_KEYS_VALUES, DecoderSettings
 
 MAX_RANK = 64
-# The linear layers of a Llama-like layer that our decoders compute together, by the product's name.
-PRODUCTS = {
-    "query_key_value": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "output": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
+
+
+def products_of(names: Names) -> dict[str, tuple[str, ...]]:
+    """The linear layers of a Llama-like layer that our decoders compute together, by the product's name."""
+    return {
+        "query_key_value": QUERIES_KEYS_VALUES,
+        "output": (names.attention_output,),
+        "gate_up": (names.gate, names.up),
+        "down": (names.down,),
+    }
+
+
+PRODUCTS = products_of(Names())  # of Llama itself
 _TENSOR = re.compile(r"base_model\.model\.(?P<linear>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of the files
 _MAX_CONFIG_BYTES = 1 << 20
@@ -74,13 +81,14 @@ class LlamaLayer(Protocol):
 
 
 def linear_sizes(settings: DecoderSettings, layers: Sequence[LlamaLayer]) -> dict[str, Sizes]:
-    """The linear layers that adapters may change, by name; of layers with experts those of attention."""
-    sizes = _sizes_of_layer(settings)
+    """The linear layers that adapters may change, by name: those of attention, and those of an MLP without experts."""
+    attention, mlp = _sizes_of_attention(settings), _sizes_of_mlp(settings)
     return {
         linear_name(index, linear): size
-        for index, layer in enumerate(layers)
+        for index, (layer, own) in enumerate(zip(layers, settings.layers, strict=True))
+        for sizes, is_there in ((attention, own.mixer == "attention"), (mlp, layer.router is None))
         for linear, size in sizes.items()
-        if layer.router is None or linear.startswith("self_attn.")
+        if is_there
     }
 
 
@@ -127,24 +135,26 @@ def read_part(path: Path) -> AdapterWeights:
     return {linear: LowRankUpdate(factors[f"{linear} 0"], factors[f"{linear} 1"]) for linear in linears}
 
 
-def products(num_layers: int) -> Iterator[tuple[int, str, list[str]]]:
+def products(settings: DecoderSettings) -> Iterator[tuple[int, str, list[str]]]:
     """Of each layer each product, and the names of the linear layers that are joined in it."""
-    for layer in range(num_layers):
-        for product, linears in PRODUCTS.items():
+    own = products_of(settings.described.names)
+    for layer in range(len(settings.layers)):
+        for product, linears in own.items():
             yield layer, product, [linear_name(layer, linear) for linear in linears]
 
 
-def _sizes_of_layer(settings: DecoderSettings) -> dict[str, Sizes]:
-    hidden, inner = settings.hidden_size, settings.intermediate_size
-    query, kv = settings.num_heads * settings.head_dim, settings.num_kv_heads * settings.head_dim
-    outputs = {"q": query, "k": kv, "v": kv}
-    return {
-        **{f"self_attn.{name}_proj": Sizes(hidden, size) for name, size in outputs.items()},
-        "self_attn.o_proj": Sizes(query, hidden),
-        "mlp.gate_proj": Sizes(hidden, inner),
-        "mlp.up_proj": Sizes(hidden, inner),
-        "mlp.down_proj": Sizes(inner, hidden),
+def _sizes_of_attention(settings: DecoderSettings) -> dict[str, Sizes]:
+    hidden, kv = settings.hidden_size, settings.num_kv_heads * settings.head_dim
+    outputs = zip(QUERIES_KEYS_VALUES, (settings.query_outputs, kv, kv), strict=True)
+    output = Sizes(settings.num_heads * settings.head_dim, hidden)
+    return {linear: Sizes(hidden, size) for linear, size in outputs} | {
+        settings.described.names.attention_output: output
     }
+
+
+def _sizes_of_mlp(settings: DecoderSettings) -> dict[str, Sizes]:
+    hidden, inner, names = settings.hidden_size, settings.intermediate_size, settings.described.names
+    return {names.gate: Sizes(hidden, inner), names.up: Sizes(hidden, inner), names.down: Sizes(inner, hidden)}
 
 
 class PeftConfig(BaseModel):

@@ -15,11 +15,11 @@ import torch
 
 from app.config import EngineConfig, ModelConfig
 from app.errors import InvalidSetup, first_line
+from app.model.architectures import architectures_of, computed_by
 from app.model.cpu.library import is_fast
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.fp8 import why_no_fp8
 from app.model.description import read_config
-from app.model.llama import ARCHITECTURES, architectures_of
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ def _why_not_bfloat16(config: ModelConfig, described: dict[str, Any]) -> str | N
     if config.backend != "auto":
         return "transformers' code computes it (model.backend is torch)"
     architectures = architectures_of(described) or ["a model without a name"]
-    if not ARCHITECTURES.issuperset(architectures):
+    if not computed_by("cpu").issuperset(architectures):
         return f"transformers' code computes {', '.join(architectures)}"
     return None if is_fast(torch.bfloat16) else "the native code is not fast in it on this CPU"
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from app.model.llama import TEXT_MODELS, TextModel
+from app.model.architectures import TEXT_MODELS, TextModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -1,19 +1,19 @@
-"""The Llama-like architectures as both decoders know them: the C++ one (`cpu/`) and the one for CUDA (`cuda/`).
+"""A model of a Llama-like architecture in plain values, as both of our decoders take it: `cpu/` and `cuda/`.
 
-Only the architectures named here are computed by them. The loader compares their output with the model's own before
-use.
+The loader compares the output of a decoder with the model's own before use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from app.model.attention import AttentionRules
+from app.model.architectures import ARCHITECTURES, MIXERS, Architecture, Backend, Mixer, computed_by
+from app.model.attention import AttentionRules, StateShape
+from app.model.kv_cache import LayerShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -21,35 +21,7 @@ if TYPE_CHECKING:
 # The weight of a name in the model's checkpoint; None where the model has none.
 Weights = Callable[[str], torch.Tensor | None]
 
-# Pre-norm decoders with RMSNorm, rotary positions on whole heads, grouped-query attention and a SiLU-gated MLP, or a
-# mixture of such MLPs.
-_MIXTURES = frozenset({"MixtralForCausalLM", "Qwen3MoeForCausalLM"})
-_MIXTURES_WITH_SHARED_EXPERT = frozenset({"Qwen2MoeForCausalLM"})  # the C++ decoder has none
-ARCHITECTURES = _MIXTURES | {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
-
-
-class TextModel(NamedTuple):
-    """What the language model of a multimodal checkpoint is, if it stands alone."""
-
-    model_type: str
-    architecture: str
-    settings: Mapping[str, Any] = MappingProxyType({})  # that its own class has no name for
-
-
-# By the type that a multimodal checkpoint gives to its language model. With text alone, positions in three dimensions
-# are ordinary positions.
-TEXT_MODELS = {
-    "llama": TextModel("llama", "LlamaForCausalLM"),
-    "mistral": TextModel("mistral", "MistralForCausalLM"),
-    "qwen2": TextModel("qwen2", "Qwen2ForCausalLM"),
-    "qwen2_vl_text": TextModel("qwen2", "Qwen2ForCausalLM"),
-    "qwen2_5_vl_text": TextModel("qwen2", "Qwen2ForCausalLM"),
-    "qwen2_5_omni_text": TextModel("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": TextModel("qwen3", "Qwen3ForCausalLM"),
-    "qwen3_vl_text": TextModel("qwen3", "Qwen3ForCausalLM"),
-    "qwen3_vl_moe_text": TextModel("qwen3_moe", "Qwen3MoeForCausalLM", {"norm_topk_prob": True}),
-    "qwen3_omni_moe_text": TextModel("qwen3_moe", "Qwen3MoeForCausalLM", {"norm_topk_prob": True}),
-}
+_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}  # in the words of transformers
 _EXPERT_MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 QUERIES_KEYS_VALUES = tuple(f"self_attn.{name}_proj" for name in ("q", "k", "v"))
@@ -67,9 +39,55 @@ class ExpertSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentSettings:
+    """The layers with a recurrent state; all 0 without one. The heads are those of the gated delta rule."""
+
+    kernel_size: int = 0  # of the short convolution
+    num_key_heads: int = 0
+    num_value_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+
+    @property
+    def keys_size(self) -> int:
+        """The numbers of a token's keys, and of its queries."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def values_size(self) -> int:
+        return self.num_value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotaryPositions:
+    """One way to turn heads (Su et al., 2021). The first 2 × len(frequencies) numbers of a head are turned."""
+
+    frequencies: tuple[float, ...]
+    scaling: float = 1.0
+
+    def table(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The cosines of each position, then its sines: [num_positions, 2, len(frequencies)], rounded to `dtype`.
+
+        positions: [num_positions].
+        """
+        angles = positions[..., None].float() * torch.tensor(self.frequencies, device=positions.device)
+        return (torch.stack((angles.cos(), angles.sin()), dim=1) * self.scaling).to(dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSettings:
+    """One layer."""
+
+    mixer: Mixer = "attention"
+    sliding_window: int = 0  # 0: none
+    rotary: int = 0  # which of the model's rotary positions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSettings:
     """A Llama-like model without its weights, in plain values; or the part of it that one of several ranks has."""
 
+    architecture: str  # a key of `ARCHITECTURES`
     hidden_size: int
     num_heads: int
     num_kv_heads: int
@@ -79,9 +97,15 @@ class DecoderSettings:
     vocab_size: int
     epsilon: float
     scaling: float
-    sliding_windows: tuple[int, ...]  # by layer; 0: none
-    rotary_frequencies: tuple[float, ...]  # [head_dim / 2]
-    rotary_scaling: float
+    layers: tuple[LayerSettings, ...]
+    rotary: tuple[RotaryPositions, ...]
+    recurrent: RecurrentSettings = RecurrentSettings()
+    softcap: float = 0.0  # of attention scores; 0: none
+    logits_softcap: float = 0.0
+
+    @property
+    def described(self) -> Architecture:
+        return ARCHITECTURES[self.architecture]
 
     def of_rank(self, size: int) -> DecoderSettings:
         """The part that each of `size` ranks has: some heads, and some inner numbers of each MLP and each expert."""
@@ -93,86 +117,190 @@ class DecoderSettings:
             experts=replace(self.experts, intermediate_size=self.experts.intermediate_size // size),
         )
 
-    def rotary(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines by which heads are turned, each [num_positions, head_dim]. positions: [num_positions]."""
-        angles = positions[..., None].float() * torch.tensor(self.rotary_frequencies, device=positions.device)
-        angles = torch.cat((angles, angles), dim=-1)
-        return (angles.cos() * self.rotary_scaling).to(dtype), (angles.sin() * self.rotary_scaling).to(dtype)
+    @property
+    def query_outputs(self) -> int:
+        """The outputs of the projection of queries: with gated attention, the gates among them."""
+        return self.num_heads * self.head_dim * (2 if self.described.gates_attention else 1)
+
+    def projected_size(self, mixer: Mixer) -> int:
+        """The numbers of a token that a mixer reads, behind the projection of its inputs."""
+        if mixer == "short_convolution":
+            return 3 * self.hidden_size
+        if mixer == "gated_delta_rule":
+            return 2 * self.recurrent.keys_size + 2 * self.recurrent.values_size
+        return self.query_outputs + 2 * self.num_kv_heads * self.head_dim
+
+    def mixed_size(self, mixer: Mixer) -> int:
+        """The numbers of a token that a mixer gives, before the projection of its outputs."""
+        if mixer == "short_convolution":
+            return self.hidden_size
+        return self.recurrent.values_size if mixer == "gated_delta_rule" else self.num_heads * self.head_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Of the short convolution."""
+        if self.recurrent.num_value_heads:
+            return 2 * self.recurrent.keys_size + self.recurrent.values_size
+        return self.hidden_size
+
+    def attention_layers(self) -> dict[int, LayerShape]:
+        """By layer: the keys and values of a token."""
+        shape = LayerShape(num_kv_heads=self.num_kv_heads, key_dim=self.head_dim, value_dim=self.head_dim)
+        return {index: shape for index, layer in enumerate(self.layers) if layer.mixer == "attention"}
+
+    def states(self, dtype: torch.dtype) -> tuple[StateShape, ...]:
+        """The states of a sequence, in the order in which a step reads them. dtype: of the model."""
+        own = self.recurrent
+        convolution = StateShape((own.kernel_size - 1, self.num_channels), dtype)
+        heads = StateShape((own.num_value_heads, own.key_dim, own.value_dim), torch.float32)
+        of_mixer = {"attention": (), "short_convolution": (convolution,), "gated_delta_rule": (convolution, heads)}
+        return tuple(state for layer in self.layers for state in of_mixer[layer.mixer])
 
 
-def architectures_of(described: Mapping[str, Any]) -> list[str]:
-    """What a config.json says of the language model's class. described: the file."""
-    kind = (described.get("text_config") or {}).get("model_type")
-    return [TEXT_MODELS[kind].architecture] if kind in TEXT_MODELS else list(described.get("architectures") or ())
-
-
-def why_not_llama_like(model: PreTrainedModel) -> str | None:
-    """Why a model is none that is described here, by all but its attention; None when no reason is known."""
-    known = ARCHITECTURES | _MIXTURES_WITH_SHARED_EXPERT
-    if type(model).__name__ not in known:
-        return f"{type(model).__name__} is none of {', '.join(sorted(known))}"
+def why_not_llama_like(model: PreTrainedModel, backend: Backend) -> str | None:
+    """Why one of our decoders does not compute a model, by all but its attention; None when no reason is known."""
+    name, config = type(model).__name__, model.config
+    known = computed_by(backend)
+    if name not in known:
+        if backend == "cpu" and has_shared_expert(model):
+            return "the C++ decoder has no shared expert"
+        return f"{name} is none of {', '.join(sorted(known))}"
     if getattr(model, "is_quantized", False):
         return "its checkpoint is quantised, and transformers' own modules compute it"
-    if model.config.hidden_act != "silu":
-        return f"its MLP is activated by {model.config.hidden_act}, not silu"
-    mlps = [layer.mlp for layer in _layers(model) if not hasattr(layer.mlp, "experts")]
-    if any(mlp.gate_proj.bias is not None or mlp.down_proj.bias is not None for mlp in mlps):
+    described = ARCHITECTURES[name]
+    activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "silu")
+    if activation != _ACTIVATIONS[described.activation]:
+        return f"its MLP is activated by {activation}, not {_ACTIVATIONS[described.activation]}"
+    if any(part.bias is not None for part in _parts(model, described.names.gate, described.names.down)):
         return "its MLP has biases"
-    return None
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention", *MIXERS}
+    return f"it has layers of other kinds: {', '.join(sorted(kinds))}" if kinds else None
 
 
 def has_shared_expert(model: PreTrainedModel) -> bool:
-    return type(model).__name__ in _MIXTURES_WITH_SHARED_EXPERT
+    experts = described_as(model).experts
+    return experts is not None and experts.has_shared
 
 
-def why_attention_is_not_llama_like(model: PreTrainedModel, rules: dict[int, AttentionRules]) -> str | None:
+def described_as(model: PreTrainedModel) -> Architecture:
+    """The description of a model's architecture; that of Llama for one without."""
+    return ARCHITECTURES.get(type(model).__name__, Architecture())
+
+
+def why_attention_is_not_llama_like(
+    model: PreTrainedModel, rules: dict[int, AttentionRules], backend: Backend
+) -> str | None:
     """The same for what its layers have asked of their attention."""
-    if sorted(rules) != list(range(len(_layers(model)))):
+    layers = layers_of(model)
+    if sorted(rules) != [index for index, mixer in enumerate(layers) if mixer == "attention"]:
         return "its layers do not all attend once"
-    if any(rule.softcap or rule.sinks is not None or rule.scaling != rules[0].scaling for rule in rules.values()):
-        return "its attention has soft caps, sinks or different scalings"
+    asked = {(rule.softcap, rule.scaling) for rule in rules.values()}
+    if any(rule.sinks is not None for rule in rules.values()) or len(asked) != 1:
+        return "its attention has sinks, or different scalings or soft caps"
+    if backend == "cuda" and any(softcap for softcap, _ in asked):
+        return "its attention has soft caps"
     return None
+
+
+def layers_of(model: PreTrainedModel) -> list[Mixer]:
+    """The mixer of each layer."""
+    kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * len(model.model.layers)
+    return [MIXERS.get(kind, "attention") for kind in kinds]
 
 
 def settings_of(model: PreTrainedModel, rules: dict[int, AttentionRules]) -> DecoderSettings:
     """`why_not_llama_like` and `why_attention_is_not_llama_like` must be None."""
-    config, rotary = model.config, model.model.rotary_emb
+    config, first = model.config, next(iter(rules.values()))
+    rotary = _rotary_of(model)
+    names = list(rotary)
+    layers = tuple(
+        LayerSettings(
+            mixer=mixer,
+            sliding_window=(rules[index].sliding_window or 0) if mixer == "attention" else 0,
+            rotary=names.index(config.layer_types[index]) if len(names) > 1 else 0,
+        )
+        for index, mixer in enumerate(layers_of(model))
+    )
     return DecoderSettings(
+        architecture=type(model).__name__,
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=head_dim_of(model),
-        intermediate_size=config.intermediate_size,
+        intermediate_size=intermediate_size_of(model),
         experts=experts_of(model),
         vocab_size=model.lm_head.weight.shape[0],
-        epsilon=config.rms_norm_eps,
-        scaling=rules[0].scaling,
-        sliding_windows=tuple(rules[index].sliding_window or 0 for index in range(len(_layers(model)))),
-        rotary_frequencies=tuple(rotary.inv_freq.tolist()),
-        rotary_scaling=rotary.attention_scaling,
+        epsilon=config.norm_eps if hasattr(config, "norm_eps") else config.rms_norm_eps,
+        scaling=first.scaling,
+        layers=layers,
+        rotary=tuple(rotary.values()),
+        recurrent=recurrent_of(model),
+        softcap=first.softcap or 0.0,
+        logits_softcap=getattr(config, "final_logit_softcapping", None) or 0.0,
     )
 
 
 def head_dim_of(model: PreTrainedModel) -> int:
-    return int(_layers(model)[0].self_attn.head_dim)
+    found = _parts(model, "self_attn")
+    return int(found[0].head_dim) if found else 0
+
+
+def intermediate_size_of(model: PreTrainedModel) -> int:
+    """Of layers without experts."""
+    found = [part.weight.shape[0] for part in _parts(model, described_as(model).names.gate)]
+    return int(found[0] if found else model.config.intermediate_size)
 
 
 def experts_of(model: PreTrainedModel) -> ExpertSettings:
-    config, name = model.config, type(model).__name__
-    if name not in _MIXTURES | _MIXTURES_WITH_SHARED_EXPERT or not config.num_experts:
+    config, described = model.config, described_as(model).experts
+    if described is None or not config.num_experts:
         return ExpertSettings()
-    is_mixtral = name == "MixtralForCausalLM"
+    sums = described.weights_sum_to_one
     return ExpertSettings(
         num_experts=config.num_experts,
         per_token=config.num_experts_per_tok,
-        intermediate_size=config.intermediate_size if is_mixtral else config.moe_intermediate_size,
-        weights_sum_to_one=is_mixtral or config.norm_topk_prob,
-        rounds_weights=not is_mixtral,
+        intermediate_size=getattr(config, described.size),
+        weights_sum_to_one=config.norm_topk_prob if sums is None else sums,
+        rounds_weights=described.rounds_weights,
     )
 
 
-def _layers(model: PreTrainedModel) -> list[Any]:
-    return list(model.model.layers)
+def recurrent_of(model: PreTrainedModel) -> RecurrentSettings:
+    config, mixers = model.config, layers_of(model)
+    if "gated_delta_rule" in mixers:
+        return RecurrentSettings(
+            kernel_size=config.linear_conv_kernel_dim,
+            num_key_heads=config.linear_num_key_heads,
+            num_value_heads=config.linear_num_value_heads,
+            key_dim=config.linear_key_head_dim,
+            value_dim=config.linear_value_head_dim,
+        )
+    return RecurrentSettings(kernel_size=config.conv_L_cache if "short_convolution" in mixers else 0)
+
+
+def _rotary_of(model: PreTrainedModel) -> dict[str, RotaryPositions]:
+    """The model's rotary positions: by kind of layer where kinds have their own, else one."""
+    rotary = model.model.rotary_emb
+    prefixes = [f"{kind}_" for kind in getattr(rotary, "layer_types", ())] or [""]
+    return {
+        prefix.removesuffix("_"): RotaryPositions(
+            frequencies=tuple(getattr(rotary, f"{prefix}inv_freq").tolist()),
+            scaling=getattr(rotary, f"{prefix}attention_scaling"),
+        )
+        for prefix in prefixes
+    }
+
+
+def _parts(model: PreTrainedModel, *names: str) -> list[Any]:
+    """The parts of these names in all layers that have them."""
+    found = []
+    for layer in model.model.layers:
+        for name in names:
+            try:
+                found.append(layer.get_submodule(name))
+            except AttributeError:
+                continue
+    return found
 
 
 def by_expert(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -262,7 +262,7 @@ def mapped_model(source: ModelSource, device: torch.device | None = None) -> Map
     if folder is None or (quantised is not None and not quantised.has_scales):
         return None
     module = module_without_weights(source, source.dtype)
-    if (why_not_native(module) if device is None else why_not_llama_like(module)) is not None:
+    if (why_not_native(module) if device is None else why_not_llama_like(module, "cuda")) is not None:
         return None
     try:
         checkpoint = source.checkpoint(folder)

@@ -13,6 +13,7 @@ from app.engine.request import SamplingParams
 from app.engine.state_pool import NO_STATE, StatePath
 from app.errors import UnsupportedModel
 from app.model.attention import ATTENTION_NAME, AttentionStep
+from app.model.llama import described_as
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -156,11 +157,13 @@ class Reference:
         token_ids, positions = self.token_ids[:, first:end], self.positions[:, first:end]
         return Reference(self.path, token_ids, positions, self.own.part(first, end))
 
-    def behind_head(self, module: PreTrainedModel, *, num_layers: int) -> Reference:
+    def behind_head(self, module: PreTrainedModel) -> Reference:
         """Logits in place of the first layer's output, by norm and head: a decoder of ours gives no layer's output."""
-        first = self.own.first_layer
-        first = first if num_layers == 1 else module.model.norm(first)
-        return replace(self, own=replace(self.own, first_layer=module.lm_head(first)))
+        first, base, cap = self.own.first_layer, module.model, getattr(module.config, "final_logit_softcapping", None)
+        if len(base.layers) > 1:  # else the output is that of the whole model, behind its norm
+            first = base.get_submodule(described_as(module).names.final_norm)(first)
+        logits = module.lm_head(first)
+        return replace(self, own=replace(self.own, first_layer=torch.tanh(logits / cap) * cap if cap else logits))
 
     def verify_steps(self, how: str, compute: ComputeStep, blocks: BlocksToTry, quantization: str = "none") -> None:
         """Verify all the forms that steps have: the first and later pieces of a prompt, single tokens, and tokens

@@ -17,6 +17,7 @@ from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.logit_adjustments import LogitAdjustments
 from app.engine.matcher import TokenSet
 from app.engine.request import Request, SamplingParams
+from app.engine.state_pool import NO_STATE, StatePath
 from app.model.attention import AttentionRules, PagedAttention
 from app.model.cpu.decoder import NativeDecoder
 from app.model.cpu.kv_cache import NativeKVCache
@@ -157,15 +158,22 @@ def poison(pages: NativeKVCache) -> None:
 def decoder_of(model: LoadedModel, *, num_threads: int = 2, in_int8: bool = False) -> NativeDecoder:
     """in_int8: its KV memory."""
     assert isinstance(model, NativeModel)
-    pages = NativeKVCache(model.layers, num_blocks=32, block_size=16, dtype=model.dtype, in_int8=in_int8)
+    num_blocks = 32
+    pages = NativeKVCache(model.layers, num_blocks=num_blocks, block_size=16, dtype=model.dtype, in_int8=in_int8)
     poison(pages)
-    return NativeDecoder(model.weights, pages, ThreadPool(num_threads))
+    return NativeDecoder(model.weights, pages, ThreadPool(num_threads), num_slots=num_blocks * _SLOTS)
+
+
+_SLOTS = 256  # for states of a sequence: one behind each number of its tokens
 
 
 def chunk(
     token_ids: Sequence[int], start: int, size: int, block_ids: list[int], *, samples: bool = True
 ) -> ScheduledSequence:
-    return scheduled(token_ids[start : start + size], start, block_ids, samples=samples)
+    """Some tokens of a sequence. Its states lie in slots that its first block has for itself."""
+    slot = block_ids[0] * _SLOTS + start
+    states = StatePath(slot if start else NO_STATE, ((size, slot + size),))
+    return scheduled(token_ids[start : start + size], start, block_ids, samples=samples, facts={"states": states})
 
 
 @torch.inference_mode()

@@ -19,11 +19,11 @@ from app.model.attention import TorchAttention
 from app.model.cpu.attention import NativeAttention
 from app.model.cpu.decoder import NativeDecoder
 from app.model.cpu.library import is_fast
-from app.model.forward import TransformersForward
+from app.model.recurrent_layers import StatefulAttention
 from tests.kit.engine import make_request, run_to_end
 from tests.kit.models import config_of, generate_plainly
 from tests.model.transformers_code import transformers_code
-from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, save_random_model
+from tests.tiny_models import ARCHITECTURES, NATIVE, VOCAB_SIZE, save_random_model
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,8 @@ def build(
     with transformers_code() if way == "attention" else nullcontext():
         engine = build_sync_engine(config)
     forward = engine.runner.forward  # type: ignore[attr-defined]
-    computes = type(forward.attention) if isinstance(forward, TransformersForward) else type(forward)
+    attention = getattr(forward, "attention", forward)
+    computes = type(attention.attention if isinstance(attention, StatefulAttention) else attention)
     assert computes is {"decoder": NativeDecoder, "attention": NativeAttention, "torch": TorchAttention}[way]
     return engine
 
@@ -91,16 +92,15 @@ def reference(tiny_model_path: Callable[[str], Path]) -> Callable[[str], Referen
     return find
 
 
-KNOWN_TO_THE_DECODER = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe")
 # Each architecture as a CPU computes it; on plain torch those that a CPU does not, and each rule of attention.
-WAYS = [(architecture, "decoder") for architecture in KNOWN_TO_THE_DECODER]
-WAYS += [(architecture, "attention") for architecture in ARCHITECTURES if architecture not in KNOWN_TO_THE_DECODER]
-WAYS += [(architecture, "torch") for architecture in (*KNOWN_TO_THE_DECODER, "gemma2")]
+WAYS = [(architecture, "decoder") for architecture in NATIVE]
+WAYS += [(architecture, "attention") for architecture in ARCHITECTURES if architecture not in NATIVE]
+WAYS += [(architecture, "torch") for architecture in NATIVE]
 
 
 def too_few_slots(architecture: str) -> int:
-    """In which sequences are preempted, and find what others had. Half of Gemma's layers take blocks of their own."""
-    return 480 if architecture == "gemma2" else 240
+    """In which sequences are preempted, and find what others had. Some layers with windows take blocks of their own."""
+    return 480 if architecture in ("gemma2", "gemma3", "olmo3") else 240
 
 
 @pytest.mark.parametrize(("architecture", "way"), WAYS)

@@ -11,22 +11,23 @@ import torch
 from app.engine.batch import StepBatch
 from app.model.adapters import AdapterWeights, LowRankUpdate, Sizes, linear_sizes, products
 from app.model.cpu.library import LANES, AdapterLayer, LowRank, in_large_pages
-from app.model.cpu.weights import NativeWeights
+from app.model.cpu.weights import NativeWeights, in_order
+from app.model.llama import DecoderSettings
 
 
 class AdaptedModel(NamedTuple):
     """What adapters need to know of a model. It has none of its weights."""
 
     sizes: Mapping[str, Sizes]  # by the linear layer's name
-    num_layers: int
+    settings: DecoderSettings
     dtype: torch.dtype
 
     @classmethod
     def of(cls, weights: NativeWeights) -> AdaptedModel:
-        return cls(linear_sizes(weights.settings, weights.layers), len(weights.layers), weights.dtype)
+        return cls(linear_sizes(weights.settings, weights.layers), weights.settings, weights.dtype)
 
     def prepare(self, weights: AdapterWeights) -> NativeAdapter:
-        return NativeAdapter(weights, num_layers=self.num_layers, dtype=self.dtype)
+        return NativeAdapter(weights, settings=self.settings, dtype=self.dtype)
 
     def adapter_bytes(self, rank: int) -> int:
         """What a NativeAdapter of all linear layers keeps."""
@@ -37,16 +38,16 @@ class AdaptedModel(NamedTuple):
             )
             for name, size in self.sizes.items()
         }
-        return sum(_packed_bytes(each, self.dtype) for _, _, each in _by_product(updates, self.num_layers))
+        return sum(_packed_bytes(each, self.dtype) for _, _, each in _by_product(updates, self.settings))
 
 
 class NativeAdapter:
     """An adapter, packed. Steps that use it hold it."""
 
-    def __init__(self, weights: AdapterWeights, *, num_layers: int, dtype: torch.dtype) -> None:
+    def __init__(self, weights: AdapterWeights, *, settings: DecoderSettings, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._layers = (AdapterLayer * num_layers)()
-        by_product = list(_by_product(weights, num_layers))
+        self._layers = (AdapterLayer * len(settings.layers))()
+        by_product = list(_by_product(weights, settings))
         # What `_layers` points to, in the order in which a step reads it.
         num_bytes = sum(_packed_bytes(updates, dtype) for _, _, updates in by_product)
         self._memory, self._num_used = in_large_pages(num_bytes, dtype=torch.uint8), 0
@@ -100,9 +101,11 @@ def adapter_columns(batch: StepBatch) -> AdapterColumns:
     return AdapterColumns((ctypes.c_void_p * len(numbers))(*numbers), torch.tensor(of_token))
 
 
-def _by_product(weights: AdapterWeights, num_layers: int) -> Iterator[tuple[int, str, list[LowRankUpdate | None]]]:
-    for index, product, linears in products(num_layers):
-        yield index, product, [_with_even_rank(weights.get(linear)) for linear in linears]
+def _by_product(
+    weights: AdapterWeights, settings: DecoderSettings
+) -> Iterator[tuple[int, str, list[LowRankUpdate | None]]]:
+    for index, product, linears in products(settings):
+        yield index, product, [_prepared(weights.get(linear), settings, linear) for linear in linears]
 
 
 def _packed_bytes(updates: Sequence[LowRankUpdate | None], dtype: torch.dtype) -> int:
@@ -113,12 +116,13 @@ def _packed_bytes(updates: Sequence[LowRankUpdate | None], dtype: torch.dtype) -
     return (down + sum(each.up.numel() for each in found)) * dtype.itemsize
 
 
-def _with_even_rank(update: LowRankUpdate | None) -> LowRankUpdate | None:
-    """Two bfloat16 are one unit."""
-    if update is None or update.rank % 2 == 0:
-        return update
+def _prepared(update: LowRankUpdate | None, settings: DecoderSettings, linear: str) -> LowRankUpdate | None:
+    """With its outputs in the order of the C++, and of an even rank: two bfloat16 are one unit."""
+    if update is None:
+        return None
+    down, up = update.down, in_order(settings, linear, update.up)
     pad = torch.nn.functional.pad
-    return LowRankUpdate(pad(update.down, (0, 0, 0, 1)), pad(update.up, (0, 1)))
+    return LowRankUpdate(pad(down, (0, 0, 0, 1)), pad(up, (0, 1))) if update.rank % 2 else LowRankUpdate(down, up)
 
 
 def _in_lanes(columns: torch.Tensor) -> torch.Tensor:

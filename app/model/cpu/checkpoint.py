@@ -19,7 +19,7 @@ from torch import nn
 from app.errors import UnsupportedModel
 from app.model.cpu.library import advise
 from app.model.language_model import plain_name
-from app.model.llama import EMBEDDING, HEAD, by_expert, given
+from app.model.llama import EMBEDDING, HEAD, by_expert, described_as, given
 from app.model.packed_numbers import PackedWeight
 from app.model.quantised_checkpoint import Quantised, can_be_multiplied, multiplied_out, scales_of_rows
 
@@ -261,12 +261,17 @@ class MappedModel:
     def _parts(self) -> list[tuple[str, nn.Module]]:
         """All that has weights, one layer at a time, with names."""
         names, base = {part: name for name, part in self.module.named_modules()}, self.module.model
-        parts = (base.embed_tokens, *base.layers, base.norm, self.module.lm_head)
+        norm = base.get_submodule(described_as(self.module).names.final_norm)
+        parts = (base.embed_tokens, *base.layers, norm, self.module.lm_head)
         return [(names[part], part) for part in parts]
 
     def _fill(self, name: str, part: nn.Module, _arguments: Any = ()) -> None:
         weights = {own: given(self, _in_files(f"{name}.{own}")) for own in part.state_dict()}
         part.load_state_dict(weights, assign=True)
+        if (
+            scale := getattr(part, "scalar_embed_scale", None)
+        ) is not None:  # of Gemma: no weight, and not in the files
+            part.embed_scale = torch.tensor(scale, device=self._device)
 
     def _empty(self, part: nn.Module, _arguments: Any, _output: Any) -> None:
         part.to(device="meta")

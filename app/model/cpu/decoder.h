@@ -8,15 +8,30 @@
 #include "attention.h"
 #include "experts.h"
 #include "quantised.h"
+#include "recurrence.h"
 #include "thread_pool.h"
 
 namespace carousel {
 
+// What a layer does with the tokens before one; in the order of `MIXERS` in decoder.py.
+enum Mixer : int64_t { ATTENTION, SHORT_CONVOLUTION, GATED_DELTA_RULE };
+constexpr int NUM_MIXERS = 3;
+
 struct DecoderShape {
     int64_t hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, vocab_size, block_size,
         num_layers, weight_bits;  // weight_bits: of the layers' matrices; 0: they and the head are of the model's type
+    int64_t num_groups;           // of layers, each with blocks of its own
+    int64_t gates_attention;      // its output by as many more outputs of the projection of queries
+    int64_t norms_all_heads;      // one norm for the queries of all heads, and one for the keys
+    int64_t rounds_in_norms;      // normed numbers are rounded before the weight of the norm
+    int64_t rounds_rotary;        // products with cosines and sines are rounded
+    int64_t has_gelu;             // of the tanh form, in place of SiLU
     float epsilon, scaling;
+    float softcap, logits_softcap;  // 0: none
+    float embedding_scale;
     ExpertsShape experts;
+    ConvolutionShape convolution;  // the inputs of a token are `projected`
+    RecurrenceShape delta_rule;
 };
 
 struct MlpWeights {
@@ -24,34 +39,48 @@ struct MlpWeights {
     const uint32_t* down;
 };
 
-struct LayerWeights {  // norms in the model's type, matrices packed, biases in float32; null where there is none
-    const void* input_norm;
-    const uint32_t* query_key_value;  // outputs of the three one after the other
-    const float* query_key_value_bias;
-    const void *query_norm, *key_norm;  // [head_dim]
+// Norms and biases in float32, matrices packed; null where there is none.
+struct LayerWeights {
+    int64_t mixer;
+    const float *mixer_input_norm, *mixer_output_norm, *feed_forward_input_norm, *feed_forward_output_norm;
+    // Of the inputs of the mixer. Outputs of attention: queries, gates, keys, values; of the short convolution: the factor
+    // of its inputs, the factor of its outputs, inputs; of the delta rule: queries, keys, values, gates.
+    const uint32_t* projection;
+    const float* projection_bias;
     const uint32_t* output;
     const float* output_bias;
-    const void* post_attention_norm;
+    // Of attention.
+    const float *query_norm, *key_norm;  // [head_dim], or of all heads
+    void *keys, *values;
+    float* scales;                         // of keys and values in int8; null where they are of the model's type
+    int64_t sliding_window, group;         // window 0: none
+    int64_t rotary, rotary_dim;            // which table of positions, and the numbers of a head that are turned
+    // Of the recurrent mixers.
+    const void *taps, *tap_biases;         // of the model's type: [channels][kernel_size], [channels]
+    void* convolution_states;              // [slots][kernel_size - 1][channels]
+    const uint32_t* rates;                 // never quantised: outputs beta, then the change of the decay, for each head
+    const float *decay, *decay_bias;       // [heads]
+    const float* gate_norm;                // [value_dim]
+    float* delta_states;                   // [slots][heads][key_dim][value_dim]
+    // Of the feed-forward part.
     const uint32_t* router;  // never quantised; null where there are no experts
     const MlpWeights* mlps;  // one, or one for each expert
-    void *keys, *values;
-    float* scales;  // of keys and values in int8; null where they are of the model's type
-    int64_t sliding_window;  // 0: none
 };
 
 struct DecoderStep {
-    int64_t num_tokens, num_segments, num_rows, num_logits;
-    const int64_t* token_ids;  // [num_tokens]
-    const int64_t* positions;  // [num_tokens]
-    const int64_t* slots;      // [num_tokens]
+    int64_t num_tokens, num_segments, num_pieces, num_rows, num_logits;
+    const int64_t* token_ids;       // [num_tokens]
+    const int64_t* positions;       // [num_tokens]
+    const int64_t* const* slots;    // [num_groups][num_tokens]
     const Segment* segments;
-    const int32_t* tables;
-    const int64_t* rows;         // [num_rows], ascending: the tokens of which anything is wanted
-    const int64_t* logits_rows;  // [num_logits], ascending: the rows of which logits are wanted
-    const void *cosine, *sine;   // [num_positions][head_dim]
-    float* logits;               // [num_logits][vocab_size]
-    int64_t* likeliest;          // [num_logits], the first of the greatest logits of each
-    float* hidden;               // [num_rows][hidden_size], behind the final norm; null: all rows have logits instead
+    const int32_t* const* tables;   // [num_groups]
+    const Piece* pieces;            // of the recurrent layers
+    const int64_t* rows;            // [num_rows], ascending: the tokens of which anything is wanted
+    const int64_t* logits_rows;     // [num_logits], ascending: the rows of which logits are wanted
+    const float* const* rotary;     // by table: [num_positions][2][rotary_dim / 2], cosines and sines
+    float* logits;                  // [num_logits][vocab_size]
+    int64_t* likeliest;             // [num_logits], the first of the greatest logits of each
+    float* hidden;                  // [num_rows][hidden_size], behind the final norm; null: all rows have logits instead
     int64_t num_adapters;
     const AdapterLayer* const* adapters;  // [num_adapters][num_layers]
     const int64_t* adapter_of;            // [num_tokens]; -1: none
@@ -60,17 +89,28 @@ struct DecoderStep {
 template <typename T>
 class Decoder {
   public:
-    Decoder(const DecoderShape& shape, const LayerWeights* layers, const void* embedding, const void* final_norm,
+    Decoder(const DecoderShape& shape, const LayerWeights* layers, const void* embedding, const float* final_norm,
             const uint32_t* head, ThreadPool& threads)
         : shape_(shape), layers_(layers, layers + shape.num_layers), embedding_(static_cast<const T*>(embedding)),
-          final_norm_(static_cast<const T*>(final_norm)), head_(head), threads_(threads),
-          query_size_(shape.num_heads * shape.head_dim), kv_size_(shape.num_kv_heads * shape.head_dim),
-          projected_size_(query_size_ + 2 * kv_size_), routing_(shape.experts) {}
+          final_norm_(final_norm), head_(head), threads_(threads), query_size_(shape.num_heads * shape.head_dim),
+          query_outputs_(query_size_ * (shape.gates_attention ? 2 : 1)), kv_size_(shape.num_kv_heads * shape.head_dim),
+          keys_size_(shape.delta_rule.num_key_heads * shape.delta_rule.key_dim),
+          values_size_(shape.delta_rule.num_value_heads * shape.delta_rule.value_dim),
+          rates_size_((2 * shape.delta_rule.num_value_heads + PANEL - 1) / PANEL * PANEL), groups_(shape.num_groups),
+          routing_(shape.experts) {
+        for (const LayerWeights& layer : layers_) {
+            most_projected_ = std::max(most_projected_, projected_size(layer));
+            most_mixed_ = std::max(most_mixed_, mixed_size(layer));
+            has_delta_rule_ |= layer.mixer == GATED_DELTA_RULE;
+        }
+    }
 
     void run(const DecoderStep& step) {
         grow(step.num_tokens);
         const AttentionShape shape = attention_shape(0);
-        groups_.find(step.segments, step.num_segments, step.tables, shape, rows_together<T>(shape).most, threads_.size());
+        for (int64_t group = 0; group < shape_.num_groups; ++group)
+            groups_[group].find(step.segments, step.num_segments, step.tables[group], shape, rows_together<T>(shape).most,
+                                threads_.size());
         find_adapted(step);
         threads_.run([&] { work(step); });
     }
@@ -86,16 +126,16 @@ class Decoder {
                 return Addition<T>(*adapted, step.adapters, step.num_adapters, layer, product, parts, low_.data());
             };
             const bool is_last = layer + 1 == shape_.num_layers;
-            attention(step, layers_[layer], added(&AdapterLayer::query_key_value, {{query_size_, kv_size_, kv_size_}}));
+            const LayerWeights& own = layers_[layer];
+            mix(step, own, added(&AdapterLayer::query_key_value, {{query_outputs_, kv_size_, kv_size_}}));
             if (is_last) {  // from here on only the wanted rows are computed
-                keep_rows(step);
+                keep_rows(step, mixed_size(own));
                 num_rows = step.num_rows;
                 adapted = &adapted_wanted_;
             }
-            const LayerWeights& own = layers_[layer];
-            add_projection(attended_.data(), num_rows, output(own), own.output_bias,
+            add_projection(mixed_.data(), num_rows, output(own), own.output_bias, own.mixer_output_norm,
                            own.router ? Matrix{} : gate_up(own.mlps[0]), added(&AdapterLayer::output, {{shape_.hidden_size}}));
-            const Matrix next = is_last ? head() : query_key_value(layers_[layer + 1]);
+            const Matrix next = is_last ? head() : projection(layers_[layer + 1]);
             feed_forward(own, num_rows, next,
                          added(&AdapterLayer::gate_up, {{shape_.intermediate_size, shape_.intermediate_size}, true}),
                          added(&AdapterLayer::down, {{shape_.hidden_size}}));
@@ -108,18 +148,35 @@ class Decoder {
         compute_logits(step, num_rows);
     }
 
-    Matrix head() const { return {head_, shape_.hidden_size, shape_.vocab_size}; }
-    Matrix query_key_value(const LayerWeights& layer) const {
-        return {layer.query_key_value, shape_.hidden_size, projected_size_};
+    // The numbers of a token that the mixer of a layer reads, and those that it gives.
+    int64_t projected_size(const LayerWeights& layer) const {
+        const int64_t sizes[NUM_MIXERS] = {query_outputs_ + 2 * kv_size_, 3 * shape_.hidden_size,
+                                           2 * keys_size_ + 2 * values_size_};
+        return sizes[layer.mixer];
     }
-    Matrix output(const LayerWeights& layer) const { return {layer.output, query_size_, shape_.hidden_size}; }
+    int64_t mixed_size(const LayerWeights& layer) const {
+        const int64_t sizes[NUM_MIXERS] = {query_size_, shape_.hidden_size, values_size_};
+        return sizes[layer.mixer];
+    }
+
+    Matrix head() const { return {head_, shape_.hidden_size, shape_.vocab_size}; }
+    Matrix projection(const LayerWeights& layer) const {
+        return {layer.projection, shape_.hidden_size, projected_size(layer)};
+    }
+    Matrix output(const LayerWeights& layer) const { return {layer.output, mixed_size(layer), shape_.hidden_size}; }
     Matrix gate_up(const MlpWeights& mlp) const {
         return {mlp.gate_up, shape_.hidden_size, 2 * shape_.intermediate_size};
     }
     Matrix down(const MlpWeights& mlp) const { return {mlp.down, shape_.intermediate_size, shape_.hidden_size}; }
 
     void embed(const DecoderStep& step) {
-        threads_.share(step.num_tokens, [&](int64_t row) { embed(step.token_ids[row], residual(row)); });
+        threads_.share(step.num_tokens, [&](int64_t row) {
+            float* const to = residual(row);
+            embed(step.token_ids[row], to);
+            if (shape_.embedding_scale == 1.0f) return;
+            for (int64_t at = 0; at < shape_.hidden_size; at += LANES)
+                store(kept(load(to + at) * shape_.embedding_scale), to + at);
+        });
     }
 
     void embed(int64_t token, float* to) const {
@@ -131,60 +188,152 @@ class Decoder {
 
     AttentionShape attention_shape(int64_t sliding_window) const {
         return {shape_.num_heads,  shape_.num_kv_heads, shape_.head_dim, shape_.head_dim, shape_.block_size,
-                shape_.scaling, 0.0f,                sliding_window,  nullptr};
+                shape_.scaling, shape_.softcap,       sliding_window,  nullptr};
     }
 
-    void attention(const DecoderStep& step, const LayerWeights& layer, const Addition<T>& added) {
-        const AttentionShape shape = attention_shape(layer.sliding_window);
-        const Pages<T> pages(shape, layer.keys, layer.values, layer.scales);
-        normalise(static_cast<const T*>(layer.input_norm), step.num_tokens, shape_.weight_bits);
+    // residual → projected → mixed
+    void mix(const DecoderStep& step, const LayerWeights& layer, const Addition<T>& added_to_attention) {
+        const Addition<T> added = layer.mixer == ATTENTION ? added_to_attention : Addition<T>();
+        const int64_t size = projected_size(layer);
+        normalise(layer.mixer_input_norm, step.num_tokens, shape_.weight_bits);
         added.reduce(threads_, normed_.data(), shape_.hidden_size);
-        linear(normed_.data(), step.num_tokens, query_key_value(layer), shape_.weight_bits, output(layer),
+        linear(normed_.data(), step.num_tokens, projection(layer), shape_.weight_bits, output(layer),
                [&](int64_t row, int64_t column, Vector left, Vector right) {
-                   put(left, layer.query_key_value_bias, projected(row), column, projected_size_);
-                   put(right, layer.query_key_value_bias, projected(row), column + LANES, projected_size_);
+                   T* const to = projected_.data() + row * size;
+                   put(left, layer.projection_bias, to, column, size);
+                   put(right, layer.projection_bias, to, column + LANES, size);
                },
                added);
+        if (layer.mixer == ATTENTION) attention(step, layer);
+        if (layer.mixer == SHORT_CONVOLUTION) short_convolution(step, layer);
+        if (layer.mixer == GATED_DELTA_RULE) delta_rule(step, layer);
+    }
+
+    void attention(const DecoderStep& step, const LayerWeights& layer) {
+        const AttentionShape shape = attention_shape(layer.sliding_window);
+        const Pages<T> pages(shape, layer.keys, layer.values, layer.scales);
         threads_.share(step.num_tokens, [&](int64_t token) { rotate_and_keep(step, layer, pages, token); });
-        const Heads<const T> query{projected_.data(), projected_size_, shape_.head_dim};
-        const Heads<T> output{attended_.data(), query_size_, shape_.head_dim};
-        attend_in(threads_, shape, pages, groups_, step.tables, query, output);
+        const Heads<const T> query{projected_.data(), projected_size(layer), shape_.head_dim};
+        const Heads<T> output{mixed_.data(), query_size_, shape_.head_dim};
+        attend_in(threads_, shape, pages, groups_[layer.group], step.tables[layer.group], query, output);
+        if (shape_.gates_attention)
+            threads_.share(step.num_tokens, [&](int64_t token) {
+                T* const own = mixed_.data() + token * query_size_;
+                const T* const gates = projected(layer, token) + query_size_;
+                for (int64_t at = 0; at < query_size_; at += LANES)
+                    store(rounded(load(own + at) * kept(times_sigmoid(Vector{} + 1.0f, load(gates + at)))), own + at);
+            });
     }
 
-    // Rotary positions on a token's queries and keys; keys and values to KV memory.
+    // Norms and rotary positions on a token's queries and keys; keys and values to KV memory.
     void rotate_and_keep(const DecoderStep& step, const LayerWeights& layer, const Pages<T>& pages, int64_t token) {
-        const int64_t turn = step.positions[token] * shape_.head_dim;
-        const T *cosine = static_cast<const T*>(step.cosine) + turn, *sine = static_cast<const T*>(step.sine) + turn;
-        T* heads = projected(token);
-        for (int64_t head = 0; head < shape_.num_heads + shape_.num_kv_heads; ++head) {
-            T* own = heads + head * shape_.head_dim;
-            const void* norm = head < shape_.num_heads ? layer.query_norm : layer.key_norm;
-            if (norm) normalise_row(own, static_cast<const T*>(norm), shape_.head_dim, own);
-            rotate(own, cosine, sine, shape_.head_dim / 2);
-        }
+        const float* const cosines = step.rotary[layer.rotary] + step.positions[token] * layer.rotary_dim;
+        T* const queries = projected(layer, token);
+        T* const keys = queries + query_outputs_;
+        prepare_heads(queries, shape_.num_heads, layer.query_norm, cosines, layer.rotary_dim / 2);
+        prepare_heads(keys, shape_.num_kv_heads, layer.key_norm, cosines, layer.rotary_dim / 2);
         for (int64_t head = 0; head < shape_.num_kv_heads; ++head)
-            pages.write(step.slots[token], head, heads + query_size_ + head * shape_.head_dim,
-                        heads + query_size_ + kv_size_ + head * shape_.head_dim);
+            pages.write(step.slots[layer.group][token], head, keys + head * shape_.head_dim,
+                        keys + kv_size_ + head * shape_.head_dim);
     }
 
-    void rotate(T* own, const T* cosine, const T* sine, int64_t half) const {
+    // norm: null for none. half: of the numbers of a head that are turned.
+    void prepare_heads(T* heads, int64_t num_heads, const float* norm, const float* cosines, int64_t half) const {
+        if (norm && shape_.norms_all_heads) normalise_row(heads, norm, num_heads * shape_.head_dim, heads);
+        for (int64_t head = 0; head < num_heads; ++head) {
+            T* const own = heads + head * shape_.head_dim;
+            if (norm && !shape_.norms_all_heads) normalise_row(own, norm, shape_.head_dim, own);
+            rotate(own, cosines, cosines + half, half);
+        }
+    }
+
+    void rotate(T* own, const float* cosines, const float* sines, int64_t half) const {
+        const auto product = [&](Vector x, Vector y) { return shape_.rounds_rotary ? kept(x * y) : apart(x * y); };
         for (int64_t at = 0; at < half; at += LANES) {
             const int64_t count = std::min<int64_t>(LANES, half - at);
-            const auto part = [&](const T* from) { return load_some(from + at, count); };
-            const Vector x = part(own), y = part(own + half);
-            const Vector left = kept(x * part(cosine)) - kept(y * part(sine));
-            const Vector right = kept(y * part(cosine + half)) + kept(x * part(sine + half));
-            store_some(rounded(left), own + at, count);
-            store_some(rounded(right), own + half + at, count);
+            const Vector x = load_some(own + at, count), y = load_some(own + half + at, count);
+            const Vector cosine = load_some(cosines + at, count), sine = load_some(sines + at, count);
+            store_some(rounded(product(x, cosine) - product(y, sine)), own + at, count);
+            store_some(rounded(product(y, cosine) + product(x, sine)), own + half + at, count);
         }
     }
 
-    void keep_rows(const DecoderStep& step) {
+    // The short convolution of LFM2: its inputs and its outputs have factors.
+    void short_convolution(const DecoderStep& step, const LayerWeights& layer) {
+        const int64_t size = shape_.hidden_size;
+        threads_.share(step.num_tokens, [&](int64_t token) {
+            T* const own = projected(layer, token);
+            multiply_row(own, own + 2 * size, size);
+        });
+        convolve(step, layer, mixed_.data());
+        threads_.share(step.num_tokens, [&](int64_t token) {
+            multiply_row(mixed_.data() + token * size, projected(layer, token) + size, size);
+        });
+    }
+
+    void convolve(const DecoderStep& step, const LayerWeights& layer, T* outputs) {
+        convolve_in(threads_, shape_.convolution, projected_.data(), static_cast<const T*>(layer.taps),
+                    static_cast<const T*>(layer.tap_biases), static_cast<T*>(layer.convolution_states),
+                    {step.pieces, step.num_pieces}, outputs);
+    }
+
+    static void multiply_row(T* own, const T* factors, int64_t size) {
+        for (int64_t at = 0; at < size; at += LANES) store(rounded(load(own + at) * load(factors + at)), own + at);
+    }
+
+    // As Qwen3.5 has it: behind a short convolution, with a norm and gates behind it.
+    void delta_rule(const DecoderStep& step, const LayerWeights& layer) {
+        const RecurrenceShape& shape = shape_.delta_rule;
+        const int64_t channels = shape_.convolution.num_channels;
+        multiply<T>(threads_, normed_.data(), step.num_tokens, {layer.rates, shape_.hidden_size, 2 * shape.num_value_heads},
+                    [&](int64_t row, int64_t column, Vector left, Vector right) {
+                        store(rounded(left), rates_.data() + row * rates_size_ + column);
+                        store(rounded(right), rates_.data() + row * rates_size_ + column + LANES);
+                    });
+        threads_.share(step.num_tokens, [&](int64_t token) { find_rates(layer, token); });
+        convolve(step, layer, convolved_.data());
+        const T* const rows = convolved_.data();
+        const HeadRows<T> heads{{rows, channels, shape.key_dim},
+                                {rows + keys_size_, channels, shape.key_dim},
+                                {rows + 2 * keys_size_, channels, shape.value_dim}};
+        delta_rule_in<T>(threads_, shape, heads, decay_.data(), beta_.data(), layer.delta_states,
+                         {step.pieces, step.num_pieces}, mixed_.data());
+        threads_.share(step.num_tokens, [&](int64_t token) { gate_heads(layer, token); });
+    }
+
+    // How far a token's change goes, and the logarithm of how much of a state stays.
+    void find_rates(const LayerWeights& layer, int64_t token) {
+        const int64_t num_heads = shape_.delta_rule.num_value_heads;
+        const float* const rates = rates_.data() + token * rates_size_;
+        for (int64_t head = 0; head < num_heads; ++head) {
+            const Vector beta = kept(times_sigmoid(Vector{} + 1.0f, Vector{} + rates[head]));
+            const float change = rates[num_heads + head] + layer.decay_bias[head];
+            const float softplus = change > 20.0f ? change : std::log1p(std::exp(change));  // as torch has it
+            beta_[token * num_heads + head] = beta[0];
+            decay_[token * num_heads + head] = layer.decay[head] * softplus;
+        }
+    }
+
+    void gate_heads(const LayerWeights& layer, int64_t token) {
+        const int64_t size = shape_.delta_rule.value_dim;
+        const T* const gates = projected(layer, token) + shape_.convolution.num_channels;
+        for (int64_t first = 0; first < values_size_; first += size) {
+            T* const own = mixed_.data() + token * values_size_ + first;
+            const float scale = norm_scale(own, size);
+            for (int64_t at = 0; at < size; at += LANES) {
+                const Vector normed = kept(load(layer.gate_norm + at) * kept(load(own + at) * scale));
+                const Vector gate = load(gates + first + at);
+                store(rounded(normed * times_sigmoid(gate, gate)), own + at);
+            }
+        }
+    }
+
+    // size: of a row of `mixed`.
+    void keep_rows(const DecoderStep& step, int64_t size) {
         threads_.share(1, [&](int64_t) {  // ascending, so no row is overwritten before it is moved
             for (int64_t row = 0; row < step.num_rows; ++row) {
                 std::memmove(residual(row), residual(step.rows[row]), shape_.hidden_size * sizeof(float));
-                std::memmove(attended_.data() + row * query_size_, attended_.data() + step.rows[row] * query_size_,
-                             query_size_ * sizeof(T));
+                std::memmove(mixed_.data() + row * size, mixed_.data() + step.rows[row] * size, size * sizeof(T));
             }
         });
     }
@@ -210,28 +359,40 @@ class Decoder {
     void feed_forward(const LayerWeights& layer, int64_t num_rows, const Matrix& next,
                       const Addition<T>& added_to_gate_up, const Addition<T>& added_to_down) {
         // Rows of experts are rounded in the order of the experts.
-        normalise(static_cast<const T*>(layer.post_attention_norm), num_rows, layer.router ? 0 : shape_.weight_bits);
+        normalise(layer.feed_forward_input_norm, num_rows, layer.router ? 0 : shape_.weight_bits);
         if (layer.router)
             mix_experts(layer, num_rows);
         else
-            run_mlp(layer.mlps[0], num_rows, next, added_to_gate_up, added_to_down);
+            run_mlp(layer, num_rows, next, added_to_gate_up, added_to_down);
     }
 
-    void run_mlp(const MlpWeights& mlp, int64_t num_rows, const Matrix& next, const Addition<T>& added_to_gate_up,
+    void run_mlp(const LayerWeights& layer, int64_t num_rows, const Matrix& next, const Addition<T>& added_to_gate_up,
                  const Addition<T>& added_to_down) {
+        const MlpWeights& mlp = layer.mlps[0];
         added_to_gate_up.reduce(threads_, normed_.data(), shape_.hidden_size);
         linear(normed_.data(), num_rows, gate_up(mlp), shape_.weight_bits, down(mlp),
                [&](int64_t row, int64_t column, Vector gate, Vector up) {
                    store(activated(gate, up), activated_.data() + row * shape_.intermediate_size + column / 2);
                },
                added_to_gate_up);
-        add_projection(activated_.data(), num_rows, down(mlp), nullptr, next, added_to_down);
+        add_projection(activated_.data(), num_rows, down(mlp), nullptr, layer.feed_forward_output_norm, next,
+                       added_to_down);
     }
 
     Vector activated(Vector gate, Vector up) const {
         gate = kept(gate);
-        const Vector bounded = greater_of(Vector{} - 87.0f, gate);  // e^x of more is infinite; a NaN stays
-        return rounded(kept(gate / (1.0f + exponential(-bounded))) * kept(up));
+        Vector turns = gate;
+        if (shape_.has_gelu) {  // x (1 + tanh u) / 2 is x times the logistic function of 2 u
+            constexpr float TWICE_SQRT_2_BY_PI = 1.59576912160573071f;
+            turns = (gate + gate * gate * gate * 0.044715f) * TWICE_SQRT_2_BY_PI;
+        }
+        return rounded(kept(times_sigmoid(gate, turns)) * kept(up));
+    }
+
+    // x times the logistic function of y.
+    static Vector times_sigmoid(Vector x, Vector y) {
+        const Vector bounded = greater_of(Vector{} - 87.0f, y);  // e^x of more is infinite; a NaN stays
+        return x / (1.0f + exponential(-bounded));
     }
 
     // residual += the experts' outputs times their weights, in the order of the weights.
@@ -281,13 +442,20 @@ class Decoder {
         fetch_in_pauses(Matrix{}, num_rows);
         multiply_prepared(threads_, normed_.data(), 0, num_rows, head(), bits,
                           [&](int64_t row, int64_t column, Vector left, Vector right) {
-                              const Vector both[2] = {kept(left), kept(right)};
+                              const Vector both[2] = {capped(kept(left)), capped(kept(right))};
                               std::memcpy(step.logits + row * size + column, both,
                                           std::min<int64_t>(PANEL, size - column) * sizeof(float));
                           });
         threads_.share(num_rows, [&](int64_t row) {
             step.likeliest[row] = first_greatest(step.logits + row * size, size);
         });
+    }
+
+    Vector capped(Vector logits) const {
+        const float most = shape_.logits_softcap;
+        if (most == 0.0f) return logits;
+        const Vector parts = kept(logits / most), one = Vector{} + 1.0f;
+        return kept(kept(2.0f * times_sigmoid(one, 2.0f * parts) - one) * most);  // tanh x is 2 logistic(2 x) - 1
     }
 
     // As `linear`, with the matrix of its expert for each place. The threads share the columns of all experts together:
@@ -358,18 +526,30 @@ class Decoder {
 
     QuantisedRows quantised_rows() { return {input_numbers_.data(), input_scales_.data(), input_sums_.data()}; }
 
-    // residual += inputs × matrix, and what adapters add
-    void add_projection(const T* inputs, int64_t num_rows, const Matrix& matrix, const float* bias, const Matrix& next,
-                        const Addition<T>& added) {
+    // residual += inputs × matrix, and what adapters add. norm: of that sum before it is added; null where there is none.
+    void add_projection(const T* inputs, int64_t num_rows, const Matrix& matrix, const float* bias, const float* norm,
+                        const Matrix& next, const Addition<T>& added) {
         added.reduce(threads_, inputs, matrix.num_inputs);
         prepare(inputs, num_rows, matrix.num_inputs, shape_.weight_bits);
         fetch_in_pauses(next, num_rows);
         multiply_prepared(threads_, inputs, 0, num_rows, matrix, shape_.weight_bits,
                           [&](int64_t row, int64_t column, Vector left, Vector right) {
+                              if (norm) {
+                                  put(left, bias, normed(row), column, shape_.hidden_size);
+                                  put(right, bias, normed(row), column + LANES, shape_.hidden_size);
+                                  return;
+                              }
                               add(left, bias, residual(row), column);
                               add(right, bias, residual(row), column + LANES);
                           },
                           added);
+        if (norm) threads_.share(num_rows, [&](int64_t row) { add_normed(norm, row); });
+    }
+
+    // residual += norm(what stands in place of the inputs, which nothing reads any more)
+    void add_normed(const float* norm, int64_t row) {
+        normalise_row(normed(row), norm, shape_.hidden_size, normed(row));
+        for (int64_t at = 0; at < shape_.hidden_size; at += LANES) add(load(normed(row) + at), nullptr, residual(row), at);
     }
 
     void add(Vector sums, const float* bias, float* row, int64_t column) const {
@@ -384,33 +564,48 @@ class Decoder {
         store(round_to(sums, T{}), row + column);
     }
 
-    // residual → normed, prepared for a matrix of so many bits.
-    void normalise(const T* weight, int64_t num_rows, int64_t bits) {
+    // residual → normed, prepared for a matrix of so many bits. weight: null where inputs have no norm.
+    void normalise(const float* weight, int64_t num_rows, int64_t bits) {
         threads_.share(num_rows, [&](int64_t row) {
-            normalise_row(residual(row), weight, shape_.hidden_size, normed_.data() + row * shape_.hidden_size);
+            if (weight)
+                normalise_row(residual(row), weight, shape_.hidden_size, normed(row));
+            else
+                for (int64_t at = 0; at < shape_.hidden_size; at += LANES)
+                    store(rounded(load(residual(row) + at)), normed(row) + at);
             prepare_row(normed_.data(), row, shape_.hidden_size, bits);
         });
     }
 
     // RMSNorm (Zhang & Sennrich, 2019).
     template <typename From>
-    void normalise_row(const From* row, const T* weight, int64_t size, T* to) const {
+    void normalise_row(const From* row, const float* weight, int64_t size, T* to) const {
+        const float scale = norm_scale(row, size);
+        for (int64_t at = 0; at < size; at += LANES) {
+            const Vector scaled = load(row + at) * scale;
+            store(rounded(load(weight + at) * (shape_.rounds_in_norms ? kept(scaled) : scaled)), to + at);
+        }
+    }
+
+    template <typename From>
+    float norm_scale(const From* row, int64_t size) const {
         Vector squares = {};
         for (int64_t at = 0; at < size; at += LANES) squares += load(row + at) * load(row + at);
-        const float scale = 1.0f / std::sqrt(sum_of(squares) / float(size) + shape_.epsilon);
-        for (int64_t at = 0; at < size; at += LANES)
-            store(round_to(load(weight + at) * kept(load(row + at) * scale), T{}), to + at);
+        return 1.0f / std::sqrt(sum_of(squares) / float(size) + shape_.epsilon);
     }
 
     static Vector rounded(Vector x) { return round_to(x, T{}); }
 
+    // A product that no build fuses with an addition, which would round otherwise.
+    Vector apart(Vector product) const { return (Vector)((Words)product ^ nothing_); }
+
     // With quantised weights, residuals, logits and whatever stays in registers keep float32: rounding would cost as
     // much again as the weights do.
-    Vector kept(Vector x) const { return shape_.weight_bits ? x : rounded(x); }
+    Vector kept(Vector x) const { return shape_.weight_bits ? apart(x) : rounded(x); }
 
     float* residual(int64_t token) { return residual_.data() + token * shape_.hidden_size; }
     T* at_place(int64_t place) { return by_expert_.data() + place * shape_.hidden_size; }
-    T* projected(int64_t token) { return projected_.data() + token * projected_size_; }
+    T* normed(int64_t row) { return normed_.data() + row * shape_.hidden_size; }
+    T* projected(const LayerWeights& layer, int64_t token) { return projected_.data() + token * projected_size(layer); }
 
     void find_adapted(const DecoderStep& step) {
         if (step.num_adapters == 0) return;
@@ -425,15 +620,21 @@ class Decoder {
         capacity_ = num_tokens;
         residual_.resize(num_tokens * shape_.hidden_size);
         normed_.resize(num_tokens * shape_.hidden_size);
-        projected_.resize(num_tokens * projected_size_);
-        attended_.resize(num_tokens * query_size_);
+        projected_.resize(num_tokens * most_projected_);
+        mixed_.resize(num_tokens * most_mixed_);
+        if (has_delta_rule_) {
+            convolved_.resize(num_tokens * shape_.convolution.num_channels);
+            rates_.resize(num_tokens * rates_size_);
+            decay_.resize(num_tokens * shape_.delta_rule.num_value_heads);
+            beta_.resize(num_tokens * shape_.delta_rule.num_value_heads);
+        }
         const int64_t num_places = num_tokens * shape_.experts.per_token, inner = shape_.experts.intermediate_size;
         activated_.resize(std::max(num_tokens * shape_.intermediate_size, num_places * inner));
         by_expert_.resize(num_places * shape_.hidden_size);
         routing_.grow(num_tokens);
         if (!shape_.weight_bits) return;
         const int64_t num_rows = std::max(num_tokens, num_places);
-        const int64_t size = std::max({shape_.hidden_size, query_size_, shape_.intermediate_size, inner});
+        const int64_t size = std::max({shape_.hidden_size, most_mixed_, shape_.intermediate_size, inner});
         input_numbers_.resize(num_rows * num_groups<8>(size) * Grouping<8>::SIZE);
         input_scales_.resize(num_rows * num_groups<4>(size));
         input_sums_.resize(num_rows * num_groups<4>(size));
@@ -442,16 +643,20 @@ class Decoder {
     const DecoderShape shape_;
     const std::vector<LayerWeights> layers_;
     const T* const embedding_;
-    const T* const final_norm_;
+    const float* const final_norm_;
     const uint32_t* const head_;
     ThreadPool& threads_;
-    const int64_t query_size_, kv_size_, projected_size_;
-    Groups groups_;         // of the step
+    const int64_t query_size_, query_outputs_, kv_size_, keys_size_, values_size_, rates_size_;
+    int64_t most_projected_ = 0, most_mixed_ = 0;  // of all layers
+    bool has_delta_rule_ = false;
+    uint32_t nothing_ = 0;  // a compiler does not know that
+    std::vector<Groups> groups_;  // of the step, by group of layers
     AdaptedRows adapted_, adapted_wanted_;  // all rows of the step, and those that are left in the last layer
     int64_t capacity_ = 0;  // tokens that the buffers hold
     Routing routing_;       // of the layer
     std::vector<float> residual_;  // of the model's numbers, where its weights are not quantised
-    std::vector<T> normed_, projected_, attended_, activated_;
+    std::vector<T> normed_, projected_, convolved_, mixed_, activated_;
+    std::vector<float> rates_, decay_, beta_;  // of the delta rule
     std::vector<T> low_;  // [num_tokens][LOW_STRIDE], of adapters, in the product that is being computed
     std::vector<T> by_expert_;  // [num_places][hidden_size], inputs and then outputs of experts
     std::vector<int8_t> input_numbers_;  // of the matrix that is being multiplied, where weights are quantised

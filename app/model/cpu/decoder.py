@@ -8,27 +8,43 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import weakref
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple, get_args
 
 import torch
 
 from app.engine.batch import StepBatch
+from app.model.architectures import Mixer
 from app.model.cpu.adapters import AdaptedModel, adapter_columns
 from app.model.cpu.attention import MAX_SEGMENT_TOKENS
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import (
     DTYPES,
+    ConvolutionShape,
     DecoderShape,
     DecoderStep,
     ExpertsShape,
     LayerWeights,
     MlpWeights,
+    RecurrenceShape,
     ThreadPool,
 )
-from app.model.cpu.weights import GROUPS, PANEL, NativeLayer, NativeWeights
+from app.model.cpu.weights import (
+    GROUPS,
+    PANEL,
+    NativeAttentionPart,
+    NativeConvolutionPart,
+    NativeDeltaRulePart,
+    NativeLayer,
+    NativeWeights,
+)
 from app.model.forward import Prediction
 from app.model.inputs import ModelInputs, build_segments
+from app.model.kv_cache import ONE_GROUP, LayerGroups
 from app.model.matcher_preparer import MatcherPreparer
+from app.model.recurrent_layers import pieces_of
+
+MIXERS: tuple[str, ...] = get_args(Mixer)  # in the order of the C++
 
 
 class NativeDecoder:
@@ -40,39 +56,43 @@ class NativeDecoder:
         pages: NativeKVCache,
         threads: ThreadPool,
         *,
+        groups: LayerGroups = ONE_GROUP,
+        num_slots: int = 0,
         num_layers: int = 0,
     ) -> None:
-        """num_layers: only the first few (then norm and head as always); 0 for all."""
+        """groups: in which blocks the layers keep keys and values. num_slots: for the states of recurrent layers.
+        num_layers: only the first few (then norm and head as always); 0 for all.
+        """
         self.block_size = pages.block_size
-        self.kv_tensors = pages.tensors
-        self._weights, self._pages, self._threads = weights, pages, threads
+        # Blocks of a model with recurrent layers cannot be resumed alone, so none of them go to a store or elsewhere.
+        self.kv_tensors = [] if weights.settings.recurrent.kernel_size else pages.tensors
+        self._weights, self._pages, self._threads, self._groups = weights, pages, threads, groups
         self.adapting = AdaptedModel.of(weights)
         suffix = DTYPES[weights.dtype]
         self._run = getattr(threads.code, f"carousel_decoder_run_{suffix}")
         num_layers = num_layers or len(weights.layers)
-        settings = weights.settings
-        shape = DecoderShape(
-            hidden_size=settings.hidden_size, num_heads=settings.num_heads, num_kv_heads=settings.num_kv_heads,
-            head_dim=settings.head_dim, intermediate_size=settings.intermediate_size, vocab_size=settings.vocab_size,
-            block_size=pages.block_size, num_layers=num_layers, weight_bits=weights.weight_bits,
-            epsilon=settings.epsilon, scaling=settings.scaling,
-            experts=ExpertsShape(**dataclasses.asdict(settings.experts)),
-        )  # fmt: skip
+        # The states of the recurrent layers: [num_slots, *sizes] each.
+        self.states = [
+            torch.zeros(num_slots, *shape.sizes, dtype=shape.dtype) for shape in weights.settings.states(weights.dtype)
+        ]
+        shape = _shape_of(weights, num_layers, block_size=pages.block_size, num_groups=groups.num_groups)
         self._mlps = [_mlp_pointers(layer) for layer in weights.layers[:num_layers]]
-        layers = (LayerWeights * num_layers)(
-            *(self._pointers(layer, index) for index, layer in enumerate(weights.layers[:num_layers]))
-        )
+        layers = (LayerWeights * num_layers)(*self._all_pointers(num_layers))
         self._decoder = getattr(threads.code, f"carousel_decoder_new_{suffix}")(
             ctypes.byref(shape), layers, None if weights.embedding is None else weights.embedding.data_ptr(),
             weights.final_norm.data_ptr(), weights.head.data_ptr(), threads.handle,
         )  # fmt: skip
         weakref.finalize(self, getattr(threads.code, f"carousel_decoder_delete_{suffix}"), self._decoder)
         self._preparer = MatcherPreparer()
-        self._cosine = self._sine = torch.empty(0)  # [num_positions, head_dim] each, of the model's type
+        # By kind of rotary positions, in float32: [num_positions, 2, size / 2].
+        self._rotary = [torch.empty(0) for _ in weights.settings.rotary]
 
     def predict(self, batch: StepBatch, inputs: ModelInputs) -> Prediction:
         """Logits in float32, rounded to the model's type where weights are in it. Matchers are prepared meanwhile."""
-        segments = build_segments(batch, block_size=self.block_size, max_tokens=MAX_SEGMENT_TOKENS)
+        segments = build_segments(
+            batch, num_groups=self._groups.num_groups, block_size=self.block_size, max_tokens=MAX_SEGMENT_TOKENS
+        )
+        pieces = pieces_of(batch).table if self.states else None
         adapters = adapter_columns(batch) if batch.has_adapters else None
         self._provide_rotary(segments.num_positions)
         num_logits = inputs.logits_indices.shape[0]
@@ -80,13 +100,15 @@ class NativeDecoder:
         likeliest = torch.empty(num_logits, dtype=torch.long)
         wanted = _wanted_rows(inputs)
         hidden = None if wanted.hidden is None else torch.empty(len(wanted.rows), self._weights.settings.hidden_size)
+        slots, tables, rotary = map(_pointers, (inputs.slots, segments.tables, self._rotary))
         step = DecoderStep(
-            num_tokens=inputs.token_ids.shape[1], num_segments=segments.segments.shape[0], num_rows=len(wanted.rows),
-            num_logits=num_logits, token_ids=inputs.token_ids.data_ptr(), positions=inputs.positions.data_ptr(),
-            slots=inputs.slots[0].data_ptr(), segments=segments.segments.data_ptr(),
-            tables=segments.tables[0].data_ptr(), rows=wanted.rows.data_ptr(), logits_rows=wanted.logits.data_ptr(),
-            cosine=self._cosine.data_ptr(), sine=self._sine.data_ptr(), logits=logits.data_ptr(),
-            likeliest=likeliest.data_ptr(), hidden=_pointer(hidden),
+            num_tokens=inputs.token_ids.shape[1], num_segments=segments.segments.shape[0],
+            num_pieces=0 if pieces is None else len(pieces), num_rows=len(wanted.rows), num_logits=num_logits,
+            token_ids=inputs.token_ids.data_ptr(), positions=inputs.positions.data_ptr(),
+            slots=ctypes.addressof(slots), segments=segments.segments.data_ptr(), tables=ctypes.addressof(tables),
+            pieces=_pointer(pieces), rows=wanted.rows.data_ptr(), logits_rows=wanted.logits.data_ptr(),
+            rotary=ctypes.addressof(rotary), logits=logits.data_ptr(), likeliest=likeliest.data_ptr(),
+            hidden=_pointer(hidden),
             num_adapters=0 if adapters is None else len(adapters.adapters),
             adapters=None if adapters is None else ctypes.addressof(adapters.adapters),
             adapter_of=None if adapters is None else adapters.of_token.data_ptr(),
@@ -98,20 +120,72 @@ class NativeDecoder:
 
     def _provide_rotary(self, num_positions: int) -> None:
         """Make the tables of cosines and sines long enough. To compute a step's own took a dozen operators."""
-        if num_positions > len(self._cosine):
-            positions = torch.arange(_num_rotary(num_positions))
-            self._cosine, self._sine = self._weights.settings.rotary(positions, self._weights.dtype)
+        if num_positions > len(self._rotary[0]):
+            settings, positions = self._weights.settings, torch.arange(_num_rotary(num_positions))
+            rounded = self._weights.dtype if settings.described.rounds_rotary else torch.float32
+            self._rotary = [each.table(positions, rounded).float() for each in settings.rotary]
 
-    def _pointers(self, layer: NativeLayer, index: int) -> LayerWeights:
-        names = [each.name for each in dataclasses.fields(layer) if each.name not in ("mlps", "sliding_window")]
+    def _all_pointers(self, num_layers: int) -> Iterator[LayerWeights]:
+        """Of the first layers; each recurrent one takes the next states."""
+        states = iter(self.states)
+        for index in range(num_layers):
+            yield self._pointers(index, states)
+
+    def _pointers(self, index: int, states: Iterator[torch.Tensor]) -> LayerWeights:
+        layer, settings, pages = self._weights.layers[index], self._weights.settings.layers[index], self._pages
+        group, place = self._groups.place_of(index)
+        attention, convolution, delta_rule = layer.attention, layer.convolution, layer.delta_rule
         return LayerWeights(
-            **{name: _pointer(getattr(layer, name)) for name in names},
+            mixer=MIXERS.index(settings.mixer),
+            **_part(layer, NativeLayer, ("attention", "convolution", "delta_rule", "mlps")),
+            **_part(attention, NativeAttentionPart),
+            **_part(convolution, NativeConvolutionPart),
+            **_part(delta_rule, NativeDeltaRulePart),
+            keys=_pointer(None if attention is None else pages.keys[place]),
+            values=_pointer(None if attention is None else pages.values[place]),
+            scales=_pointer(None if attention is None else pages.scales.get(place)),
+            sliding_window=settings.sliding_window,
+            group=group,
+            rotary=settings.rotary,
+            rotary_dim=2 * len(self._weights.settings.rotary[settings.rotary].frequencies),
+            convolution_states=_pointer(None if convolution is None else next(states)),
+            delta_states=_pointer(None if delta_rule is None else next(states)),
             mlps=ctypes.addressof(self._mlps[index]),
-            keys=self._pages.keys[index].data_ptr(),
-            values=self._pages.values[index].data_ptr(),
-            scales=_pointer(self._pages.scales.get(index)),
-            sliding_window=layer.sliding_window,
         )
+
+
+def _part(part: Any, kind: type[Any], others: Collection[str] = ()) -> dict[str, int | None]:
+    """The addresses of the tensors in a part of a layer, by name; None where the layer has no such part or tensor."""
+    names = [each.name for each in dataclasses.fields(kind) if each.name not in others]
+    return {name: _pointer(getattr(part, name, None)) for name in names}
+
+
+def _shape_of(weights: NativeWeights, num_layers: int, *, block_size: int, num_groups: int) -> DecoderShape:
+    settings, described = weights.settings, weights.settings.described
+    recurrent, is_delta_rule = settings.recurrent, bool(settings.recurrent.num_value_heads)
+    channels = settings.num_channels if recurrent.kernel_size else 0
+    convolution = ConvolutionShape(
+        num_channels=channels, kernel_size=recurrent.kernel_size, slot=channels * (recurrent.kernel_size - 1),
+        input_token=settings.projected_size("gated_delta_rule" if is_delta_rule else "short_convolution"),
+        has_silu=is_delta_rule,
+    )  # fmt: skip
+    delta_rule = RecurrenceShape(
+        num_key_heads=recurrent.num_key_heads, num_value_heads=recurrent.num_value_heads, key_dim=recurrent.key_dim,
+        value_dim=recurrent.value_dim, slot=recurrent.key_dim * recurrent.values_size, normalises=True,
+        scale=max(1, recurrent.key_dim) ** -0.5,
+    )  # fmt: skip
+    scale = settings.hidden_size**0.5 if described.scales_embedding else 1.0
+    return DecoderShape(
+        hidden_size=settings.hidden_size, num_heads=settings.num_heads, num_kv_heads=settings.num_kv_heads,
+        head_dim=settings.head_dim, intermediate_size=settings.intermediate_size, vocab_size=settings.vocab_size,
+        block_size=block_size, num_layers=num_layers, weight_bits=weights.weight_bits, num_groups=num_groups,
+        gates_attention=described.gates_attention, norms_all_heads=described.norms_all_heads,
+        rounds_in_norms=described.rounds_in_norms, rounds_rotary=described.rounds_rotary,
+        has_gelu=described.activation == "gelu_tanh", epsilon=settings.epsilon, scaling=settings.scaling,
+        softcap=settings.softcap, logits_softcap=settings.logits_softcap,
+        embedding_scale=float(torch.tensor(scale, dtype=torch.float32).to(weights.dtype)),
+        experts=ExpertsShape(**dataclasses.asdict(settings.experts)), convolution=convolution, delta_rule=delta_rule,
+    )  # fmt: skip
 
 
 def buffer_bytes(weights: NativeWeights, *, num_tokens: int, num_positions: int) -> int:
@@ -120,19 +194,23 @@ def buffer_bytes(weights: NativeWeights, *, num_tokens: int, num_positions: int)
     Its buffers in C++, as `grow` has them in decoder.h and experts.h, and the tables of `_provide_rotary`.
     """
     settings, experts, of_type = weights.settings, weights.settings.experts, weights.dtype.itemsize
-    hidden, query = settings.hidden_size, settings.num_heads * settings.head_dim
-    projected = query + 2 * settings.num_kv_heads * settings.head_dim
+    hidden, mixers = settings.hidden_size, {layer.mixer for layer in settings.layers}
+    projected, mixed = (max(map(size, mixers)) for size in (settings.projected_size, settings.mixed_size))
     num_places = num_tokens * experts.per_token
     activated = max(num_tokens * settings.intermediate_size, num_places * experts.intermediate_size)
-    numbers = num_tokens * (hidden + projected + query) + activated + num_places * hidden
+    numbers = num_tokens * (hidden + projected + mixed) + activated + num_places * hidden
     padded_experts = -(-experts.num_experts // PANEL) * PANEL
     routing = num_tokens * padded_experts * 4 + num_places * (8 + 4 + 8)
     total = numbers * of_type + num_tokens * hidden * 4 + routing
+    if "gated_delta_rule" in mixers:
+        heads = settings.recurrent.num_value_heads
+        total += num_tokens * (settings.num_channels * of_type + (-(-2 * heads // PANEL) * PANEL + 2 * heads) * 4)
     if weights.weight_bits:
-        size = max(hidden, query, settings.intermediate_size, experts.intermediate_size)
+        size = max(hidden, mixed, settings.intermediate_size, experts.intermediate_size)
         of_row = -(-size // GROUPS[8]) * GROUPS[8] + -(-size // GROUPS[4]) * (4 + 4)
         total += max(num_tokens, num_places) * of_row
-    return total + 2 * _num_rotary(num_positions) * settings.head_dim * of_type
+    of_position = sum(2 * len(each.frequencies) for each in settings.rotary) * torch.float32.itemsize
+    return total + _num_rotary(num_positions) * of_position
 
 
 def _num_rotary(num_positions: int) -> int:
@@ -141,6 +219,10 @@ def _num_rotary(num_positions: int) -> int:
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def _pointers(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tensors))(*(each.data_ptr() for each in tensors))
 
 
 def _mlp_pointers(layer: NativeLayer) -> ctypes.Array[MlpWeights]:

@@ -47,17 +47,20 @@ inline const char* layouts() {
         CAROUSEL_LAYOUT(ExpertsShape, F(num_experts), F(per_token), F(intermediate_size), F(weights_sum_to_one),
                         F(rounds_weights)) +
         CAROUSEL_LAYOUT(DecoderShape, F(hidden_size), F(num_heads), F(num_kv_heads), F(head_dim), F(intermediate_size),
-                        F(vocab_size), F(block_size), F(num_layers), F(weight_bits), F(epsilon), F(scaling),
-                        F(experts)) +
+                        F(vocab_size), F(block_size), F(num_layers), F(weight_bits), F(num_groups), F(gates_attention),
+                        F(norms_all_heads), F(rounds_in_norms), F(rounds_rotary), F(has_gelu), F(epsilon), F(scaling),
+                        F(softcap), F(logits_softcap), F(embedding_scale), F(experts), F(convolution), F(delta_rule)) +
         CAROUSEL_LAYOUT(MlpWeights, F(gate_up), F(down)) +
-        CAROUSEL_LAYOUT(LayerWeights, F(input_norm), F(query_key_value), F(query_key_value_bias), F(query_norm),
-                        F(key_norm), F(output), F(output_bias), F(post_attention_norm), F(router), F(mlps), F(keys),
-                        F(values), F(scales), F(sliding_window)) +
+        CAROUSEL_LAYOUT(LayerWeights, F(mixer), F(mixer_input_norm), F(mixer_output_norm), F(feed_forward_input_norm),
+                        F(feed_forward_output_norm), F(projection), F(projection_bias), F(output), F(output_bias),
+                        F(query_norm), F(key_norm), F(keys), F(values), F(scales), F(sliding_window), F(group), F(rotary),
+                        F(rotary_dim), F(taps), F(tap_biases), F(convolution_states), F(rates), F(decay), F(decay_bias),
+                        F(gate_norm), F(delta_states), F(router), F(mlps)) +
         CAROUSEL_LAYOUT(LowRank, F(down), F(up), F(rank)) +
         CAROUSEL_LAYOUT(AdapterLayer, F(query_key_value), F(output), F(gate_up), F(down)) +
-        CAROUSEL_LAYOUT(DecoderStep, F(num_tokens), F(num_segments), F(num_rows), F(num_logits), F(token_ids),
-                        F(positions), F(slots), F(segments), F(tables), F(rows), F(logits_rows), F(cosine), F(sine),
-                        F(logits), F(likeliest), F(hidden), F(num_adapters), F(adapters), F(adapter_of)) +
+        CAROUSEL_LAYOUT(DecoderStep, F(num_tokens), F(num_segments), F(num_pieces), F(num_rows), F(num_logits),
+                        F(token_ids), F(positions), F(slots), F(segments), F(tables), F(pieces), F(rows), F(logits_rows),
+                        F(rotary), F(logits), F(likeliest), F(hidden), F(num_adapters), F(adapters), F(adapter_of)) +
         CAROUSEL_LAYOUT(Segment, F(first_token), F(num_tokens), F(start), F(table_offset)) +
         CAROUSEL_LAYOUT(Piece, F(first_token), F(num_tokens), F(read_slot), F(written_slot)) +
         CAROUSEL_LAYOUT(ConvolutionShape, F(num_channels), F(kernel_size), F(input_token), F(slot), F(has_silu)) +

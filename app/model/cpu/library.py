@@ -130,13 +130,26 @@ class ExpertsShape(Filled):
     _fields_ = _fields(_INT64, "num_experts", "per_token", "intermediate_size", "weights_sum_to_one", "rounds_weights")
 
 
+class ConvolutionShape(Filled):
+    _fields_ = _fields(_INT64, "num_channels", "kernel_size", "input_token", "slot", "has_silu")
+
+
+class RecurrenceShape(Filled):
+    _fields_ = (
+        *_fields(_INT64, "num_key_heads", "num_value_heads", "key_dim", "value_dim", "slot", "normalises"),
+        ("scale", _FLOAT),
+    )  # fmt: skip
+
+
 class DecoderShape(Filled):
     _fields_ = (
         *_fields(
-            _INT64, "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size",
-            "vocab_size", "block_size", "num_layers", "weight_bits",
+            _INT64, "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "vocab_size",
+            "block_size", "num_layers", "weight_bits", "num_groups", "gates_attention", "norms_all_heads",
+            "rounds_in_norms", "rounds_rotary", "has_gelu",
         ),
-        *_fields(_FLOAT, "epsilon", "scaling"), ("experts", ExpertsShape),
+        *_fields(_FLOAT, "epsilon", "scaling", "softcap", "logits_softcap", "embedding_scale"),
+        ("experts", ExpertsShape), ("convolution", ConvolutionShape), ("delta_rule", RecurrenceShape),
     )  # fmt: skip
 
 
@@ -146,11 +159,17 @@ class MlpWeights(Filled):
 
 class LayerWeights(Filled):
     _fields_ = (
+        ("mixer", _INT64),
         *_fields(
-            _POINTER, "input_norm", "query_key_value", "query_key_value_bias", "query_norm", "key_norm", "output",
-            "output_bias", "post_attention_norm", "router", "mlps", "keys", "values", "scales",
+            _POINTER, "mixer_input_norm", "mixer_output_norm", "feed_forward_input_norm", "feed_forward_output_norm",
+            "projection", "projection_bias", "output", "output_bias", "query_norm", "key_norm", "keys", "values",
+            "scales",
         ),
-        ("sliding_window", _INT64),
+        *_fields(_INT64, "sliding_window", "group", "rotary", "rotary_dim"),
+        *_fields(
+            _POINTER, "taps", "tap_biases", "convolution_states", "rates", "decay", "decay_bias", "gate_norm",
+            "delta_states", "router", "mlps",
+        ),
     )  # fmt: skip
 
 
@@ -164,9 +183,9 @@ class AdapterLayer(ctypes.Structure):
 
 class DecoderStep(Filled):
     _fields_ = (
-        *_fields(_INT64, "num_tokens", "num_segments", "num_rows", "num_logits"),
-        *_fields(_POINTER, "token_ids", "positions", "slots", "segments", "tables", "rows"),
-        *_fields(_POINTER, "logits_rows", "cosine", "sine", "logits", "likeliest", "hidden"),
+        *_fields(_INT64, "num_tokens", "num_segments", "num_pieces", "num_rows", "num_logits"),
+        *_fields(_POINTER, "token_ids", "positions", "slots", "segments", "tables", "pieces", "rows", "logits_rows"),
+        *_fields(_POINTER, "rotary", "logits", "likeliest", "hidden"),
         ("num_adapters", _INT64), *_fields(_POINTER, "adapters", "adapter_of"),
     )  # fmt: skip
 
@@ -181,17 +200,6 @@ class Piece(Filled):
     """A row of `Pieces.table` in recurrence.py."""
 
     _fields_ = _fields(_INT32, "first_token", "num_tokens", "read_slot", "written_slot")
-
-
-class ConvolutionShape(Filled):
-    _fields_ = _fields(_INT64, "num_channels", "kernel_size", "input_token", "slot", "has_silu")
-
-
-class RecurrenceShape(Filled):
-    _fields_ = (
-        *_fields(_INT64, "num_key_heads", "num_value_heads", "key_dim", "value_dim", "slot", "normalises"),
-        ("scale", _FLOAT),
-    )  # fmt: skip
 
 
 class Draw(Filled):

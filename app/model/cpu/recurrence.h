@@ -219,14 +219,13 @@ class Channels {
     float *taps_, *seen_, *bias_, *sums_;
 };
 
+// The operators below are for all threads of a pool, inside of its `run`.
 template <typename T>
-void short_convolution(ThreadPool& threads, const ConvolutionShape& shape, const T* inputs, const T* weight, const T* bias,
-                       T* states, const Pieces& pieces, T* outputs) {
-    threads.run([&] {
-        threads.share_runs((shape.num_channels + Channels<T>::MOST - 1) / Channels<T>::MOST, [&](int64_t task) {
-            const Channels<T> channels(shape, task * Channels<T>::MOST, weight, bias);
-            channels.compute(inputs, {states, shape.slot}, pieces, outputs);
-        });
+void convolve_in(ThreadPool& threads, const ConvolutionShape& shape, const T* inputs, const T* weight, const T* bias,
+                 T* states, const Pieces& pieces, T* outputs) {
+    threads.share_runs((shape.num_channels + Channels<T>::MOST - 1) / Channels<T>::MOST, [&](int64_t task) {
+        const Channels<T> channels(shape, task * Channels<T>::MOST, weight, bias);
+        channels.compute(inputs, {states, shape.slot}, pieces, outputs);
     });
 }
 
@@ -253,12 +252,10 @@ void share_heads(ThreadPool& threads, const RecurrenceShape& shape, int64_t unit
     constexpr int64_t TASKS = 4;  // of each thread at least, so that all end at much the same time
     const int64_t num_units = (shape.value_dim + unit - 1) / unit, wanted = TASKS * threads.size();
     const int64_t num_parts = std::min(num_units, (wanted + shape.num_value_heads - 1) / shape.num_value_heads);
-    threads.run([&] {
-        threads.share_runs(shape.num_value_heads * num_parts, [&](int64_t task) {
-            const int64_t head = task / num_parts, part = task % num_parts;
-            body(head, num_units * part / num_parts * unit,
-                 std::min(shape.value_dim, num_units * (part + 1) / num_parts * unit));
-        });
+    threads.share_runs(shape.num_value_heads * num_parts, [&](int64_t task) {
+        const int64_t head = task / num_parts, part = task % num_parts;
+        body(head, num_units * part / num_parts * unit,
+             std::min(shape.value_dim, num_units * (part + 1) / num_parts * unit));
     });
 }
 
@@ -389,8 +386,8 @@ void delta_rule_columns(const RecurrenceShape& shape, const HeadRows<T>& rows, c
 }
 
 template <typename T>
-void gated_delta_rule(ThreadPool& threads, const RecurrenceShape& shape, const HeadRows<T>& rows, const float* decay,
-                      const float* beta, float* states, const Pieces& pieces, T* outputs) {
+void delta_rule_in(ThreadPool& threads, const RecurrenceShape& shape, const HeadRows<T>& rows, const float* decay,
+                   const float* beta, float* states, const Pieces& pieces, T* outputs) {
     const Heads<T> heads{outputs, shape.num_value_heads * shape.value_dim, shape.value_dim};
     share_heads(threads, shape, STRIP_COLUMNS, [&](int64_t head, int64_t first, int64_t end) {
         delta_rule_columns<T>(shape, rows, decay, beta, {states, shape.slot}, pieces, head, first, end, heads);
@@ -466,8 +463,8 @@ void mamba2_rows(const RecurrenceShape& shape, const HeadRows<T>& rows, const Ma
 }
 
 template <typename T>
-void mamba2(ThreadPool& threads, const RecurrenceShape& shape, const HeadRows<T>& rows, const Mamba2Heads& own,
-            float* states, const Pieces& pieces, T* outputs) {
+void mamba2_in(ThreadPool& threads, const RecurrenceShape& shape, const HeadRows<T>& rows, const Mamba2Heads& own,
+               float* states, const Pieces& pieces, T* outputs) {
     const Heads<T> heads{outputs, shape.num_value_heads * shape.value_dim, shape.value_dim};
     share_heads(threads, shape, STATE_ROWS, [&](int64_t head, int64_t first, int64_t end) {
         mamba2_rows<T>(shape, rows, own, {states, shape.slot}, pieces, head, first, end, heads);

@@ -62,28 +62,35 @@ void OF_TYPE(attention_step)(void* threads, const AttentionShape* shape, const S
 
 void OF_TYPE(short_convolution)(void* threads, const ConvolutionShape* shape, const void* inputs, const void* weight,
                                 const void* bias, void* states, const Piece* pieces, int64_t num_pieces, void* outputs) {
-    short_convolution(*static_cast<ThreadPool*>(threads), *shape, static_cast<const T*>(inputs),
-                      static_cast<const T*>(weight), static_cast<const T*>(bias), static_cast<T*>(states),
-                      {pieces, num_pieces}, static_cast<T*>(outputs));
+    ThreadPool& members = *static_cast<ThreadPool*>(threads);
+    members.run([&] {
+        convolve_in(members, *shape, static_cast<const T*>(inputs), static_cast<const T*>(weight),
+                    static_cast<const T*>(bias), static_cast<T*>(states), {pieces, num_pieces}, static_cast<T*>(outputs));
+    });
 }
 
 void OF_TYPE(gated_delta_rule)(void* threads, const RecurrenceShape* shape, const Strides* strides, const void* query,
                                const void* key, const void* value, const float* decay, const float* beta, float* states,
                                const Piece* pieces, int64_t num_pieces, void* outputs) {
-    gated_delta_rule<T>(*static_cast<ThreadPool*>(threads), *shape, head_rows(*strides, query, key, value), decay, beta,
-                        states, {pieces, num_pieces}, static_cast<T*>(outputs));
+    ThreadPool& members = *static_cast<ThreadPool*>(threads);
+    members.run([&] {
+        delta_rule_in<T>(members, *shape, head_rows(*strides, query, key, value), decay, beta, states,
+                         {pieces, num_pieces}, static_cast<T*>(outputs));
+    });
 }
 
 void OF_TYPE(mamba2)(void* threads, const RecurrenceShape* shape, const Strides* strides, const void* state_to_outputs,
                      const void* inputs_to_state, const void* inputs, const float* time_steps, const float* decay,
                      const float* skip, float* states, const Piece* pieces, int64_t num_pieces, void* outputs) {
-    mamba2<T>(*static_cast<ThreadPool*>(threads), *shape,
-              head_rows(*strides, state_to_outputs, inputs_to_state, inputs), {time_steps, decay, skip}, states,
-              {pieces, num_pieces}, static_cast<T*>(outputs));
+    ThreadPool& members = *static_cast<ThreadPool*>(threads);
+    members.run([&] {
+        mamba2_in<T>(members, *shape, head_rows(*strides, state_to_outputs, inputs_to_state, inputs),
+                     {time_steps, decay, skip}, states, {pieces, num_pieces}, static_cast<T*>(outputs));
+    });
 }
 
 void* OF_TYPE(decoder_new)(const DecoderShape* shape, const LayerWeights* layers, const void* embedding,
-                          const void* final_norm, const uint32_t* head, void* threads) {
+                           const float* final_norm, const uint32_t* head, void* threads) {
     return new Decoder<T>(*shape, layers, embedding, final_norm, head, *static_cast<ThreadPool*>(threads));
 }
 

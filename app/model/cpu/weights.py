@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
@@ -12,19 +12,22 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import torch
 from pydantic import PlainSerializer, PlainValidator, SerializationInfo, TypeAdapter, ValidationInfo
 
+from app.model.architectures import Mixer
 from app.model.cpu.library import DTYPES, LANES, ThreadPool, in_large_pages, log_use_of_amx
 from app.model.llama import (
     EMBEDDING,
     HEAD,
     QUERIES_KEYS_VALUES,
     DecoderSettings,
+    LayerSettings,
     Weights,
     experts_of,
     given,
-    has_shared_expert,
     head_dim_of,
+    intermediate_size_of,
     joined_bias,
     named,
+    recurrent_of,
     why_not_llama_like,
 )
 from app.model.positions import ROTARY_BY_LENGTH
@@ -72,20 +75,48 @@ class NativeMlp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NativeLayer:
-    """One layer; matrices packed, as they are or quantised, biases in float32, norms in the model's type."""
+class NativeAttentionPart:
+    """The weights that only attention has. Each norm is [head_dim], or of all heads together."""
 
-    input_norm: PlacedTensor
-    query_key_value: PlacedTensor
-    query_key_value_bias: PlacedTensor | None
     query_norm: PlacedTensor | None
     key_norm: PlacedTensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeConvolutionPart:
+    """The weights that a short convolution has, in the model's type."""
+
+    taps: PlacedTensor  # [num_channels, kernel_size], that of the oldest input first
+    tap_biases: PlacedTensor | None  # [num_channels]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeDeltaRulePart:
+    """The weights that a gated delta rule has. Vectors are in float32."""
+
+    rates: PlacedTensor  # packed, never quantised: beta and the change of the decay of each head
+    decay: PlacedTensor  # [num_value_heads], negative
+    decay_bias: PlacedTensor  # [num_value_heads]
+    gate_norm: PlacedTensor  # [value_dim]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeLayer:
+    """One layer; matrices packed, as they are or quantised, norms and biases in float32."""
+
+    mixer_input_norm: PlacedTensor | None
+    mixer_output_norm: PlacedTensor | None
+    feed_forward_input_norm: PlacedTensor | None
+    feed_forward_output_norm: PlacedTensor | None
+    projection: PlacedTensor  # of the mixer's inputs
+    projection_bias: PlacedTensor | None
     output: PlacedTensor
     output_bias: PlacedTensor | None
-    post_attention_norm: PlacedTensor
+    attention: NativeAttentionPart | None
+    convolution: NativeConvolutionPart | None
+    delta_rule: NativeDeltaRulePart | None
     router: PlacedTensor | None  # packed, never quantised; None where there are no experts
     mlps: tuple[NativeMlp, ...]  # one, or one for each expert
-    sliding_window: int  # 0: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,19 +126,14 @@ class NativeWeights:
     settings: DecoderSettings
     layers: tuple[NativeLayer, ...]
     embedding: PlacedTensor | None  # [vocab_size, hidden_size]; None: its rows are read from the head
-    final_norm: PlacedTensor
+    final_norm: PlacedTensor  # in float32
     head: PlacedTensor
     dtype: PlacedDtype  # of everything that is not quantised
     weight_bits: int  # of the layers' matrices; 0: they and the head are not quantised
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All of them; experts side by side are views of the same memory."""
-        mlps = (mlp for layer in self.layers for mlp in layer.mlps)
-        parts: tuple[NativeWeights | NativeLayer | NativeMlp, ...] = (self, *self.layers, *mlps)
-        for part in parts:
-            for value in (getattr(part, each.name) for each in fields(part)):
-                if isinstance(value, torch.Tensor):
-                    yield value
+        yield from _tensors_of(self)
 
     def layout(self, memory: ctypes.Array[Any]) -> bytes:
         """Their places in the memory that has them all, for `weights_at`."""
@@ -122,18 +148,32 @@ def weights_at(layout: bytes, memory: ctypes.Array[Any]) -> NativeWeights:
     return _NATIVE_WEIGHTS.validate_json(layout, context=memory)
 
 
+def _tensors_of(part: Any) -> Iterator[torch.Tensor]:
+    """All tensors in a part and in the parts of that part."""
+    if isinstance(part, torch.Tensor):
+        yield part
+    elif isinstance(part, tuple):
+        for each in part:
+            yield from _tensors_of(each)
+    elif is_dataclass(part):
+        for each in fields(part):
+            yield from _tensors_of(getattr(part, each.name))
+
+
 def why_not_native(model: PreTrainedModel) -> str | None:
     """Why the C++ decoder cannot compute a model, by all but its attention; None when no reason is known."""
-    reason = why_not_llama_like(model)
+    reason = why_not_llama_like(model, "cpu")
     if reason is not None:
         return reason
-    if has_shared_expert(model):
-        return "the C++ decoder has no shared expert"
-    config = model.config
-    kind = config.rope_parameters["rope_type"]
-    if kind in ROTARY_BY_LENGTH:
-        return f"its {kind} rotary positions follow the longest sequence there may be"
-    sizes = (config.hidden_size, config.intermediate_size, head_dim_of(model), experts_of(model).intermediate_size)
+    config, recurrent = model.config, recurrent_of(model)
+    rope = config.rope_parameters
+    kinds = {each["rope_type"] for each in ([rope] if "rope_type" in rope else rope.values()) if each}
+    if by_length := ", ".join(sorted(kinds & ROTARY_BY_LENGTH)):
+        return f"its {by_length} rotary positions follow the longest sequence there may be"
+    sizes = (
+        config.hidden_size, intermediate_size_of(model), head_dim_of(model), experts_of(model).intermediate_size,
+        recurrent.keys_size, recurrent.value_dim,
+    )  # fmt: skip
     odd = [n for n in sizes if n % LANES]
     return f"sizes must be multiples of {LANES}, {', '.join(map(str, odd))} are not" if odd else None
 
@@ -177,15 +217,17 @@ def pack_weights(
     del head
     release()
     layers = []
-    for index, window in enumerate(settings.sliding_windows):
+    for index, layer in enumerate(settings.layers):
         own = partial(named, weights, f"model.layers.{index}.")
-        layers.append(_pack_layer(own, pack, window, settings.experts.num_experts))
+        layers.append(_pack_layer(own, pack, settings, layer))
         release()
+    final_norm = _norm(partial(named, weights, "model."), pack, settings, settings.described.names.final_norm)
+    assert final_norm is not None, "a model has a norm before its head"
     return NativeWeights(
         settings=settings,
         layers=tuple(layers),
         embedding=kept,
-        final_norm=pack.copy(given(weights, "model.norm.weight")),
+        final_norm=final_norm,
         head=packed_head,
         dtype=dtype,
         weight_bits=bits,
@@ -195,7 +237,7 @@ def pack_weights(
 def _log_use_of_amx(settings: DecoderSettings, dtype: torch.dtype, bits: int) -> None:
     if dtype is torch.bfloat16:
         inner = (settings.intermediate_size, settings.experts.intermediate_size)
-        inputs = (settings.hidden_size, settings.num_heads * settings.head_dim, *inner)
+        inputs = (settings.hidden_size, *map(settings.mixed_size, {layer.mixer for layer in settings.layers}), *inner)
         log_use_of_amx("bfloat16", settings.head_dim, *(() if bits else inputs))
     if bits:
         log_use_of_amx(f"weights of {bits} bits")
@@ -218,8 +260,8 @@ class _Packing:
     def copy(self, weight: torch.Tensor) -> torch.Tensor:
         return self._allocate(*weight.shape, dtype=weight.dtype, device=weight.device).copy_(weight)
 
-    def optional_copy(self, weight: torch.Tensor | None) -> torch.Tensor | None:
-        return None if weight is None else self.copy(weight)
+    def in_float32(self, weight: torch.Tensor) -> torch.Tensor:
+        return self.copy(weight.float())
 
     def __call__(self, weights: Sequence[torch.Tensor], *, bits: int | None = None) -> torch.Tensor:
         """Matrices side by side, in a memory of their own. weights: each [outputs, inputs]."""
@@ -239,40 +281,113 @@ class _Packing:
             _pack(self._threads, weights, packed, bits=self._bits if bits is None else bits)
 
 
-def _pack_layer(weights: Weights, pack: _Packing, sliding_window: int, num_experts: int) -> NativeLayer:
-    router = weights("mlp.gate.weight")
+def _pack_layer(weights: Weights, pack: _Packing, settings: DecoderSettings, layer: LayerSettings) -> NativeLayer:
+    names, router, norm = settings.described.names, weights("mlp.gate.weight"), partial(_norm, weights, pack, settings)
+    inputs, output = _MIXER_LINEARS[layer.mixer]
+    output = output or names.attention_output
     return NativeLayer(
-        input_norm=pack.copy(given(weights, "input_layernorm.weight")),
-        query_key_value=pack([given(weights, f"{name}.weight") for name in QUERIES_KEYS_VALUES]),
-        query_key_value_bias=pack.optional_copy(joined_bias(weights, QUERIES_KEYS_VALUES, torch.float32)),
-        query_norm=pack.optional_copy(weights("self_attn.q_norm.weight")),
-        key_norm=pack.optional_copy(weights("self_attn.k_norm.weight")),
-        output=pack([given(weights, "self_attn.o_proj.weight")]),
-        output_bias=pack.optional_copy(joined_bias(weights, ("self_attn.o_proj",), torch.float32)),
-        post_attention_norm=pack.copy(given(weights, "post_attention_layernorm.weight")),
+        mixer_input_norm=norm(names.mixer_input_norm),
+        mixer_output_norm=norm(names.mixer_output_norm),
+        feed_forward_input_norm=norm(names.feed_forward_input_norm),
+        feed_forward_output_norm=norm(names.feed_forward_output_norm),
+        projection=pack([in_order(settings, name, given(weights, f"{name}.weight")) for name in inputs]),
+        projection_bias=_projection_bias(weights, pack, settings, inputs),
+        output=pack([given(weights, f"{output}.weight")]),
+        output_bias=_bias(weights, pack, (output,)),
+        attention=_pack_attention(norm, settings) if layer.mixer == "attention" else None,
+        convolution=_pack_convolution(weights, pack, layer.mixer) if layer.mixer != "attention" else None,
+        delta_rule=_pack_delta_rule(weights, pack) if layer.mixer == "gated_delta_rule" else None,
         router=None if router is None else pack([router], bits=0),
-        mlps=_pack_mlps(weights, pack, ["mlp."] if router is None else _expert_names(num_experts)),
-        sliding_window=sliding_window,
+        mlps=_pack_mlps(weights, pack, settings, router is not None),
     )
 
 
-def _expert_names(num_experts: int) -> list[str]:
-    return [f"mlp.experts.{expert}." for expert in range(num_experts)]
+# By mixer: the linear layers of its inputs, and that of its outputs; empty: the architecture says.
+_MIXER_LINEARS: dict[Mixer, tuple[tuple[str, ...], str]] = {
+    "attention": (QUERIES_KEYS_VALUES, ""),
+    "short_convolution": (("conv.in_proj",), "conv.out_proj"),
+    "gated_delta_rule": (("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"), "linear_attn.out_proj"),
+}
+_CONVOLUTIONS: dict[Mixer, str] = {"short_convolution": "conv.conv", "gated_delta_rule": "linear_attn.conv1d"}
 
 
-def _pack_mlps(weights: Weights, pack: _Packing, names: Sequence[str]) -> tuple[NativeMlp, ...]:
+def _norm(weights: Weights, pack: _Packing, settings: DecoderSettings, name: str) -> torch.Tensor | None:
+    """The weight of a norm, as float32; None where a layer has no such norm."""
+    weight = weights(f"{name}.weight") if name else None
+    return None if weight is None else pack.in_float32(weight.float() + settings.described.norm_offset)
+
+
+def _bias(weights: Weights, pack: _Packing, linears: tuple[str, ...]) -> torch.Tensor | None:
+    bias = joined_bias(weights, linears, torch.float32)
+    return None if bias is None else pack.copy(bias)
+
+
+def in_order(settings: DecoderSettings, linear: str, outputs: torch.Tensor) -> torch.Tensor:
+    """Outputs of a linear layer in the order of the C++: with gated attention, all queries before all gates.
+
+    outputs: [num_outputs, ...].
+    """
+    if not linear.endswith(QUERIES_KEYS_VALUES[0]) or not settings.described.gates_attention:
+        return outputs
+    by_head = outputs.view(settings.num_heads, 2, settings.head_dim, *outputs.shape[1:])
+    return by_head.transpose(0, 1).reshape(outputs.shape)
+
+
+def _projection_bias(
+    weights: Weights, pack: _Packing, settings: DecoderSettings, linears: tuple[str, ...]
+) -> torch.Tensor | None:
+    bias = joined_bias(weights, linears, torch.float32)
+    if bias is None:
+        return None
+    first = len(given(weights, f"{linears[0]}.weight"))
+    return pack.copy(torch.cat((in_order(settings, linears[0], bias[:first]), bias[first:])))
+
+
+def _pack_attention(norm: Callable[[str], torch.Tensor | None], settings: DecoderSettings) -> NativeAttentionPart:
+    names = settings.described.names
+    return NativeAttentionPart(query_norm=norm(names.query_norm), key_norm=norm(names.key_norm))
+
+
+def _pack_convolution(weights: Weights, pack: _Packing, mixer: Mixer) -> NativeConvolutionPart:
+    name = _CONVOLUTIONS[mixer]
+    bias = weights(f"{name}.bias")
+    return NativeConvolutionPart(
+        taps=pack.copy(given(weights, f"{name}.weight").squeeze(1)),
+        tap_biases=None if bias is None else pack.copy(bias),
+    )
+
+
+def _pack_delta_rule(weights: Weights, pack: _Packing) -> NativeDeltaRulePart:
+    rates = [given(weights, f"linear_attn.in_proj_{name}.weight") for name in ("b", "a")]
+    return NativeDeltaRulePart(
+        rates=pack(rates, bits=0),
+        decay=pack.in_float32(-given(weights, "linear_attn.A_log").float().exp()),
+        decay_bias=pack.in_float32(given(weights, "linear_attn.dt_bias")),
+        gate_norm=pack.in_float32(given(weights, "linear_attn.norm.weight")),
+    )
+
+
+def _pack_mlps(weights: Weights, pack: _Packing, settings: DecoderSettings, has_experts: bool) -> tuple[NativeMlp, ...]:
     """The MLP of a layer, or all its experts side by side."""
-    gate_up = pack.side_by_side(len(names), _gate_and_up(weights, names[0]))
-    down = pack.side_by_side(len(names), [given(weights, f"{names[0]}down_proj.weight")])
-    for expert, name in enumerate(names[1:], 1):
-        pack.into(gate_up[expert], _gate_and_up(weights, name))
-        pack.into(down[expert], [given(weights, f"{name}down_proj.weight")])
-    return tuple(NativeMlp(gate_up=gate_up[expert], down=down[expert]) for expert in range(len(names)))
+    own = settings.described.names
+    mlps = [(own.gate, own.up, own.down)]
+    if has_experts:
+        parts = ("gate", "up", "down")
+        mlps = [
+            tuple(f"mlp.experts.{n}.{part}_proj" for part in parts)  # type: ignore[misc]
+            for n in range(settings.experts.num_experts)
+        ]
+    gate_up = pack.side_by_side(len(mlps), _gate_and_up(weights, *mlps[0][:2]))
+    down = pack.side_by_side(len(mlps), [given(weights, f"{mlps[0][2]}.weight")])
+    for index, (gate_name, up_name, down_name) in enumerate(mlps[1:], 1):
+        pack.into(gate_up[index], _gate_and_up(weights, gate_name, up_name))
+        pack.into(down[index], [given(weights, f"{down_name}.weight")])
+    return tuple(NativeMlp(gate_up=gate_up[index], down=down[index]) for index in range(len(mlps)))
 
 
-def _gate_and_up(weights: Weights, name: str) -> list[torch.Tensor]:
+def _gate_and_up(weights: Weights, gate_name: str, up_name: str) -> list[torch.Tensor]:
     """LANES outputs of one, the LANES of the other at the same place, and so on: a panel holds both factors."""
-    gate, up = (given(weights, f"{name}{each}_proj.weight") for each in ("gate", "up"))
+    gate, up = (given(weights, f"{name}.weight") for name in (gate_name, up_name))
     return [torch.stack([gate.view(-1, LANES, gate.shape[1]), up.view(-1, LANES, up.shape[1])], 1).flatten(0, 2)]
 
 

@@ -112,7 +112,7 @@ class AdapterSlots:
         self._device = like.device
         self._kernels = kernels_of("adapter_kernels", self._device)
         self._stacked: dict[tuple[int, str], _StackedUpdates] = {}  # by layer and product
-        for index, product, linears in products(len(weights.layers)):
+        for index, product, linears in products(weights.settings):
             known = [sizes[linear] for linear in linears if linear in sizes]
             if known:
                 self._stacked[index, product] = _StackedUpdates.of(known, num_slots, like)

@@ -92,12 +92,12 @@ def fuse_weights(
     is_read_once = mapped is not None and mapped.rank is None and module.config.tie_word_embeddings
     head = embedding if is_read_once else given(weights, HEAD)
     layers = []
-    for index, (layer, window) in enumerate(zip(module.model.layers, settings.sliding_windows, strict=True)):
+    for index, (layer, each) in enumerate(zip(module.model.layers, settings.layers, strict=True)):
         own = partial(named, weights, f"model.layers.{index}.")
         matrix: Callable[..., Rows] = partial(_matrix, own)
         if quantised:
             matrix = partial(_matrix_in_fp8, own, _stored_rows(mapped, index))
-        rules = AttentionRules(scaling=settings.scaling, sliding_window=window or None)
+        rules = AttentionRules(scaling=settings.scaling, sliding_window=each.sliding_window or None)
         layers.append(_fuse_layer(own, rules, matrix))
         layer.to(device="meta")
         if mapped is not None:
@@ -105,14 +105,13 @@ def fuse_weights(
     final_norm = given(weights, "model.norm.weight")
     module.to(device="meta")
     positions = torch.arange(num_positions, device=embedding.device)
-    cosines, sines = (table.chunk(2, dim=-1)[0] for table in settings.rotary(positions, embedding.dtype))
     return CudaWeights(
         settings=settings,
         layers=tuple(layers),
         embedding=embedding,
         final_norm=final_norm,
         head=head,
-        rotary=torch.cat((cosines, sines), dim=-1),
+        rotary=settings.rotary[0].table(positions, embedding.dtype).flatten(1),
     )
 
 

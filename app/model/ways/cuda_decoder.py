@@ -45,7 +45,9 @@ class CudaModel(LoadedModel):
     @staticmethod
     def why_not(source: ModelSource, own: TransformersModel) -> str | None:
         """What of the model it does not compute, as far as is known before it is verified."""
-        reason = why_not_llama_like(own.module) or why_attention_is_not_llama_like(own.module, own.rules)
+        reason = why_not_llama_like(own.module, "cuda") or why_attention_is_not_llama_like(
+            own.module, own.rules, "cuda"
+        )
         if reason is not None or source.config.quantization != "fp8":
             return reason
         return why_not_in_fp8(own.module, 1 if own.group is None else own.group.size)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -61,6 +61,18 @@ class LoadedModel(ABC):
         Itself where that saves no memory or where its way has one group.
         """
         return self
+
+    def with_groups(self, windows: Mapping[int, int | None], *, kept_beside: int = 0) -> Self:
+        """The same with its layers in groups by their windows, as far as that saves memory.
+
+        windows: by layer, in tokens. kept_beside: tokens behind a window that may still be read.
+        """
+        groups = LayerGroups.of(self.layers, windows, max_model_len=self.facts.max_model_len)
+        if groups.num_groups == 1:
+            return self
+        window = groups.window + kept_beside
+        facts = replace(self.facts, num_window_groups=groups.num_groups - 1, window_tokens=window)
+        return replace(self, groups=groups, facts=facts)
 
     def kv_namespace(self, config: EngineConfig) -> bytes:
         """What the bytes of its KV memory follow from: its files, all code that computes them, types and layout."""

@@ -24,7 +24,6 @@ from app.model.cpu.weights import BITS, Allocate, NativeWeights, pack_weights, w
 from app.model.description import max_model_len
 from app.model.device import check_kv_dtype
 from app.model.inputs import build_inputs
-from app.model.kv_cache import LayerShape
 from app.model.llama import DecoderSettings, by_expert, settings_of, why_attention_is_not_llama_like
 from app.model.memory import PROCESS_BYTES, MemoryNeeds
 from app.model.runner import TorchModelRunner
@@ -63,7 +62,7 @@ class NativeModel(LoadedModel):
         """What of the model it does not compute, as far as is known before it is verified."""
         return (
             why_not_native(own.module)
-            or why_attention_is_not_llama_like(own.module, own.rules)
+            or why_attention_is_not_llama_like(own.module, own.rules, "cpu")
             or NativeKVCache.why_not(
                 own.layers, block_size=source.block_size, dtype=own.dtype, device=torch.device("cpu")
             )
@@ -80,7 +79,8 @@ class NativeModel(LoadedModel):
             files = own.mapped.checkpoint
             return pack_weights(files, settings, bits=bits, release=files.release, allocate=allocate)
 
-        return cls.in_place_of(own, weights=shared_weights(pack, _sharing(source, settings)), reference=expected)
+        weights = shared_weights(pack, _sharing(source, settings))
+        return cls.in_place_of(own, weights=weights, states=own.states, reference=expected)
 
     @classmethod
     def verified_before(cls, source: ModelSource) -> NativeModel | None:
@@ -106,11 +106,11 @@ class NativeModel(LoadedModel):
         def pack(allocate: Allocate) -> NativeWeights:
             return pack_weights(weight_of, settings, bits=bits, release=files.release, allocate=allocate)
 
-        shape = LayerShape(num_kv_heads=settings.num_kv_heads, key_dim=settings.head_dim, value_dim=settings.head_dim)
         return cls(
             weights=pack(in_large_pages) if is_planned else shared_weights(pack, _sharing(source, settings)),
             facts=replace(verified.facts, max_model_len=max_model_len(source.config, verified.facts.max_model_len)),
-            layers=dict.fromkeys(range(len(settings.sliding_windows)), shape),
+            layers=settings.attention_layers(),
+            states=settings.states(source.dtype),
             dtype=source.dtype,
             device=torch.device("cpu"),
         )
@@ -126,7 +126,8 @@ class NativeModel(LoadedModel):
             )
         add_positions(own.module)
         settings, bits = settings_of(own.module, own.rules), BITS[source.config.quantization]
-        return cls.in_place_of(own, weights=pack_weights(by_expert(own.module.state_dict()).get, settings, bits=bits))
+        weights = pack_weights(by_expert(own.module.state_dict()).get, settings, bits=bits)
+        return cls.in_place_of(own, weights=weights, states=own.states)
 
     def difference(self, source: ModelSource) -> str | None:
         """How its steps differ from the reference, in words, with KV memory of their own.
@@ -134,11 +135,19 @@ class NativeModel(LoadedModel):
         Logits stand in place of the first layer's output.
         """
         assert self.reference is not None, "it is to be verified"
-        blocks, threads = BlocksToTry.enough(source.block_size), ThreadPool(torch.get_num_threads())
+        served, threads = self.giving_back(), ThreadPool(torch.get_num_threads())
+        blocks = BlocksToTry.enough(source.block_size, num_groups=served.groups.num_groups)
         pages = NativeKVCache(
-            self.layers, num_blocks=blocks.num_blocks, block_size=source.block_size, dtype=self.dtype
+            served.in_block, num_blocks=blocks.num_blocks * blocks.num_groups, block_size=source.block_size,
+            dtype=self.dtype,
         )  # fmt: skip
-        decoders = [NativeDecoder(self.weights, pages, threads, num_layers=num_layers) for num_layers in (1, 0)]
+        decoders = [
+            NativeDecoder(
+                self.weights, pages, threads, groups=served.groups, num_slots=blocks.num_state_slots,
+                num_layers=num_layers,
+            )
+            for num_layers in (1, 0)
+        ]  # fmt: skip
 
         def compute(batch: StepBatch) -> Output:
             inputs = build_inputs(batch, block_size=source.block_size, device=self.device)
@@ -146,6 +155,10 @@ class NativeModel(LoadedModel):
             return Output(first.logits[None], whole.logits[None])
 
         return self.reference.difference_in_steps(compute, blocks, source.config.quantization)
+
+    def giving_back(self) -> NativeModel:
+        windows = {index: layer.sliding_window for index, layer in enumerate(self.weights.settings.layers)}
+        return self if self.states else self.with_groups(windows)
 
     def when_verified(self, source: ModelSource, own: TransformersModel) -> NativeModel:
         """As it is served. That is kept, but not of weights that transformers changes when it reads them."""
@@ -172,9 +185,12 @@ class NativeModel(LoadedModel):
     def runner(self, config: EngineConfig, *, num_blocks: int, num_threads: int) -> TorchModelRunner:
         check_kv_dtype(config, self.device, None)
         threads = ThreadPool(num_threads)
-        pages = NativeKVCache.provided(config.cache, self.layers, threads, num_blocks=num_blocks, dtype=self.dtype)
+        pages = NativeKVCache.provided(config.cache, self.in_block, threads, num_blocks=num_blocks, dtype=self.dtype)
+        decoder = NativeDecoder(
+            self.weights, pages, threads, groups=self.groups, num_slots=self.facts.num_state_slots
+        )  # fmt: skip
         torch.set_num_threads(1)  # torch has almost nothing to compute, and its waiting threads would slow these
-        return TorchModelRunner(NativeDecoder(self.weights, pages, threads), self.device, NativeSampler(threads))
+        return TorchModelRunner(decoder, self.device, NativeSampler(threads))
 
 
 def _file_of_result(source: ModelSource) -> Path | None:

@@ -13,6 +13,7 @@ from app.config import EngineConfig, ModelConfig
 from app.engine.batch import StepBatch
 from app.engine.request import ModelInfo
 from app.errors import InvalidSetup, UnsupportedModel, first_line
+from app.model.architectures import ARCHITECTURES
 from app.model.attention import (
     AttentionRules,
     NoStep,
@@ -34,8 +35,7 @@ from app.model.description import as_token_ids, max_model_len
 from app.model.device import check_kv_dtype
 from app.model.forward import DeviceForward, TransformersForward
 from app.model.inputs import build_inputs
-from app.model.kv_cache import KVCache, LayerGroups
-from app.model.llama import ARCHITECTURES
+from app.model.kv_cache import KVCache
 from app.model.memory import MemoryNeeds, is_out_of_memory
 from app.model.packed_linear import pack_linear_layers
 from app.model.parallel.split_plan import SizesOfRank, SplitPlan
@@ -175,15 +175,10 @@ class TransformersModel(LoadedModel):
     def giving_back(self) -> TransformersModel:
         if self.group is not None or self.states:
             return self
-        windows = {layer: rules.sliding_window for layer, rules in self.rules.items()}
-        groups = LayerGroups.of(self.layers, windows, max_model_len=self.facts.max_model_len)
-        if groups.num_groups == 1:
-            return self
         # The kernels for CUDA read from the tile on in which a window begins.
         has_tiles = self.device.type != "cpu" or TritonAttention.fits(self.device)
-        kept = groups.window + (LARGEST_TILE - 1 if has_tiles else 0)
-        facts = replace(self.facts, num_window_groups=groups.num_groups - 1, window_tokens=kept)
-        return replace(self, groups=groups, facts=facts)
+        windows = {layer: rules.sliding_window for layer, rules in self.rules.items()}
+        return self.with_groups(windows, kept_beside=LARGEST_TILE - 1 if has_tiles else 0)
 
     def ready(self, source: ModelSource) -> TransformersModel:
         """As it is served: no other way computes this model. Its weights are read again if another way took them."""

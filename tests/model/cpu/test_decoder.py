@@ -25,7 +25,7 @@ from tests.kit.models import (
     own_model,
     step,
 )
-from tests.tiny_models import VOCAB_SIZE, build_tiny_model
+from tests.tiny_models import NATIVE, VOCAB_SIZE, build_tiny_model
 
 
 class Allocated(ctypes.Structure):
@@ -65,7 +65,7 @@ def test_its_buffers_take_what_is_predicted(architecture: str, quantization: str
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("architecture", NATIVE)
 @torch.inference_mode()
 def test_logits_are_the_models_own(architecture: str, dtype: str, tiny_model_path) -> None:  # type: ignore[no-untyped-def]
     check_logits(tiny_model_path(architecture), dtype)
@@ -105,7 +105,7 @@ def check_logits(path: Path, dtype: str = "float32") -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("architecture", [name for name in NATIVE if name != "qwen2"])  # as llama, with biases
 @torch.inference_mode()
 def test_a_sequences_logits_do_not_depend_on_what_shares_its_steps(
     architecture: str, dtype: str, tiny_model_path

@@ -34,6 +34,7 @@ from tests.kit.models import (
     step,
 )
 from tests.model.cpu.builds import QUICK, built_with
+from tests.tiny_models import NATIVE
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="there is no C++ compiler")
 
@@ -85,7 +86,7 @@ def hadamard(size: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("quantization", QUANTISED)
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("architecture", NATIVE)
 @torch.inference_mode()
 def test_logits_are_those_of_rounded_weights_and_inputs(
     architecture: str, quantization: str, tiny_model_path, monkeypatch: pytest.MonkeyPatch
@@ -93,11 +94,14 @@ def test_logits_are_those_of_rounded_weights_and_inputs(
     path = tiny_model_path(architecture)
     own = own_model(path, experts_implementation="eager")
     # Texts of their own: a number that is rounded the other way moves all tokens after it.
-    texts = [(PROMPT[at:] + PROMPT[:at])[:size] for at, size in ((0, 20), (14, 35), (28, 50), (42, 60), (56, 70))]
+    places = ((3, 4), (9, 6), (23, 8), (37, 10), (0, 20), (14, 35), (28, 50), (42, 60), (56, 70))
+    texts = [(PROMPT[at:] + PROMPT[:at])[:size] for at, size in places]
     exact = own(torch.tensor(texts[-1:])).logits[0]
     decoder = decoder_of(quantised(path, quantization=quantization))
     got = [step(decoder, chunk(text, 0, len(text), BLOCKS))[0] for text in texts]
-    routers = [module.weight for name, module in own.named_modules() if name.endswith("mlp.gate")]
+    routers = [
+        module.weight for name, module in own.named_modules() if name.endswith(("mlp.gate", "in_proj_a", "in_proj_b"))
+    ]
     linear = torch.nn.functional.linear
 
     def rounded_linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -106,6 +110,9 @@ def test_logits_are_those_of_rounded_weights_and_inputs(
         bits = 8 if weight is own.lm_head.weight else QUANTISED[quantization]
         return linear(rounded_inputs(inputs, bits), rounded_and_padded(weight, bits), bias)
 
+    if own.config.tie_word_embeddings:  # rows are read from the head
+        rounded = rounded_and_padded(own.lm_head.weight, 8)[:, : own.lm_head.in_features]
+        own.get_input_embeddings().weight = torch.nn.Parameter(rounded)
     monkeypatch.setattr(torch.nn.functional, "linear", rounded_linear)
     errors = [
         relative_error(logits, own(torch.tensor([text])).logits[0, -1]) for text, logits in zip(texts, got, strict=True)
@@ -189,7 +196,7 @@ def test_an_embedding_that_is_tied_to_a_quantised_head_is_not_kept(tiny_model_pa
     names = {weights.EMBEDDING: native.embedding, weights.HEAD: native.embedding}
     packed = weights.pack_weights(
         lambda name: names.get(name, native.final_norm),
-        dataclasses.replace(native.settings, sliding_windows=()),
+        dataclasses.replace(native.settings, layers=()),
         bits=8,
     )
     assert packed.embedding is None
@@ -206,9 +213,9 @@ def test_a_matrix_takes_little_more_than_its_bits() -> None:
 
 @pytest.mark.parametrize("quantization", QUANTISED)
 def test_a_model_of_another_architecture_is_refused(quantization: str, tiny_model_path) -> None:  # type: ignore[no-untyped-def]
-    message = f"quantization is {quantization}, .*gemma2 cannot run there: Gemma2ForCausalLM is none"
+    message = f"quantization is {quantization}, .*gpt_neox cannot run there: GPTNeoXForCausalLM is none"
     with pytest.raises(InvalidSetup, match=message):
-        quantised(tiny_model_path("gemma2"), quantization=quantization)
+        quantised(tiny_model_path("gpt_neox"), quantization=quantization)
 
 
 def test_it_is_refused_without_native_code(tiny_model_path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]

@@ -74,7 +74,7 @@ def test_weights_that_transformers_reads_otherwise_are_checked_at_every_load(
 
 
 def test_a_model_on_the_code_of_transformers_is_checked_at_every_load(tiny_model_path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    load(tiny_model_path("gemma2"), checks=tmp_path)
+    load(tiny_model_path("gpt_neox"), checks=tmp_path)
     load(tiny_model_path("llama"), checks=tmp_path, backend="torch")
     assert not list(tmp_path.iterdir())
 

@@ -1,0 +1,153 @@
+"""The architectures that our own decoders compute: one frozen description for each.
+
+The choice of a type, the checks before a load, the packing of weights and the lists of tests follow from the
+descriptions. A model of any other architecture runs on transformers' code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+Mixer = Literal["attention", "short_convolution", "gated_delta_rule"]
+Activation = Literal["silu", "gelu_tanh"]
+Backend = Literal["cpu", "cuda"]  # our decoder in C++, and the one for CUDA
+# The values of `layer_types` in config.json that are no attention.
+MIXERS: Mapping[str, Mixer] = {"conv": "short_convolution", "linear_attention": "gated_delta_rule"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """The names of the parts of a layer in a checkpoint. Empty: the architecture has no such part."""
+
+    mixer_input_norm: str = "input_layernorm"
+    mixer_output_norm: str = ""
+    feed_forward_input_norm: str = "post_attention_layernorm"
+    feed_forward_output_norm: str = ""
+    query_norm: str = "self_attn.q_norm"
+    key_norm: str = "self_attn.k_norm"
+    attention_output: str = "self_attn.o_proj"
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+    final_norm: str = "norm"  # of the whole model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """How a mixture of experts (Shazeer et al., 2017) weighs the experts of a token."""
+
+    weights_sum_to_one: bool | None = None  # None: as `norm_topk_prob` says
+    rounds_weights: bool = True  # whether weights, and outputs times weights, are rounded to the model's type
+    size: str = "moe_intermediate_size"  # the name of an expert's inner size in config.json
+    has_shared: bool = False  # whether another expert computes all tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """How an architecture differs from Llama: without arguments it is Llama.
+
+    Llama normalises the inputs of attention and of the MLP (RMSNorm), turns whole heads by rotary positions, shares the
+    keys and values among query heads, and has an MLP with a gate that SiLU activates.
+    """
+
+    names: Names = field(default_factory=Names)
+    norm_offset: float = 0.0  # is added to the weights of norms
+    rounds_in_norms: bool = True  # normed numbers are rounded to the model's type before the weight of the norm
+    norms_all_heads: bool = False  # one norm for the queries of all heads, and one for the keys
+    rounds_rotary: bool = True  # cosines and sines, and what they are multiplied with, to the model's type
+    activation: Activation = "silu"
+    scales_embedding: bool = False  # by the square root of the hidden size
+    gates_attention: bool = False  # the output of attention, by as many more outputs of the projection of queries
+    experts: Experts | None = None
+    backends: frozenset[Backend] = frozenset({"cpu", "cuda"})
+
+
+_ON_A_CPU: frozenset[Backend] = frozenset({"cpu"})
+_NORMS_ON_BOTH_SIDES = Names(
+    mixer_output_norm="post_attention_layernorm",
+    feed_forward_input_norm="pre_feedforward_layernorm",
+    feed_forward_output_norm="post_feedforward_layernorm",
+)
+_GEMMA = Architecture(
+    names=_NORMS_ON_BOTH_SIDES, norm_offset=1.0, rounds_in_norms=False, activation="gelu_tanh", scales_embedding=True,
+    backends=_ON_A_CPU,
+)  # fmt: skip
+_OLMO = Architecture(
+    names=Names(
+        mixer_input_norm="", mixer_output_norm="post_attention_layernorm", feed_forward_input_norm="",
+        feed_forward_output_norm="post_feedforward_layernorm",
+    ),
+    rounds_in_norms=False, norms_all_heads=True, rounds_rotary=False, backends=_ON_A_CPU,
+)  # fmt: skip
+
+# By the class of transformers.
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
+    {
+        "LlamaForCausalLM": Architecture(),
+        "MistralForCausalLM": Architecture(),
+        "Qwen2ForCausalLM": Architecture(),
+        "Qwen3ForCausalLM": Architecture(),
+        "MixtralForCausalLM": Architecture(
+            experts=Experts(weights_sum_to_one=True, rounds_weights=False, size="intermediate_size")
+        ),
+        "Qwen3MoeForCausalLM": Architecture(experts=Experts()),
+        "Qwen2MoeForCausalLM": Architecture(experts=Experts(has_shared=True), backends=frozenset({"cuda"})),
+        "Olmo2ForCausalLM": _OLMO,
+        "Olmo3ForCausalLM": _OLMO,
+        "Gemma2ForCausalLM": _GEMMA,
+        "Gemma3ForCausalLM": _GEMMA,
+        "Lfm2ForCausalLM": Architecture(
+            names=Names(
+                mixer_input_norm="operator_norm", feed_forward_input_norm="ffn_norm",
+                query_norm="self_attn.q_layernorm", key_norm="self_attn.k_layernorm",
+                attention_output="self_attn.out_proj", gate="feed_forward.w1", up="feed_forward.w3",
+                down="feed_forward.w2", final_norm="embedding_norm",
+            ),
+            backends=_ON_A_CPU,
+        ),
+        "Qwen3_5ForCausalLM": Architecture(
+            norm_offset=1.0, rounds_in_norms=False, gates_attention=True, backends=_ON_A_CPU
+        ),
+    }
+)  # fmt: skip
+
+
+class TextModel(NamedTuple):
+    """What the language model of a multimodal checkpoint is, if it stands alone."""
+
+    model_type: str
+    architecture: str
+    settings: Mapping[str, Any] = MappingProxyType({})  # that its own class has no name for
+
+
+# By the type that a multimodal checkpoint gives to its language model. With text alone, positions in three dimensions
+# are ordinary positions.
+TEXT_MODELS = {
+    "gemma3_text": TextModel("gemma3_text", "Gemma3ForCausalLM"),
+    "lfm2": TextModel("lfm2", "Lfm2ForCausalLM"),
+    "llama": TextModel("llama", "LlamaForCausalLM"),
+    "mistral": TextModel("mistral", "MistralForCausalLM"),
+    "qwen2": TextModel("qwen2", "Qwen2ForCausalLM"),
+    "qwen2_vl_text": TextModel("qwen2", "Qwen2ForCausalLM"),
+    "qwen2_5_vl_text": TextModel("qwen2", "Qwen2ForCausalLM"),
+    "qwen2_5_omni_text": TextModel("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": TextModel("qwen3", "Qwen3ForCausalLM"),
+    "qwen3_5_text": TextModel("qwen3_5_text", "Qwen3_5ForCausalLM"),
+    "qwen3_vl_text": TextModel("qwen3", "Qwen3ForCausalLM"),
+    "qwen3_vl_moe_text": TextModel("qwen3_moe", "Qwen3MoeForCausalLM", {"norm_topk_prob": True}),
+    "qwen3_omni_moe_text": TextModel("qwen3_moe", "Qwen3MoeForCausalLM", {"norm_topk_prob": True}),
+}
+
+
+def architectures_of(described: Mapping[str, Any]) -> list[str]:
+    """What a config.json says of the language model's class. described: the file."""
+    kind = (described.get("text_config") or {}).get("model_type")
+    return [TEXT_MODELS[kind].architecture] if kind in TEXT_MODELS else list(described.get("architectures") or ())
+
+
+def computed_by(backend: Backend) -> frozenset[str]:
+    """The architectures that one of our decoders computes, by their classes."""
+    return frozenset(name for name, each in ARCHITECTURES.items() if backend in each.backends)
