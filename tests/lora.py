@@ -25,12 +25,14 @@ def save_adapter(
     size: float = 0.3,
     **config: object,
 ) -> Adapter:
-    """size: of its numbers. config: other fields of adapter_config.json."""
+    """targets: linear layers, by whole names or by their ends. size: of its numbers.
+    config: other fields of adapter_config.json.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     numbers = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, linear in model.named_modules():
-        if name.rpartition(".")[2] in targets and isinstance(linear, torch.nn.Linear):
+        if not {name, name.rpartition(".")[2]}.isdisjoint(targets) and isinstance(linear, torch.nn.Linear):
             for factor, shape in (("A", (rank, linear.in_features)), ("B", (linear.out_features, rank))):
                 values = size * torch.randn(*shape, generator=numbers)
                 tensors[f"base_model.model.{name}.lora_{factor}.weight"] = values

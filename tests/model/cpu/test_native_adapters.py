@@ -47,6 +47,21 @@ def test_logits_are_those_of_merged_weights(name: str, dtype: str, folder: Path)
     assert not torch.allclose(step(decoder, chunk(PROMPT, 0, 70, BLOCKS))[0], expected, atol=0.5)
 
 
+@pytest.mark.parametrize("architecture", ["gemma3", "lfm2", "olmo2", "qwen3_5"])
+@torch.inference_mode()
+def test_an_adapter_changes_attention_and_mlps_of_every_architecture(architecture: str, tmp_path: Path) -> None:
+    """Queries that have gates beside them, recurrent layers with an MLP alone, and linear layers of other names."""
+    build_tiny_model(architecture).save_pretrained(tmp_path / "base")
+    decoder = decoder_of(load_native(tmp_path / "base"))
+    targets = tuple(decoder.adapting.sizes)
+    save_adapter(tmp_path / "own", build_tiny_model(architecture), seed=4, size=0.1, targets=targets)
+    merged = merge(own_model(tmp_path / "base"), tmp_path / "own", 8 / 4)
+    expected = merged(torch.tensor([PROMPT])).logits[0, -1].float()
+    got = step(decoder, under(prepared(decoder, tmp_path / "own"), chunk(PROMPT, 0, 70, BLOCKS)))[0]
+    assert torch.allclose(got, expected, atol=1e-4)
+    assert not torch.allclose(step(decoder, chunk(PROMPT, 0, 70, BLOCKS))[0], expected, atol=0.5)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", RANKS)
 def test_what_an_adapter_takes_follows_from_its_rank(name: str, dtype: str, folder: Path) -> None:
