@@ -243,7 +243,12 @@ def _store_of(
             )
         return None
     namespace = loaded.model.kv_namespace(config)
-    folder = open_folder(tiers[0], namespace=namespace, block_bytes=memory.block_bytes) if tiers else None
+    snapshot_bytes = 0 if memory.states is None else memory.states.block_bytes
+    folder = None
+    if tiers:
+        folder = open_folder(
+            tiers[0], namespace=namespace, block_bytes=memory.block_bytes, snapshot_bytes=snapshot_bytes
+        )
     if folder is None and not has_peers:
         return None
     return TierStore(folder, runner.kv_memory, namespace=namespace)

@@ -18,7 +18,7 @@ from hashlib import blake2b
 
 from app.config import SchedulerConfig
 from app.engine.request import ModelInfo
-from app.engine.state_pool import StatePool
+from app.engine.state_pool import Snapshot, StatePool
 
 
 def root_digest(salt: str) -> int:
@@ -50,6 +50,7 @@ class Prefix:
     tenant: str = ""  # for which it was computed first
     name: bytes = b""  # what other processes call it; made when it is first asked for, see `block_store`
     noted_in: int = 0  # the minute, since 1970, in which its store last noted that it is used
+    snapshot: Snapshot | None = None  # of the states behind it, of a model with recurrent layers; see `StatePool`
 
     num_blocks: int = field(init=False)  # from the start
     # Of all its tokens and the salt, 64 bits, the same in every process. For guesses: two prefixes may share one.
@@ -62,6 +63,11 @@ class Prefix:
             num_before, digest_before = 0, root_digest(self.parent)
         self.num_blocks = num_before + 1
         self.digest = hash((digest_before, self.token_ids))
+
+    @property
+    def num_tokens(self) -> int:
+        """From the start."""
+        return self.num_blocks * len(self.token_ids)
 
     @property
     def is_held(self) -> bool:
@@ -278,7 +284,7 @@ class BlockPool:
         if states is None:
             return cached
         number = len(cached)
-        while number and not states.has_snapshot(cached[number - 1].prefix):
+        while number and not _is_resumable(cached[number - 1]):
             number -= 1
         return cached[:number] if number and states.has_room(cached[number - 1].prefix) else []
 
@@ -357,6 +363,10 @@ class BlockPool:
             elif self._note_held is not None:
                 self._note_held(block.prefix.digest, False)
         block.prefix = block.window_of = None
+
+
+def _is_resumable(block: Block) -> bool:
+    return block.prefix is not None and block.prefix.snapshot is not None
 
 
 class NoBlocks(BlockPool):

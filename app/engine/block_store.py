@@ -10,6 +10,7 @@ from hashlib import blake2b
 
 from app.engine.block_pool import Block, Prefix
 from app.engine.request import Address, Request
+from app.engine.state_pool import label_of_snapshot
 from app.engine.stats import StoreStats
 
 # The prefixes of these tokens with this salt that are in the KV memory, from the first block on. Any thread may call.
@@ -24,6 +25,11 @@ def root_name(namespace: bytes, salt: str) -> bytes:
 def name_after(parent_name: bytes, token_ids: Several[int]) -> bytes:
     """What a prefix is called: by the name of the prefix before it, and the tokens of its last block. 20 bytes."""
     return _digest(parent_name, array("q", token_ids).tobytes())
+
+
+def name_of_snapshot(name: bytes) -> bytes:
+    """What the snapshot behind a prefix is called, by the name of the prefix. 20 bytes."""
+    return _digest(name, b"snapshot")
 
 
 def name_of(prefix: Prefix, namespace: bytes) -> bytes:
@@ -47,7 +53,11 @@ def _digest(*parts: bytes) -> bytes:
 
 
 class Fetch:
-    """Blocks that a store fills, the first first. The engine's thread owns them until the fetch is done."""
+    """Blocks that a store fills, the first first. The engine's thread owns them until the fetch is done.
+
+    Of a model with recurrent layers it has a slot, too, which the store fills with the snapshot behind some of the
+    blocks. Without a snapshot the blocks are of no use.
+    """
 
     def __init__(
         self,
@@ -57,16 +67,34 @@ class Fetch:
         blocks: Several[Block],
         names: Several[bytes],
         token_ids: Several[Several[int]],
+        slot: int | None = None,
     ) -> None:
-        """request: that wants them. before: the blocks of the tokens before. names, token_ids: of each block."""
+        """request: that wants them. before: the blocks of the tokens before. names, token_ids: of each block.
+
+        slot: for the snapshot; None: the model has no recurrent layers.
+        """
         self.request = request
         self.before = before
         self.blocks = blocks
         self.names = names
         self.token_ids = token_ids
+        self.slot = slot
         self.num_filled = 0  # of the first: they hold what they should
+        self.num_with_snapshot = 0  # of the first: the slot holds the states behind so many; 0: it holds nothing
         self.is_wanted = True  # the engine waits for it
         self.is_done = False  # nothing is written into its blocks any more; the store's last word
+
+    @property
+    def num_usable(self) -> int:
+        """Blocks, from the first, behind which a sequence can begin."""
+        if self.slot is None:
+            return self.num_filled
+        return self.num_with_snapshot if self.num_with_snapshot <= self.num_filled else 0
+
+    def label_behind(self, num_blocks: int) -> tuple[int, ...]:
+        """Of the snapshot behind so many of its blocks, at least one."""
+        last_block = self.token_ids[num_blocks - 1]
+        return label_of_snapshot((len(self.before) + num_blocks) * len(last_block), last_block)
 
 
 class BlockStore(ABC):
@@ -82,6 +110,8 @@ class BlockStore(ABC):
     def lookup(self, names: Iterable[bytes], request: Request, *, num_before: int) -> int:
         """How many of the first of these blocks of a request it probably can give, as far as is known at once.
 
+        Of a model with recurrent layers these are the blocks up to the last snapshot that it can give.
+
         num_before: blocks of the request before these.
         """
 
@@ -91,11 +121,14 @@ class BlockStore(ABC):
 
     @abstractmethod
     def begin(self, fetch: Fetch) -> None:
-        """Fill the blocks of a fetch while it is wanted."""
+        """Fill the blocks of a fetch while it is wanted, and its slot with the last snapshot behind filled blocks."""
 
     @abstractmethod
     def offer(self, prefix: Prefix) -> None:
-        """Keep the blocks of a prefix, from the first on, that it lacks and that are still held when it reads them."""
+        """Keep the blocks of a prefix, from the first on, that it lacks and that are still held when it reads them.
+
+        Behind them it keeps the snapshot of the prefix, if there is one.
+        """
 
     def serve(self, host: str, find: Find) -> Address | None:
         """Give other processes the blocks in the KV memory that `find` finds, at this address; None: it does not.

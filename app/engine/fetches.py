@@ -1,4 +1,4 @@
-"""The sequences whose prefixes are on their way from a store, and the blocks that these will fill."""
+"""The sequences whose prefixes are on their way from a store, and the blocks and slots that these will fill."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ class PrefixFetches:
         self._done: list[tuple[int, int]] = []
         self.num_tokens = 0  # that were fetched, since the start
         self.num_given_up = 0  # fetches that took too long, since the start
-        if store is not None:
+        if store is not None and pool.states is not None:
+            pool.states.note_lasting = self._offer_long
+        elif store is not None:
             pool.note_findable = self._offer_long
 
     def _offer_long(self, prefix: Prefix) -> None:
@@ -100,9 +102,12 @@ class PrefixFetches:
         compute_s = len(names) * self._pool.block_size / tokens_per_s if tokens_per_s else inf
         if not names or store.expected_s(len(names), sequence.request) >= compute_s:
             return False
+        slot = None if self._pool.states is None else self._pool.states.reserve()
+        if self._pool.states is not None and slot is None:
+            return False
         self._pool.share(cached)
         blocks = self._pool.allocate(len(names))
-        fetch = Fetch(sequence.request, before=cached, blocks=blocks, names=names, token_ids=token_ids)
+        fetch = Fetch(sequence.request, before=cached, blocks=blocks, names=names, token_ids=token_ids, slot=slot)
         patience_s = max(compute_s, MIN_PATIENCE_S) if tokens_per_s else FIRST_PATIENCE_S
         self._expected.append(_Expected(sequence, sequence.arrival, parent, fetch, now, now + patience_s))
         sequence.status = SequenceStatus.FETCHING
@@ -138,7 +143,7 @@ class PrefixFetches:
             if each.sequence is not None and (is_done or now >= each.gives_up_at):
                 self.num_given_up += not is_done
                 each.sequence.fetch_s += now - each.began_at
-                each.sequence.num_fetched_tokens += is_done * each.fetch.num_filled * self._pool.block_size
+                each.sequence.num_fetched_tokens += is_done * each.fetch.num_usable * self._pool.block_size
                 back.append(self._leave(each))
             if is_done:
                 self._publish(each)
@@ -187,10 +192,13 @@ class PrefixFetches:
     def _publish(self, expected: _Expected) -> None:
         """Let all find what was filled, and free the blocks."""
         fetch, parent = expected.fetch, expected.parent
-        if not expected.is_void:
-            num_filled = fetch.num_filled
-            for block, token_ids in zip(fetch.blocks[:num_filled], fetch.token_ids, strict=False):
-                parent = self._pool.cache_full_block(block, token_ids, parent=parent, tenant=fetch.request.tenant)
-            self.num_tokens += num_filled * self._pool.block_size
+        num_usable = 0 if expected.is_void else fetch.num_usable
+        for block, token_ids in zip(fetch.blocks[:num_usable], fetch.token_ids, strict=False):
+            parent = self._pool.cache_full_block(block, token_ids, parent=parent, tenant=fetch.request.tenant)
+        self.num_tokens += num_usable * self._pool.block_size
+        if self._pool.states is not None and fetch.slot is not None:
+            num_tokens = (len(fetch.before) + num_usable) * self._pool.block_size
+            prefix = parent if num_usable and isinstance(parent, Prefix) else None
+            self._pool.states.take_back(fetch.slot, prefix, num_tokens)
         self._pool.free([*fetch.before, *fetch.blocks])
-        self._done.append((expected.arrival, fetch.num_filled))
+        self._done.append((expected.arrival, fetch.num_usable))

@@ -26,6 +26,8 @@ class PendingStep(Protocol):
 class BlockCopies(Protocol):
     """Copies whole blocks between KV memory and a buffer of the host. They wait until a copy is done."""
 
+    states: BlockCopies | None = None  # of the slots for the states of recurrent layers, each as a block
+
     def take(self, block_id: int, buffer: memoryview) -> bool:
         """Fill the buffer with the bytes of a block; False where the memory is given up."""
         ...
@@ -39,6 +41,7 @@ class BlockMemory(ABC):
     """KV memory as what is beside it sees it. Any thread may call."""
 
     block_bytes: int  # of one block, in all layers
+    states: BlockMemory | None = None  # the slots for the states of recurrent layers, each as a block
 
     @abstractmethod
     def new_buffer(self) -> memoryview:

@@ -9,7 +9,7 @@ from itertools import count, islice
 from msgspec import structs
 
 from app.engine.batch import StepBatch, StepResult
-from app.engine.block_pool import BlockPool, Prefix
+from app.engine.block_pool import BlockPool
 from app.engine.request import FinishReason, Pooling, TokenDelta, TokenLogprobs
 from app.engine.sequence import Sequence, SequenceStatus
 
@@ -87,13 +87,10 @@ class ResultProcessor:
         for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
             if sequence.is_finished or sequence.states is None:
                 continue
-            is_decoding, end = sequence.is_decoding, item.end
+            is_decoding, end, size = sequence.is_decoding, item.end, self._pool.block_size
             self.cache_full_blocks(sequence, end)
-
-            def find(num_tokens: int, prefixes: list[Prefix] = sequence.prefixes) -> Prefix:
-                return prefixes[num_tokens // self._pool.block_size - 1]
-
-            self._pool.states.advance(sequence.states, end, find, generates=is_decoding)
+            with_snapshot = [sequence.prefixes[num_tokens // size - 1] for num_tokens, _ in sequence.states.new]
+            self._pool.states.advance(sequence.states, end, with_snapshot, generates=is_decoding)
 
     def cache_full_blocks(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """Let others share the blocks that are full with so many computed tokens; give back those behind a window."""

@@ -88,7 +88,9 @@ class RunningSequences:
         sequence.prefixes = [block.prefix for block in cached if block.prefix is not None]
         sequence.num_computed_tokens = len(cached) * self._pool.block_size
         if self._pool.states is not None:
-            sequence.states = self._pool.states.begin(sequence.prefixes[-1] if cached else None)
+            prefix = sequence.prefixes[-1] if cached else None
+            assert prefix is None or prefix.num_tokens == sequence.num_computed_tokens, "as long as its blocks"
+            sequence.states = self._pool.states.begin(prefix)
             sequence.states.branch_tokens = num_matched * self._pool.block_size
 
     def add(self, sequence: Sequence) -> None:

@@ -11,7 +11,7 @@ No tensors here.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -35,6 +35,34 @@ class StatePath:
 
 
 @dataclass(slots=True, eq=False)
+class Snapshot:
+    """The states of all recurrent layers behind a prefix, in a slot that nothing writes.
+
+    Each snapshot is a new object, also where an equal one was in the same slot before: while a prefix has the same
+    snapshot, its slot was not written.
+    """
+
+    prefix: Prefix
+    slot: int
+
+    @property
+    def is_held(self) -> bool:
+        """Whether its slot still has it. Any thread may ask."""
+        return self.prefix.snapshot is self
+
+    @property
+    def label(self) -> tuple[int, ...]:
+        """See `label_of_snapshot`."""
+        return label_of_snapshot(self.prefix.num_tokens, self.prefix.token_ids)
+
+
+def label_of_snapshot(num_tokens: int, last_block: Sequence[int]) -> tuple[int, ...]:
+    """The numbers that stand before a snapshot outside the slots: the tokens of its prefix, counted, and those of the
+    last block. A state does not show behind how many tokens it is, so this is compared whenever one is read."""
+    return num_tokens, *last_block
+
+
+@dataclass(slots=True, eq=False)
 class SequenceStates:
     """The slots that belong to one running sequence."""
 
@@ -53,7 +81,7 @@ class SequenceStates:
 
 
 class StatePool:
-    """Owns all slots. A slot is free, or belongs to a sequence, or has a snapshot.
+    """Owns all slots. A slot is free, or belongs to a sequence, or has a snapshot, or gets one from a store.
 
     A snapshot that no sequence reads makes room for others, the longest unused first.
     """
@@ -64,29 +92,29 @@ class StatePool:
         self.num_slots = num_slots
         self.interval_tokens = interval_tokens
         self._blank = list(reversed(range(num_slots)))
-        self._snapshots: OrderedDict[Prefix, int] = OrderedDict()  # the longest unused first
+        self._snapshots: OrderedDict[int, Snapshot] = OrderedDict()  # by slot, the longest unused first
         self._num_readers: dict[int, int] = {}  # of slots with a snapshot, or with one that was forgotten
         self.note_resumable: Callable[[Prefix, bool], None] | None = None  # called when a snapshot comes or goes
+        # Called with a prefix whose snapshot does not make room for the next one of its sequence.
+        self.note_lasting: Callable[[Prefix], None] | None = None
 
     @property
     def num_free(self) -> int:
         """Slots that a new sequence may have."""
-        return len(self._blank) + sum(slot not in self._num_readers for slot in self._snapshots.values())
+        num_read = sum([slot in self._snapshots for slot in self._num_readers])
+        return len(self._blank) + len(self._snapshots) - num_read
 
     def has_room(self, prefix: Prefix | None, *, num_freed: int = 0) -> bool:
         """Whether a sequence may begin behind a prefix. num_freed: slots that come free before it begins."""
         needed = SLOTS_OF_SEQUENCE - num_freed
         if len(self._blank) >= needed:
             return True
-        used = self._snapshots.get(prefix) if prefix is not None else None
-        return self.num_free - (used is not None and used not in self._num_readers) >= needed
+        used = None if prefix is None else prefix.snapshot
+        return self.num_free - (used is not None and used.slot not in self._num_readers) >= needed
 
     def resumable(self) -> list[Prefix]:
         """All prefixes with a snapshot."""
-        return list(self._snapshots)
-
-    def has_snapshot(self, prefix: Prefix | None) -> bool:
-        return prefix in self._snapshots
+        return [each.prefix for each in self._snapshots.values()]
 
     def begin(self, prefix: Prefix | None) -> SequenceStates:
         """Give slots to a sequence that begins behind a prefix with a snapshot, or at its first token.
@@ -95,8 +123,9 @@ class StatePool:
         """
         current = NO_STATE
         if prefix is not None:
-            current = self._snapshots[prefix]
-            self._snapshots.move_to_end(prefix)
+            assert prefix.snapshot is not None, "only behind a snapshot a sequence begins"
+            current = prefix.snapshot.slot
+            self._snapshots.move_to_end(current)
             self._read(current)
         first, second = self._take(), self._take()
         assert first is not None, "there was room"
@@ -121,10 +150,10 @@ class StatePool:
             writes.append((end - start, states.next))
         return StatePath(states.current, tuple(writes))
 
-    def advance(self, states: SequenceStates, end: int, find: Callable[[int], Prefix], *, generates: bool) -> None:
+    def advance(self, states: SequenceStates, end: int, prefixes: Sequence[Prefix], *, generates: bool) -> None:
         """A step has succeeded: it has computed all tokens up to `end`.
 
-        find: the prefix of so many tokens. Its block is cached.
+        prefixes: of the tokens behind which the step has made a snapshot, see `SequenceStates.new`. They are cached.
         generates: whether the step computed a token that the sequence has generated.
         """
         last = states.next
@@ -133,19 +162,20 @@ class StatePool:
             self._read(last)
         self._leave(states)
         states.current = last
-        for num_tokens, slot in states.new:
-            prefix = find(num_tokens)
-            if prefix.is_held and prefix not in self._snapshots:
-                self._snapshots[prefix] = slot
-                self._note(prefix, True)
+        for (num_tokens, slot), prefix in zip(states.new, prefixes, strict=True):
+            if self._keep(prefix, slot, num_tokens):
                 if num_tokens != states.branch_tokens:
                     self._supersede(states, prefix, generates=generates)
+                if not generates:
+                    self._note_lasting(prefix)
             elif slot != last:
                 self._blank.append(slot)
         states.new.clear()
 
     def end(self, states: SequenceStates) -> None:
         """Take all slots back from a sequence. Its snapshots stay."""
+        if states.has_generated and states.latest is not None:
+            self._note_lasting(states.latest)
         self._blank.extend(slot for _, slot in states.new)
         states.new.clear()
         self._leave(states)
@@ -153,11 +183,38 @@ class StatePool:
 
     def forget(self, prefix: Prefix) -> None:
         """The block of a prefix has other content now, so no sequence can begin behind it."""
-        slot = self._snapshots.pop(prefix, None)
-        if slot is not None:
+        snapshot = prefix.snapshot
+        if snapshot is not None:
+            prefix.snapshot = None
+            del self._snapshots[snapshot.slot]
             self._note(prefix, False)
-            if slot not in self._num_readers:
-                self._blank.append(slot)
+            if snapshot.slot not in self._num_readers:
+                self._blank.append(snapshot.slot)
+
+    # ------------------------------------------------------------------ snapshots from a store
+
+    def reserve(self) -> int | None:
+        """A slot that a store may fill; None where no sequence could begin behind its snapshot then."""
+        return self._take() if self.num_free > SLOTS_OF_SEQUENCE else None
+
+    def take_back(self, slot: int, prefix: Prefix | None, num_tokens: int) -> None:
+        """The store does not write into a reserved slot any more.
+
+        It holds the states behind a prefix of so many tokens, which is cached; None: it holds nothing of use.
+        """
+        if prefix is None or not self._keep(prefix, slot, num_tokens):
+            self._blank.append(slot)
+
+    # ------------------------------------------------------------------
+
+    def _keep(self, prefix: Prefix, slot: int, num_tokens: int) -> bool:
+        """Have a slot as the snapshot of a prefix; False where the prefix is gone, or has one."""
+        assert prefix.num_tokens == num_tokens, f"a state behind {num_tokens} tokens, a prefix of {prefix.num_tokens}"
+        if not prefix.is_held or prefix.snapshot is not None:
+            return False
+        prefix.snapshot = self._snapshots[slot] = Snapshot(prefix, slot)
+        self._note(prefix, True)
+        return True
 
     def _supersede(self, states: SequenceStates, prefix: Prefix, *, generates: bool) -> None:
         """A conversation goes on from its end, so the snapshot that the sequence has made before makes room first.
@@ -166,17 +223,17 @@ class StatePool:
         """
         before, had_generated = states.latest, states.has_generated
         states.latest, states.has_generated = prefix, generates
-        if before is None or before not in self._snapshots or self._snapshots[before] in self._num_readers:
+        if before is None or before.snapshot is None or before.snapshot.slot in self._num_readers:
             return
         if had_generated:
             self.forget(before)
         else:
-            self._snapshots.move_to_end(before, last=False)
+            self._snapshots.move_to_end(before.snapshot.slot, last=False)
 
     def _take(self) -> int | None:
         """A slot with nothing in it; None: sequences have them all."""
         if not self._blank:
-            unread = (prefix for prefix, slot in self._snapshots.items() if slot not in self._num_readers)
+            unread = (each.prefix for slot, each in self._snapshots.items() if slot not in self._num_readers)
             if (prefix := next(unread, None)) is None:
                 return None
             self.forget(prefix)
@@ -193,9 +250,13 @@ class StatePool:
         self._num_readers[slot] -= 1
         if not self._num_readers[slot]:
             del self._num_readers[slot]
-            if slot not in self._snapshots.values():
+            if slot not in self._snapshots:
                 self._blank.append(slot)
 
     def _note(self, prefix: Prefix, is_resumable: bool) -> None:
         if self.note_resumable is not None:
             self.note_resumable(prefix, is_resumable)
+
+    def _note_lasting(self, prefix: Prefix) -> None:
+        if self.note_lasting is not None and prefix.snapshot is not None:
+            self.note_lasting(prefix)

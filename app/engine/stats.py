@@ -100,13 +100,18 @@ class StoreStats(NamedTuple):
     num_received: int = 0  # from other replicas
     num_sent: int = 0  # to them
     block_bytes: int = 0  # of each
+    num_snapshots: tuple[int, int, int, int] = (0, 0, 0, 0)  # of recurrent layers: read, written, received, sent
+    snapshot_bytes: int = 0  # of each
 
     @property
     def bytes_moved(self) -> dict[str, int]:
         """By direction."""
-        moved = {"read": self.num_read, "written": self.num_written}
-        moved |= {"received": self.num_received, "sent": self.num_sent}  # from other replicas and to them
-        return {direction: number * self.block_bytes for direction, number in moved.items()}
+        directions = ("read", "written", "received", "sent")  # the last two: from other replicas and to them
+        blocks = (self.num_read, self.num_written, self.num_received, self.num_sent)
+        return {
+            direction: of_blocks * self.block_bytes + of_snapshots * self.snapshot_bytes
+            for direction, of_blocks, of_snapshots in zip(directions, blocks, self.num_snapshots, strict=True)
+        }
 
 
 @dataclass(slots=True)

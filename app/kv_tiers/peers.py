@@ -1,7 +1,8 @@
 """Blocks of KV from one replica to another, over a socket of their own: a block has the size of a thousand frames.
 
 A replica asks for the prefix of some tokens and says the other's secret; the other sends the blocks that it holds, each
-as in a file (`folder.py`), and closes the connection.
+as in a file (`folder.py`), and closes the connection. Of a model with recurrent layers it sends its longest snapshot
+first, then the blocks before the snapshot.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from threading import BoundedSemaphore, Event, Thread
+from typing import NamedTuple
 
 import msgspec
 
 from app.engine.block_pool import Prefix
 from app.engine.block_store import Find
 from app.engine.request import Address
+from app.engine.state_pool import Snapshot, label_of_snapshot
 from app.errors import described
 from app.kv_tiers.folder import HEADER, header_of
 
@@ -34,8 +37,24 @@ MAX_WANTED_BYTES = 16 << 20  # of one question: two million tokens
 
 _LENGTH = struct.Struct(">I")
 
-# The bytes of the last block of a prefix, copied into this buffer; whether they are the prefix's.
-Copy = Callable[[Prefix, memoryview], bool]
+# The bytes of the last block of a prefix, or of a snapshot, copied into this buffer; whether they are what they should.
+Copy = Callable[[Prefix | Snapshot, memoryview], bool]
+
+
+class Buffers(NamedTuple):
+    """For the bytes of one block, and of one snapshot; that is empty where the model has no recurrent layers."""
+
+    block: memoryview = memoryview(b"")
+    snapshot: memoryview = memoryview(b"")
+
+    def of(self, held: Prefix | Snapshot) -> memoryview:
+        """For the bytes of this."""
+        return self.block if isinstance(held, Prefix) else self.snapshot
+
+
+def label_of(held: Prefix | Snapshot) -> tuple[int, ...]:
+    """The numbers that stand before the bytes of a block or a snapshot outside the memory."""
+    return held.token_ids if isinstance(held, Prefix) else held.label
 
 
 class Wanted(msgspec.Struct, frozen=True, array_like=True):
@@ -55,22 +74,23 @@ class PeerServer:
         host: str,
         *,
         namespace: bytes,
-        new_buffer: Callable[[], memoryview],
+        new_buffers: Callable[[], Buffers],
         find: Find,
         copies: Callable[[], AbstractContextManager[Copy]],
     ) -> None:
-        """new_buffer: for the bytes of a block. copies: of prefixes that were found before.
+        """copies: of prefixes that were found before, and of their snapshots.
 
         Raises OSError when this machine does not have that address.
         """
         self._namespace = namespace
-        self._new_buffer = new_buffer
+        self._new_buffers = new_buffers
         self._find = find
         self._copies = copies
         self._secret = secrets.token_hex(16)
         self._free = BoundedSemaphore(MAX_SENT_AT_ONCE)
         self._closed = Event()
         self.num_sent = 0  # blocks, since the start
+        self.num_snapshots_sent = 0
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listening = socket.create_server((host, 0), family=family)
         self.address = Address(host, self._listening.getsockname()[1], self._secret)
@@ -121,15 +141,26 @@ class PeerServer:
             self._free.release()
 
     def _send(self, connection: socket.socket, wanted: Wanted) -> None:
-        content = self._new_buffer()
+        buffers = self._new_buffers()
         found = self._find(array("q", wanted.token_ids), wanted.salt)[wanted.num_before :]
         with self._copies() as copy:
-            for prefix in found:
-                if not copy(prefix, content):
+            for held in _with_snapshot(found) if buffers.snapshot else found:
+                content = buffers.of(held)
+                if not copy(held, content):
                     break
-                connection.sendall(header_of(prefix.token_ids, content))
+                connection.sendall(header_of(label_of(held), content))
                 connection.sendall(content)
-                self.num_sent += 1
+                self.num_sent += isinstance(held, Prefix)
+                self.num_snapshots_sent += isinstance(held, Snapshot)
+
+
+def _with_snapshot(found: Sequence[Prefix]) -> Sequence[Prefix | Snapshot]:
+    """The longest snapshot of these prefixes, then the blocks before it; nothing where no prefix has a snapshot."""
+    for number in range(len(found), 0, -1):
+        snapshot = found[number - 1].snapshot
+        if snapshot is not None:
+            return [snapshot, *found[:number]]
+    return []
 
 
 class BlocksOfPeer:
@@ -138,6 +169,7 @@ class BlocksOfPeer:
     def __init__(self, address: Address, wanted: Wanted) -> None:
         """Ask. Raises OSError where it cannot be reached."""
         self._connection = socket.create_connection((address.host, address.port), timeout=TIMEOUT_S)
+        self._wanted = wanted
         question = msgspec.msgpack.encode(wanted)
         with suppress(OSError):  # `read` tells
             self._connection.sendall(address.secret.encode() + _LENGTH.pack(len(question)) + question)
@@ -153,6 +185,24 @@ class BlocksOfPeer:
         except (EOFError, ConnectionError):
             return False
         return header == header_of(token_ids, content)
+
+    def read_snapshot(self, block_size: int, content: memoryview) -> int:
+        """Fill the buffer with the snapshot that comes before the blocks, and return behind how many tokens it is.
+
+        Returns 0 where none comes or it is not what it should be. Raises TimeoutError as `read` does.
+        """
+        try:
+            header = _received(self._connection, HEADER.size + array("q").itemsize * (1 + block_size))
+            _receive(self._connection, content)
+        except (EOFError, ConnectionError):
+            return 0
+        num_tokens: int = array("q", header[HEADER.size :])[0]
+        token_ids = array("q", self._wanted.token_ids)
+        is_of_blocks = num_tokens % block_size == 0 and self._wanted.num_before * block_size < num_tokens
+        if not is_of_blocks or num_tokens > len(token_ids):
+            return 0
+        label = label_of_snapshot(num_tokens, token_ids[num_tokens - block_size : num_tokens])
+        return num_tokens if header == header_of(label, content) else 0
 
     def close(self) -> None:
         """Read no more."""

@@ -1,4 +1,8 @@
-"""Moves blocks between an engine's KV memory, a folder and other replicas, by threads of its own."""
+"""Moves blocks between an engine's KV memory, a folder and other replicas, by threads of its own.
+
+Of a model with recurrent layers it also moves snapshots (`StatePool`): a snapshot is one more file beside the blocks
+of its prefix, and one more record in front of the blocks that a replica sends.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +22,14 @@ from app.child_process import step_back
 from app.config import GIB, TierConfig
 from app.disk import STORAGE_PAUSE_S, may_pass
 from app.engine.block_pool import Prefix
-from app.engine.block_store import BlockStore, Fetch, Find, name_of
+from app.engine.block_store import BlockStore, Fetch, Find, name_of, name_of_snapshot
 from app.engine.model_runner import BlockCopies, BlockMemory
 from app.engine.request import Address, Request
+from app.engine.state_pool import Snapshot
 from app.engine.stats import StoreStats
 from app.errors import InvalidSetup, traceback_of
 from app.kv_tiers.folder import BlockFolder
-from app.kv_tiers.peers import BlocksOfPeer, Copy, PeerServer, Wanted
+from app.kv_tiers.peers import BlocksOfPeer, Buffers, Copy, PeerServer, Wanted, label_of
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +60,8 @@ class TierStore(BlockStore):
         first = memory()
         assert first is not None, "it is not given up before the engine is built"
         self._block_bytes = first.block_bytes
+        self._snapshot_bytes = 0 if first.states is None else first.states.block_bytes
+        self._blocks_of_snapshot = -(-self._snapshot_bytes // self._block_bytes)  # that take as long to read
         self._wake = threading.Condition()
         self._fetches: deque[Fetch] = deque()  # guarded by _wake, as are the next seven
         self._far_fetches: deque[Fetch] = deque()  # from other replicas
@@ -70,8 +77,9 @@ class TierStore(BlockStore):
         self._peers: PeerServer | None = None
         self._silent_until: dict[Address, float] = {}  # replicas that did not answer: not asked before
         self.num_read = self.num_written = self.num_received = 0  # blocks, since the start
+        self.num_snapshots_read = self.num_snapshots_written = self.num_snapshots_received = 0
         self._threads = [
-            threading.Thread(target=self._read_all, args=(queue, self._new_buffer()), name=name, daemon=True)
+            threading.Thread(target=self._read_all, args=(queue, self._new_buffers()), name=name, daemon=True)
             for queue, name in ((self._fetches, "kv-tier-reader"), (self._far_fetches, "kv-peer-reader"))
         ]
         if folder is None:
@@ -79,7 +87,7 @@ class TierStore(BlockStore):
         else:
             self._threads.append(
                 threading.Thread(
-                    target=self._write_all, args=(folder, self._new_buffer()), name="kv-tier-writer", daemon=True
+                    target=self._write_all, args=(folder, self._new_buffers()), name="kv-tier-writer", daemon=True
                 )
             )
         for thread in self._threads:
@@ -93,12 +101,16 @@ class TierStore(BlockStore):
             num_of_peer = elsewhere.num_blocks - num_before
         if folder is None and num_of_peer <= 0:
             return 0
-        found = 0
+        found: list[bytes] = []
         for name in names:
-            if found >= num_of_peer and (folder is None or not (request.generated_token_ids or folder.has(name))):
+            if len(found) >= num_of_peer and (folder is None or not (request.generated_token_ids or folder.has(name))):
                 break
-            found += 1
-        return found
+            found.append(name)
+        if not self._snapshot_bytes or request.generated_token_ids or folder is None:
+            return len(found)
+        while len(found) > max(0, num_of_peer) and not folder.has(name_of_snapshot(found[-1])):
+            found.pop()
+        return len(found)
 
     def expected_s(self, num_blocks: int, request: Request) -> float:
         """Behind the fetches that the same thread has to do."""
@@ -106,11 +118,12 @@ class TierStore(BlockStore):
             pace = self._paces.get(_address_of(request))
             if pace is None or not pace.is_recent:
                 return 0.0
-            return pace.block_s * (num_blocks + self._num_to_fetch[request.prefix_at is not None])
+            num_before = self._num_to_fetch[request.prefix_at is not None]
+            return pace.block_s * (num_blocks + self._blocks_of_snapshot + num_before)
 
     def begin(self, fetch: Fetch) -> None:
         with self._wake:
-            self._num_to_fetch[fetch.request.prefix_at is not None] += len(fetch.blocks)
+            self._num_to_fetch[fetch.request.prefix_at is not None] += len(fetch.blocks) + self._blocks_of_snapshot
             (self._fetches if fetch.request.prefix_at is None else self._far_fetches).append(fetch)
             self._wake.notify_all()
 
@@ -125,7 +138,7 @@ class TierStore(BlockStore):
     def serve(self, host: str, find: Find) -> Address:
         if self._peers is None:
             self._peers = PeerServer(
-                host, namespace=self.namespace, new_buffer=self._new_buffer, find=find, copies=self._copies_for_peer
+                host, namespace=self.namespace, new_buffers=self._new_buffers, find=find, copies=self._copies_for_peer
             )
         return self._peers.address
 
@@ -140,6 +153,13 @@ class TierStore(BlockStore):
             num_received=self.num_received,
             num_sent=0 if self._peers is None else self._peers.num_sent,
             block_bytes=self._block_bytes,
+            num_snapshots=(
+                self.num_snapshots_read,
+                self.num_snapshots_written,
+                self.num_snapshots_received,
+                0 if self._peers is None else self._peers.num_snapshots_sent,
+            ),
+            snapshot_bytes=self._snapshot_bytes,
         )
 
     def wait_until_listed(self, timeout_s: float) -> None:
@@ -163,13 +183,13 @@ class TierStore(BlockStore):
 
     # ------------------------------------------------------------------ its threads
 
-    def _read_all(self, fetches: deque[Fetch], content: memoryview) -> None:
+    def _read_all(self, fetches: deque[Fetch], buffers: Buffers) -> None:
         while self._wait_for(fetches):
             with self._working(fetches) as fetch:
                 if fetch is not None:
-                    self._fetch(fetch, content)
+                    self._fetch(fetch, buffers)
 
-    def _write_all(self, folder: BlockFolder, content: memoryview) -> None:
+    def _write_all(self, folder: BlockFolder, buffers: Buffers) -> None:
         step_back()  # blocks are written when a core has time: the threads of a step wait for one another
         folder.refresh()
         self._listed.set()
@@ -177,7 +197,7 @@ class TierStore(BlockStore):
         while self._wait_for(self._offered, LIST_AGAIN_S):
             with self._working(self._offered) as offered:
                 if offered is not None:
-                    self._keep_all(folder, offered, content)
+                    self._keep_all(folder, offered, buffers)
                 if time.monotonic() - listed_at > LIST_AGAIN_S:
                     listed_at = time.monotonic()
                     folder.refresh()
@@ -206,10 +226,12 @@ class TierStore(BlockStore):
                     self._at_work.remove(each)
                 self._wake.notify_all()
 
-    def _new_buffer(self) -> memoryview:
-        """For a block; empty where the memory is given up."""
+    def _new_buffers(self) -> Buffers:
+        """Empty where the memory is given up."""
         memory = self._memory()
-        return memoryview(b"") if memory is None else memory.new_buffer()
+        if memory is None:
+            return Buffers()
+        return Buffers(memory.new_buffer(), memoryview(b"") if memory.states is None else memory.states.new_buffer())
 
     @contextmanager
     def _copies(self) -> Iterator[BlockCopies | None]:
@@ -218,10 +240,15 @@ class TierStore(BlockStore):
         with nullcontext() if memory is None else memory.copies() as copies:
             yield copies
 
-    def _fetch(self, fetch: Fetch, content: memoryview) -> None:
+    def _fetch(self, fetch: Fetch, buffers: Buffers) -> None:
         peer: BlocksOfPeer | None = None
+        num_with_snapshot = 0  # blocks before the snapshot that the other replica has sent
+        content = buffers.block
         try:
             with self._copies() as copies:
+                if fetch.slot is not None and fetch.request.prefix_at is not None:
+                    # Before the folder: the files of a request that leaves its replica may be a snapshot behind.
+                    peer, num_with_snapshot = self._received_snapshot(fetch, fetch.request.prefix_at.address, buffers)
                 for block, name, token_ids in zip(fetch.blocks, fetch.names, fetch.token_ids, strict=True):
                     began_at = time.perf_counter()
                     if copies is None or not fetch.is_wanted:
@@ -229,7 +256,7 @@ class TierStore(BlockStore):
                     source = None
                     if peer is None and self._is_in_folder(fetch, name, token_ids, content):
                         self.num_read += 1
-                    elif fetch.request.prefix_at is None:
+                    elif fetch.request.prefix_at is None or (peer is None and fetch.slot is not None):
                         break
                     else:
                         source = fetch.request.prefix_at.address
@@ -241,22 +268,75 @@ class TierStore(BlockStore):
                         break
                     fetch.num_filled += 1
                     self._measure(source, time.perf_counter() - began_at)
-        except OSError as error:  # the other replica has ended, or does not answer
-            if fetch.request.prefix_at is not None:
-                now = time.monotonic()
-                self._silent_until = {at: until for at, until in self._silent_until.items() if until > now}
-                self._silent_until[fetch.request.prefix_at.address] = now + SILENCE_S
-            logger.info("a prefix is computed, as the replica that has it does not send it: %s", error)
+                if fetch.slot is not None and copies is not None and fetch.is_wanted:
+                    self._fill_slot(fetch, fetch.slot, copies, buffers.snapshot, num_received=num_with_snapshot)
+        except OSError as error:
+            self._note_silence(fetch, error)
         finally:
             if peer is not None:
                 peer.close()
             with self._wake:
-                self._num_to_fetch[fetch.request.prefix_at is not None] -= len(fetch.blocks)
+                self._num_to_fetch[fetch.request.prefix_at is not None] -= len(fetch.blocks) + self._blocks_of_snapshot
+            num_usable = fetch.num_usable
             fetch.is_done = True
-            if self._folder is not None:
-                minute = this_minute()
-                for place, name in enumerate(fetch.names[: fetch.num_filled], start=len(fetch.before) + 1):
+            if self._folder is not None and num_usable:
+                minute, place = this_minute(), len(fetch.before)
+                for place, name in enumerate(fetch.names[:num_usable], start=len(fetch.before) + 1):
                     self._folder.note_use(name, minute, place)
+                if fetch.slot is not None:
+                    self._note_use_of_snapshot(self._folder, fetch.names[num_usable - 1], minute, place)
+
+    def _note_silence(self, fetch: Fetch, error: OSError) -> None:
+        """The other replica has ended, or does not answer."""
+        if fetch.request.prefix_at is not None:
+            now = time.monotonic()
+            self._silent_until = {at: until for at, until in self._silent_until.items() if until > now}
+            self._silent_until[fetch.request.prefix_at.address] = now + SILENCE_S
+        logger.info("a prefix is computed, as the replica that has it does not send it: %s", error)
+
+    def _received_snapshot(self, fetch: Fetch, address: Address, buffers: Buffers) -> tuple[BlocksOfPeer | None, int]:
+        """Fill the buffer with the snapshot of another replica.
+
+        Returns that replica, which sends the blocks next, and how many blocks of the fetch are before the snapshot; no
+        replica where it does not answer or has no snapshot.
+        """
+        peer, num_tokens, block_size, began_at = None, 0, len(fetch.token_ids[0]), time.perf_counter()
+        try:
+            peer = self._peer_of(fetch, address)
+            num_tokens = peer.read_snapshot(block_size, buffers.snapshot)
+        except OSError as error:
+            self._note_silence(fetch, error)
+        if peer is not None and not num_tokens:
+            peer.close()
+        if peer is None or not num_tokens:
+            return None, 0
+        self.num_snapshots_received += 1
+        self._measure(address, (time.perf_counter() - began_at) / self._blocks_of_snapshot)
+        return peer, num_tokens // block_size - len(fetch.before)
+
+    def _fill_slot(
+        self, fetch: Fetch, slot: int, copies: BlockCopies, content: memoryview, *, num_received: int
+    ) -> None:
+        """Fill the slot of a fetch with the last snapshot behind filled blocks.
+
+        num_received: the blocks before the snapshot that is in the buffer, as another replica has sent it; 0: none is.
+        """
+        number, began_at = num_received, time.perf_counter()
+        if not 0 < number <= fetch.num_filled:
+            number = fetch.num_filled
+            while number and not self._has_snapshot(fetch, number, content):
+                number -= 1
+            if number:
+                self.num_snapshots_read += 1
+                self._measure(None, (time.perf_counter() - began_at) / self._blocks_of_snapshot)
+        assert copies.states is not None, "the model has recurrent layers"
+        if number and copies.states.put(slot, content):
+            fetch.num_with_snapshot = number
+
+    def _has_snapshot(self, fetch: Fetch, num_blocks: int, content: memoryview) -> bool:
+        """Fill the buffer with the snapshot behind so many blocks of a fetch, if the folder has it."""
+        name = name_of_snapshot(fetch.names[num_blocks - 1])
+        return self._is_in_folder(fetch, name, fetch.label_behind(num_blocks), content)
 
     def _is_in_folder(self, fetch: Fetch, name: bytes, token_ids: Sequence[int], content: memoryview) -> bool:
         return self._folder is not None and self._folder.read(name, fetch.request.tenant, token_ids, content)
@@ -276,9 +356,12 @@ class TierStore(BlockStore):
             self._paces = {key: each for key, each in self._paces.items() if key is None or each.is_recent}
             self._paces.setdefault(source, _Pace()).note(seconds)
 
-    def _keep_all(self, folder: BlockFolder, prefix: Prefix, content: memoryview) -> None:
-        """Write its blocks up to the first that the folder has, the first first."""
-        missing: list[Prefix] = []
+    def _keep_all(self, folder: BlockFolder, prefix: Prefix, buffers: Buffers) -> None:
+        """Write its blocks up to the first that the folder has, the first first, and its snapshot behind them."""
+        snapshot = prefix.snapshot
+        missing: list[Prefix | Snapshot] = []
+        if snapshot is not None and not folder.has(name_of_snapshot(name_of(prefix, self.namespace))):
+            missing.append(snapshot)
         at: Prefix | str = prefix
         while isinstance(at, Prefix) and not folder.has(name_of(at, self.namespace)):
             missing.append(at)
@@ -287,11 +370,19 @@ class TierStore(BlockStore):
             with self._copies() as copies:
                 # What follows a block that is gone would not be found.
                 while missing and time.monotonic() >= self._paused_until:
-                    if not self._keep(folder, missing[-1], copies, content):
+                    if not self._keep(folder, missing[-1], copies, buffers):
                         break
                     missing.pop()
         if not missing:
             self._note_use(folder, prefix)
+            if snapshot is not None:
+                name = name_of(prefix, self.namespace)
+                self._note_use_of_snapshot(folder, name, this_minute(), prefix.num_blocks)
+
+    @staticmethod
+    def _note_use_of_snapshot(folder: BlockFolder, name: bytes, minute: int, num_blocks: int) -> None:
+        """name, num_blocks: of its prefix, without which it is of no use: so it is deleted before the last block."""
+        folder.note_use(name_of_snapshot(name), minute, num_blocks + 1)
 
     def _note_use(self, folder: BlockFolder, prefix: Prefix) -> None:
         """Also of all before it: where one was noted in this minute, those before it were."""
@@ -302,12 +393,16 @@ class TierStore(BlockStore):
             folder.note_use(name_of(at, self.namespace), minute, at.num_blocks)
             at = at.parent
 
-    def _keep(self, folder: BlockFolder, prefix: Prefix, copies: BlockCopies | None, content: memoryview) -> bool:
-        """Write its last block; whether that is done."""
-        if not _copied(prefix, copies, content):
+    def _keep(self, folder: BlockFolder, held: Prefix | Snapshot, copies: BlockCopies | None, buffers: Buffers) -> bool:
+        """Write the last block of a prefix, or its snapshot; whether that is done."""
+        content = buffers.of(held)
+        if not _copied(held, copies, content):
             return False
+        prefix = held.prefix if isinstance(held, Snapshot) else held
+        name = name_of(prefix, self.namespace)
+        name = name_of_snapshot(name) if isinstance(held, Snapshot) else name
         try:
-            folder.write(name_of(prefix, self.namespace), prefix.tenant, prefix.token_ids, content)
+            folder.write(name, prefix.tenant, label_of(held), content)
         except OSError as error:
             # A file that another process has deleted to make room is no fault of the folder.
             passes = may_pass(error) or isinstance(error, FileNotFoundError)
@@ -317,7 +412,10 @@ class TierStore(BlockStore):
                 logger.warning("no block of KV is written %s: %s", when, error)
             self._has_failed = True
             return False
-        self.num_written += 1
+        if isinstance(held, Snapshot):
+            self.num_snapshots_written += 1
+        else:
+            self.num_written += 1
         if self._has_failed:
             logger.info("blocks of KV are written again")
         self._has_failed = False
@@ -327,11 +425,11 @@ class TierStore(BlockStore):
     def _copies_for_peer(self) -> Iterator[Copy]:
         with self._copies() as copies:
 
-            def copy(prefix: Prefix, content: memoryview) -> bool:
+            def copy(held: Prefix | Snapshot, content: memoryview) -> bool:
                 with self._wake:
                     self._num_sending += 1
                 try:
-                    return _copied(prefix, copies, content)
+                    return _copied(held, copies, content)
                 finally:
                     with self._wake:
                         self._num_sending -= 1
@@ -362,10 +460,13 @@ def _address_of(request: Request) -> Address | None:
     return None if request.prefix_at is None else request.prefix_at.address
 
 
-def _copied(prefix: Prefix, copies: BlockCopies | None, content: memoryview) -> bool:
-    """Copy the bytes of its last block; False where it was handed out before that was done."""
-    has_bytes = copies is not None and prefix.is_held and copies.take(prefix.block.block_id, content)
-    return has_bytes and prefix.is_held
+def _copied(held: Prefix | Snapshot, copies: BlockCopies | None, content: memoryview) -> bool:
+    """Copy the bytes of the last block of a prefix, or of its snapshot; False where the block or the slot was handed
+    out before that was done."""
+    of_kind, place = (
+        (copies, held.block.block_id) if isinstance(held, Prefix) else (copies and copies.states, held.slot)
+    )
+    return of_kind is not None and held.is_held and of_kind.take(place, content) and held.is_held
 
 
 def this_minute() -> int:
@@ -373,7 +474,7 @@ def this_minute() -> int:
     return int(time.time()) // 60
 
 
-def open_folder(tier: TierConfig, *, namespace: bytes, block_bytes: int) -> BlockFolder | None:
+def open_folder(tier: TierConfig, *, namespace: bytes, block_bytes: int, snapshot_bytes: int = 0) -> BlockFolder | None:
     """The folder of the settings; None, with a line in the log, where it cannot be written.
 
     Raises:
@@ -382,10 +483,10 @@ def open_folder(tier: TierConfig, *, namespace: bytes, block_bytes: int) -> Bloc
     path, max_bytes = Path(tier.path).expanduser(), int(tier.max_gib * GIB)
     if path.exists() and not path.is_dir():
         raise InvalidSetup(f"cache.tiers[0].path: {path} is a file; give a folder, or leave cache.tiers out")
-    if block_bytes > max_bytes:
+    needed, what = (block_bytes, "block") if block_bytes >= snapshot_bytes else (snapshot_bytes, "state of the model")
+    if needed > max_bytes:
         raise InvalidSetup(
-            f"cache.tiers[0].max_gib: {tier.max_gib:g} GiB hold no block, which has {block_bytes / GIB:.3g} GiB: "
-            f"raise it"
+            f"cache.tiers[0].max_gib: {tier.max_gib:g} GiB hold no {what}, which has {needed / GIB:.3g} GiB: raise it"
         )
     try:
         folder = BlockFolder(path, namespace=namespace, max_bytes=max_bytes)
@@ -398,6 +499,7 @@ def open_folder(tier: TierConfig, *, namespace: bytes, block_bytes: int) -> Bloc
             f"cache.tiers[0].max_gib: got {tier.max_gib:g}; the file system of {path} has {disk_bytes / GIB:.1f} GiB "
             f"in all: lower it"
         )
-    logger.info("prefixes that leave the KV memory are kept in %s, at most %g GiB, blocks of %.0f KiB",
-                path, tier.max_gib, block_bytes / 1024)  # fmt: skip
+    states = f", snapshots of states of {snapshot_bytes / 1024:.0f} KiB" if snapshot_bytes else ""
+    logger.info("prefixes that leave the KV memory are kept in %s, at most %g GiB, blocks of %.0f KiB%s",
+                path, tier.max_gib, block_bytes / 1024, states)  # fmt: skip
     return folder

@@ -42,8 +42,7 @@ class ForwardPass(Protocol):
     """A model together with its KV memory."""
 
     block_size: int
-    # All KV memory; the first dimension is that of the blocks. Empty where blocks alone cannot be resumed.
-    kv_tensors: list[torch.Tensor]
+    kv_tensors: list[torch.Tensor]  # all KV memory; the first dimension is that of the blocks
 
     @property
     def adapting(self) -> Adapting: ...

@@ -14,12 +14,17 @@ from app.engine.model_runner import BlockCopies, BlockMemory
 class HostBlocks(BlockMemory, BlockCopies):
     """The tensors of KV memory, in each of which all blocks have as many bytes, one after the other.
 
+    The slots for states of recurrent layers lie in memory in the same way.
+
     A thread that waits for a folder or another replica may hold this for long. It does not keep the memory that is
     given up meanwhile.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """The first dimension of each is that of the blocks."""
+    states: HostBlocks | None
+
+    def __init__(self, tensors: Sequence[torch.Tensor], states: Sequence[torch.Tensor] = ()) -> None:
+        """The first dimension of each is that of the blocks; of the `states` of recurrent layers, that of the slots."""
+        self.states = HostBlocks(states) if states else None
         self._sizes = [each.nbytes // len(each) for each in tensors]
         self.block_bytes = sum(self._sizes)
         self._lock = threading.Lock()
@@ -28,6 +33,8 @@ class HostBlocks(BlockMemory, BlockCopies):
 
     def leave(self) -> None:
         """The memory is given up, for good. Waits for the copy of a block."""
+        if self.states is not None:
+            self.states.leave()
         with self._lock:
             self._tensors = []
 

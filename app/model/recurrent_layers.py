@@ -32,8 +32,7 @@ class StatefulAttention:
     ) -> None:
         """shapes: of the operators' states, in the order of their calls in a forward pass."""
         self.block_size = attention.block_size
-        # Blocks alone cannot be resumed, so none of them go to a store or to another replica.
-        self.kv_tensors: list[torch.Tensor] = []
+        self.kv_tensors = attention.kv_tensors
         self.attention = attention
         self._recurrence = recurrence
         self.states = [torch.zeros(num_slots, *shape.sizes, dtype=shape.dtype) for shape in shapes]

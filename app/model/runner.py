@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -82,8 +82,17 @@ class TorchModelRunner(LeadingRunner):
 
     adapts = True
 
-    def __init__(self, forward: ForwardPass, device: torch.device, sampler: Sampler | None = None) -> None:
+    def __init__(
+        self,
+        forward: ForwardPass,
+        device: torch.device,
+        sampler: Sampler | None = None,
+        *,
+        states: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """states: of recurrent layers; the first dimension of each is that of the slots."""
         super().__init__()
+        self._states = states
         self.forward = forward
         self._device = device
         self._sampler = sampler or Sampler()
@@ -101,10 +110,10 @@ class TorchModelRunner(LeadingRunner):
         return adapting.prepare(weights)
 
     def kv_memory(self) -> HostBlocks | None:
-        if self._device.type != "cpu" or isinstance(self._ranks, Ranks) or not self.forward.kv_tensors:
+        if self._device.type != "cpu" or isinstance(self._ranks, Ranks):
             return None
         if self._kv_memory is None:
-            self._kv_memory = HostBlocks(self.forward.kv_tensors)
+            self._kv_memory = HostBlocks(self.forward.kv_tensors, self._states)
         return self._kv_memory
 
     @torch.inference_mode()

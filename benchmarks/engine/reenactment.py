@@ -17,6 +17,7 @@ from app.engine.engine import StepError
 from app.engine.matcher import Matchers
 from app.engine.model_runner import ModelRunner
 from app.engine.request import ModelInfo, Request
+from app.engine.state_pool import NO_STATE, StatePath
 from app.engine.stats import StoreStats
 from app.engine.trace.entries import (
     NOTHING,
@@ -57,7 +58,8 @@ class RecordedStore(BlockStore):
 
     namespace = b""
 
-    def __init__(self, compute: Callable[[Fetch], None]) -> None:
+    def __init__(self, compute: Callable[[Fetch, int], None]) -> None:
+        """compute: what the first blocks of a fetch hold, so many, and the snapshot behind them."""
         self._compute = compute
         self._wanted: dict[str, int] = {}  # by request id, in the next step: how many blocks
         # By request id. One that slept meanwhile may have another, while the first still fills what it was given.
@@ -68,7 +70,10 @@ class RecordedStore(BlockStore):
         for number, num_filled in record.fetched:
             if fetches := self._under_way[request_ids.get(number, "")]:
                 fetch = fetches.popleft()
-                fetch.num_filled, fetch.is_done = num_filled, True
+                if fetch.slot is not None and num_filled:
+                    self._compute(fetch, num_filled)
+                fetch.num_filled = fetch.num_with_snapshot = num_filled
+                fetch.is_done = True
         self._wanted = {request_ids.get(number, ""): num_blocks for number, num_blocks in record.fetching}
 
     def lookup(self, names: Iterable[bytes], request: Request, *, num_before: int) -> int:
@@ -79,7 +84,8 @@ class RecordedStore(BlockStore):
 
     def begin(self, fetch: Fetch) -> None:
         self._under_way[fetch.request.request_id].append(fetch)
-        self._compute(fetch)
+        if fetch.slot is None:  # else how many are before the snapshot is not known yet
+            self._compute(fetch, len(fetch.blocks))
 
     def offer(self, prefix: Prefix) -> None:
         """It keeps nothing."""
@@ -135,20 +141,29 @@ class Reenactment:
             store=self._store,
         )
 
-    def _computed(self, fetch: Fetch) -> None:
-        """Have a model compute what came from a store."""
+    def _computed(self, fetch: Fetch, num_blocks: int) -> None:
+        """Have a model compute what came from a store.
+
+        A state is computed from the first token on, as the snapshot that was there when the fetch began may be gone.
+        """
         block_ids = [block.block_id for block in (*fetch.before, *fetch.blocks)]
         adapter = self._adapter_of(fetch.request)
-        for place, token_ids in enumerate(fetch.token_ids, start=len(fetch.before)):
+        size, num_before = len(fetch.token_ids[0]), len(fetch.before)
+        first, end = size * num_before, size * (num_before + num_blocks)
+        token_ids = (*fetch.request.prompt_token_ids, *fetch.request.generated_token_ids)
+        pieces = range(first, end, size) if fetch.slot is None else [0]
+        for start in pieces:
+            piece = token_ids[start : start + size if fetch.slot is None else end]
             self._runner.fill(
                 ScheduledSequence(
                     request_id=fetch.request.request_id,
-                    token_ids=tuple(token_ids),
-                    start=place * len(token_ids),
+                    token_ids=piece,
+                    start=start,
                     block_ids=block_ids,
                     samples=False,
                     sampling=fetch.request.sampling,
                     adapter=None if adapter is None else adapter.weights,
+                    states=None if fetch.slot is None else StatePath(NO_STATE, ((len(piece), fetch.slot),)),
                 )
             )
         if adapter is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -71,6 +72,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     requests = Bundle("requests")
     runner_class: type[FailingOnDemand] = FailingOnDemand
+    can_die = True
 
     @initialize(
         num_blocks=st.integers(6, 14),
@@ -119,16 +121,18 @@ class EngineMachine(RuleBasedStateMachine):
         if self.runner.launches:
             num_state_slots = 0
         elif num_state_slots:
-            windows, has_store = (0, 0), False
+            windows = (0, 0)
         num_window_groups, self.runner.window_tokens = windows
-        self.store = SlotStore(self.runner) if has_store and not num_window_groups else None
-        self.engine = build_fake_engine(
-            num_blocks=num_blocks, block_size=block_size, runner=self.runner, clock=self.clock,
-            recorder=self.new_recorder(),
-            drafter=make_drafter(), store=self.store,
+        has_store &= not num_window_groups
+        self.store = SlotStore(self.runner, has_states=num_state_slots > 0) if has_store else None
+        self.new_engine = partial(
+            build_fake_engine, num_blocks=num_blocks, block_size=block_size, clock=self.clock, store=self.store,
             num_window_groups=num_window_groups, window_tokens=self.runner.window_tokens,
-            num_state_slots=num_state_slots, state_interval_tokens=num_blocks_between * block_size, **self.settings,
+            num_state_slots=num_state_slots, state_interval_tokens=num_blocks_between * block_size,
         )  # fmt: skip
+        self.engine = self.new_engine(
+            runner=self.runner, recorder=self.new_recorder(), drafter=make_drafter(), **self.settings
+        )
         self.num_slots = self.engine.facts.max_model_len
         self.outcome = Outcome()
         self.sent: dict[str, Request] = {}
@@ -240,6 +244,32 @@ class EngineMachine(RuleBasedStateMachine):
         """Those in the KV memory; they are in the store still."""
         self.engine.clear_prefix_cache()
 
+    @precondition(lambda self: self.can_die and self.store is not None and not self.engine.is_asleep)
+    @rule()
+    def die(self) -> None:
+        """What the process holds is lost, and another one goes on with what the store has."""
+        assert self.store is not None, "it has one"
+        block_size = self.engine._scheduler.pool.block_size
+        self.runner = self.runner_class(self.clock, block_size=block_size)
+        self.store.move_to(self.runner)
+        self.engine = self.new_engine(runner=self.runner, **self.settings)
+        for request_id in sorted(self.sent.keys() - self.outcome.reasons.keys() - self.ended_otherwise):
+            self.engine.add(self.so_far(self.sent[request_id]))
+
+    def so_far(self, request: Request) -> Request:
+        """As the next replica gets it."""
+        generated = (*request.generated_token_ids, *self.outcome.token_ids.get(request.request_id, ()))
+        num_scored = request.num_scored_tokens + len(self.outcome.prompt_logprobs.get(request.request_id, ()))
+        return replace(request, generated_token_ids=generated, num_scored_tokens=num_scored)
+
+    @precondition(lambda self: self.store is not None and self.store.snapshots)
+    @rule(data=st.data())
+    def lose_files(self, data: st.DataObject) -> None:
+        """The store deletes one snapshot and one block."""
+        assert self.store is not None, "it has one"
+        del self.store.snapshots[data.draw(st.sampled_from(sorted(self.store.snapshots)))]
+        del self.store.blocks[data.draw(st.sampled_from(sorted(self.store.blocks)))]
+
     def fail(self) -> None:
         failed: list[str] = []
         try:
@@ -312,11 +342,15 @@ class EngineMachine(RuleBasedStateMachine):
         own = [slot for each in held if each is not None for slot in each.own]
         read = {each.current for each in held if each is not None} - {*own, NO_STATE}
         snapshots = dict(states._snapshots)
-        used = [*states._blank, *own, *(read | set(snapshots.values()))]
+        fetched = [each.fetch.slot for each in scheduler.fetches._expected]
+        used = [*states._blank, *own, *fetched, *(read | snapshots.keys())]
         assert sorted(used) == list(range(states.num_slots))
-        for prefix, slot in snapshots.items():
-            assert prefix.is_held
-            assert self.runner.states[slot] == tokens_before(prefix), "a snapshot of other tokens"
+        assert states.num_free == len(states._blank) + len(snapshots.keys() - states._num_readers.keys())
+        for slot, snapshot in snapshots.items():
+            assert snapshot.slot == slot
+            assert snapshot.is_held
+            assert snapshot.prefix.is_held
+            assert self.runner.states[slot] == tokens_before(snapshot.prefix), "a snapshot of other tokens"
         for sequence in scheduler._running:
             assert sequence.states is not None
             known = list(sequence.token_ids(0, sequence.num_computed_tokens))

@@ -16,6 +16,10 @@ def prefixes(pool: BlockPool, number: int, *, first_token: int = 0) -> list[Pref
     return found
 
 
+def have_snapshots(found: list[Prefix]) -> list[bool]:
+    return [each.snapshot is not None for each in found]
+
+
 def pool_of(num_slots: int) -> tuple[BlockPool, StatePool]:
     states = StatePool(num_slots, interval_tokens=8)
     return BlockPool(num_blocks=16, block_size=4, states=states), states
@@ -28,12 +32,12 @@ def test_a_step_reads_one_slot_and_writes_others() -> None:
     first = states.path(sequence, 0, 10, [4, 8])
     assert first.read == NO_STATE
     assert [end for end, _ in first.writes] == [4, 8, 10]
-    states.advance(sequence, 10, lambda number: found[number // 4 - 1], generates=False)
+    states.advance(sequence, 10, found[:2], generates=False)
     second = states.path(sequence, 10, 11, [])
     assert second.read == first.writes[-1][1]
     assert second.writes[0][1] not in {slot for _, slot in first.writes}
     assert len(states.resumable()) == 2
-    assert [states.has_snapshot(each) for each in found] == [True, True, False]
+    assert have_snapshots(found) == [True, True, False]
 
 
 def test_the_state_behind_a_whole_step_may_be_its_snapshot() -> None:
@@ -41,7 +45,7 @@ def test_the_state_behind_a_whole_step_may_be_its_snapshot() -> None:
     found = prefixes(blocks, 1)
     sequence = states.begin(None)
     (snapshot,) = states.path(sequence, 0, 4, [4]).writes
-    states.advance(sequence, 4, lambda _: found[0], generates=False)
+    states.advance(sequence, 4, found, generates=False)
     after = states.path(sequence, 4, 5, [])
     assert after.read == snapshot[1]
     assert after.writes[0][1] in sequence.own
@@ -56,15 +60,14 @@ def test_the_longest_unused_snapshot_makes_room_and_no_snapshot_that_is_read() -
     for (prefix,) in (older, newer):
         sequence = states.begin(None)
         states.path(sequence, 0, 4, [4])
-        states.advance(sequence, 4, lambda _, prefix=prefix: prefix, generates=False)  # type: ignore[misc]
+        states.advance(sequence, 4, [prefix], generates=False)
         states.end(sequence)
     reader = states.begin(older[0])
     assert states.num_free == 2
     assert states.has_room(None)
     assert not states.has_room(newer[0]), "the snapshot itself is one of the two slots"
     states.begin(None)
-    assert states.has_snapshot(older[0])
-    assert not states.has_snapshot(newer[0])
+    assert have_snapshots([*older, *newer]) == [True, False]
     states.end(reader)
 
 
@@ -73,7 +76,7 @@ def test_a_snapshot_goes_with_the_block_of_its_prefix() -> None:
     (prefix,) = prefixes(blocks, 1)
     sequence = states.begin(None)
     states.path(sequence, 0, 4, [4])
-    states.advance(sequence, 4, lambda _: prefix, generates=False)
+    states.advance(sequence, 4, [prefix], generates=False)
     states.end(sequence)
     blocks.free([prefix.block])
     assert (len(states.resumable()), states.num_free) == (1, 3)
@@ -87,8 +90,8 @@ def test_a_sequence_that_generates_keeps_its_latest_snapshot() -> None:
     sequence = states.begin(None)
     for end in (4, 8, 12):
         states.path(sequence, end - 4, end, [end])
-        states.advance(sequence, end, lambda number: found[number // 4 - 1], generates=end > 4)
-    assert [states.has_snapshot(each) for each in found] == [True, False, True]
+        states.advance(sequence, end, [found[end // 4 - 1]], generates=end > 4)
+    assert have_snapshots(found) == [True, False, True]
 
 
 def test_the_end_of_a_conversation_stays_longer_than_its_beginning() -> None:
@@ -97,16 +100,16 @@ def test_the_end_of_a_conversation_stays_longer_than_its_beginning() -> None:
     for prefix, end in ((found[0], 4), (other[0], 4), (found[1], 8)):
         sequence = states.begin(found[0] if end == 8 else None)
         states.path(sequence, end - 4, end, [end])
-        states.advance(sequence, end, lambda _, prefix=prefix: prefix, generates=False)  # type: ignore[misc]
+        states.advance(sequence, end, [prefix], generates=False)
         states.end(sequence)
     sequence = states.begin(None)
     states.path(sequence, 0, 8, [4, 8])
     third = prefixes(blocks, 2, first_token=200)
-    states.advance(sequence, 8, lambda number: third[number // 4 - 1], generates=False)
+    states.advance(sequence, 8, third, generates=False)
     states.end(sequence)
     states.begin(None)
     states.begin(None)
-    assert [states.has_snapshot(each) for each in (*found, *other, *third)] == [False, True, False, False, True]
+    assert have_snapshots([*found, *other, *third]) == [False, True, False, False, True]
 
 
 def test_prefixes_up_to_a_snapshot_count_as_held() -> None:
@@ -117,7 +120,7 @@ def test_prefixes_up_to_a_snapshot_count_as_held() -> None:
     assert held == []
     sequence = states.begin(None)
     states.path(sequence, 0, 12, [8])
-    states.advance(sequence, 12, lambda number: found[number // 4 - 1], generates=False)
+    states.advance(sequence, 12, [found[1]], generates=False)
     assert sorted(held) == sorted((each.digest, True) for each in found[:2])
 
 

@@ -30,9 +30,19 @@ from app.fleet.dispatch import DECODE, PREFILL, GroupChooser, make_policy
 from tests.kit.engine import Outcome, make_request
 from tests.kit.fleet import Counts
 from tests.kit.models import config_of
+from tests.model.test_recurrent_layers import HYBRIDS
+from tests.tiny_models import save_random_model
 from tests.waiting import PATIENCE_S, until
 
 BLOCK_SIZE = 16
+
+
+@pytest.fixture(params=["the bundled model", "lfm2", "qwen3_5_text"])
+def model_path(request: pytest.FixtureRequest, demo_path: Path, tmp_path: Path) -> Path:
+    """The bundled model, and tiny ones with recurrent layers."""
+    if request.param not in HYBRIDS:
+        return demo_path
+    return save_random_model(tmp_path, request.param, max_position_embeddings=512, **HYBRIDS[request.param])
 
 
 @pytest.fixture(autouse=True)
@@ -121,12 +131,12 @@ async def moves(path: Path, *groups: str) -> AsyncIterator[Moves]:
 
 def requests_of(*lengths: int, cache_salt: str = "") -> list[Request]:
     rng = random.Random(2)
-    prompts = [tuple(rng.randrange(5, 700) for _ in range(length)) for length in lengths]
+    prompts = [tuple(rng.randrange(5, 200) for _ in range(length)) for length in lengths]
     return [make_request(prompt, max_tokens=60, cache_salt=cache_salt) for prompt in prompts]
 
 
-async def test_a_stream_that_leaves_its_replica_goes_on_from_its_kv_memory(demo_path: Path) -> None:
-    async with moves(demo_path) as made:
+async def test_a_stream_that_leaves_its_replica_goes_on_from_its_kv_memory(model_path: Path) -> None:
+    async with moves(model_path) as made:
         await made.serve_from("r1")
         expected = [await made.answer(each) for each in requests_of(400, 400, cache_salt="another")]
         await made.serve_from("r0")
@@ -142,12 +152,12 @@ async def test_a_stream_that_leaves_its_replica_goes_on_from_its_kv_memory(demo_
         assert made.replicas["r1"].num_fetched_tokens >= 2 * 400
 
 
-async def test_long_prompts_are_computed_by_the_replica_for_them_and_go_on_at_the_other(demo_path: Path) -> None:
+async def test_long_prompts_are_computed_by_the_replica_for_them_and_go_on_at_the_other(model_path: Path) -> None:
     lengths = (400, 300, 20)
-    async with moves(demo_path) as made:
+    async with moves(model_path) as made:
         await made.serve_from("r0")
         expected = [await made.answer(each) for each in requests_of(*lengths)]
-    async with moves(demo_path, PREFILL, DECODE) as made:
+    async with moves(model_path, PREFILL, DECODE) as made:
         await made.serve_from("r0")
         assert [await made.answer(each) for each in requests_of(*lengths, cache_salt="alone")] == expected
         assert not made.counts.resumes, "there is no other"

@@ -193,20 +193,26 @@ class CountingRunner(ModelRunner):
 
 
 class SlotStore(BlockStore):
-    """Keeps what a CountingRunner has in its slots, at once. It fills blocks only when it is told to."""
+    """Keeps what a CountingRunner has in its slots, at once. It fills blocks only when it is told to.
+
+    Where the runner has states, what it keeps and gives is cut at snapshots, as `BlockStore` says.
+    """
 
     namespace = b"slots"
 
-    def __init__(self, runner: CountingRunner) -> None:
+    def __init__(self, runner: CountingRunner, *, has_states: bool = False) -> None:
         self.blocks: dict[bytes, tuple[int, ...]] = {}
+        self.snapshots: dict[bytes, list[int]] = {}  # by the name of the prefix: all of its tokens
+        self._has_states = has_states
         self.fetches: list[Fetch] = []
         self._runner = runner
         self.num_fetched = 0
 
     def lookup(self, names: Iterable[bytes], request: Request, *, num_before: int) -> int:
-        return sum(
-            1 for _ in itertools.takewhile(lambda name: request.generated_token_ids or name in self.blocks, names)
-        )
+        found = [*itertools.takewhile(lambda name: request.generated_token_ids or name in self.blocks, names)]
+        while found and self._has_states and not request.generated_token_ids and found[-1] not in self.snapshots:
+            found.pop()
+        return len(found)
 
     def expected_s(self, num_blocks: int, request: Request) -> float:
         return 0.0
@@ -215,6 +221,8 @@ class SlotStore(BlockStore):
         self.fetches.append(fetch)
 
     def offer(self, prefix: Prefix) -> None:
+        if prefix.snapshot is not None:
+            self.snapshots[name_of(prefix, self.namespace)] = self._runner.states[prefix.snapshot.slot]
         at: Prefix | str = prefix
         while isinstance(at, Prefix) and at.is_held and (name := name_of(at, self.namespace)) not in self.blocks:
             self.blocks[name] = tuple(self._runner.content(at.block.block_id))
@@ -243,8 +251,21 @@ class SlotStore(BlockStore):
             self.num_fetched += 1
             num_blocks -= 1
         if fails or not fetch.is_wanted or fetch.num_filled == len(fetch.blocks):
+            if fetch.slot is not None:
+                self._fill_slot(fetch, fetch.slot)
             fetch.is_done = True
             del self.fetches[0]
+
+    def _fill_slot(self, fetch: Fetch, slot: int) -> None:
+        with_snapshot = [at for at, name in enumerate(fetch.names[: fetch.num_filled], 1) if name in self.snapshots]
+        fetch.num_with_snapshot = max(with_snapshot, default=0)
+        if with_snapshot:
+            self._runner.states[slot] = self.snapshots[fetch.names[fetch.num_with_snapshot - 1]]
+
+    def move_to(self, runner: CountingRunner) -> None:
+        """The process of its engine has died, and another one begins with what is kept."""
+        self._runner = runner
+        self.fetches.clear()
 
 
 def next_token(token_ids: list[int]) -> int:

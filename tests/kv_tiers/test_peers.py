@@ -20,12 +20,13 @@ from app.config import ReplicasConfig
 from app.engine.block_pool import Prefix
 from app.engine.engine import Engine
 from app.engine.request import Address, PrefixAt
+from app.engine.state_pool import label_of_snapshot
 from app.kv_tiers.folder import header_of
-from app.kv_tiers.peers import MAX_SENT_AT_ONCE, MAX_WANTED_BYTES, BlocksOfPeer, PeerServer, Wanted
+from app.kv_tiers.peers import MAX_SENT_AT_ONCE, MAX_WANTED_BYTES, BlocksOfPeer, Buffers, PeerServer, Wanted
 from app.kv_tiers.tier_store import TierStore
 from tests.kit.engine import Outcome, make_request
 from tests.kit.models import config_of
-from tests.kv_tiers.test_tier_store import NAMESPACE, SIZE, Side, hand_out_while_copied
+from tests.kv_tiers.test_tier_store import NAMESPACE, SIZE, STATE_BYTES, Side, hand_out_while_copied
 from tests.waiting import PATIENCE_S, eventually
 
 LENGTHS = (3, 8, 5)
@@ -177,6 +178,81 @@ def test_a_block_that_is_damaged_on_its_way_is_not_taken(seed: int) -> None:
         thread.join()
 
 
+# ---------------------------------------------------------------------- with recurrent layers
+
+
+@pytest.fixture
+def side_with_states(tmp_path: Path) -> Iterator[Side]:
+    """A replica that has a prefix of five blocks, with snapshots behind two and four."""
+    made = Side(tmp_path / "first", has_states=True)
+    made.snapshots(made.computed(5, salt="salt"), 2, 4)
+    yield made
+    made.store.close()
+
+
+def received_behind_snapshot(address: Address, question: Wanted) -> tuple[int, set[int], int]:
+    """Tokens before the snapshot, the values in the snapshot, and how many blocks come behind it."""
+    buffers = Buffers(memoryview(bytearray(64)), memoryview(bytearray(STATE_BYTES)))
+    with closing(BlocksOfPeer(address, question)) as blocks:
+        num_tokens = blocks.read_snapshot(SIZE, buffers.snapshot)
+        places = range(question.num_before, 99)
+        num_blocks = next(at for at, place in enumerate(places) if not blocks.read((place,) * SIZE, buffers.block))
+        return num_tokens, set(buffers.snapshot), num_blocks
+
+
+def test_the_longest_snapshot_comes_before_its_blocks(side_with_states: Side) -> None:
+    address = address_of(side_with_states)
+    assert received_behind_snapshot(address, wanted(5)) == (4 * SIZE, {104}, 4)
+    assert received_behind_snapshot(address, wanted(3, num_before=1)) == (2 * SIZE, {102}, 1)
+    assert received_behind_snapshot(address, wanted(1)) == (0, {0}, 0)
+    assert received_behind_snapshot(address, wanted(5, num_before=4)) == (0, {0}, 0)
+    assert side_with_states.store.stats().num_snapshots == (0, 2, 0, 2)
+
+
+def test_a_snapshot_is_received_with_its_blocks(side_with_states: Side, tmp_path: Path) -> None:
+    side_with_states.snapshots(side_with_states.computed(3), 2)
+    request = replace(make_request((0, 0, 1, 1, 2, 2, 3)), prefix_at=PrefixAt(address_of(side_with_states), 3))
+    names = [bytes([number]) for number in range(3)]
+    for is_there in (True, False):
+        side = Side(tmp_path / "second", has_states=True)
+        assert side.store.lookup(iter(names), request, num_before=0) == 3
+        _, fetch = side.fetched(names, request)
+        eventually(lambda fetch=fetch: fetch.is_done, bool)  # type: ignore[misc]
+        assert fetch.num_usable == 2 * is_there
+        assert not is_there or side.state_of(fetch) == {102}
+        assert side.store.stats().num_snapshots == (0, 0, int(is_there), 0)
+        side.store.close()
+        side_with_states.store.close()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_snapshot_that_is_damaged_on_its_way_is_not_taken(seed: int) -> None:
+    rng = random.Random(seed)
+    content = memoryview(bytearray(rng.randbytes(STATE_BYTES)))
+    label = label_of_snapshot((3 if seed % 3 else 2) * SIZE, (1,) * SIZE)
+    sent = bytearray(header_of(label, content) + content)
+    if seed % 3 == 1:
+        sent[rng.randrange(len(sent))] ^= 1 << rng.randrange(8)
+    elif seed % 3 == 0:
+        del sent[rng.randrange(len(sent)) :]
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = Address("127.0.0.1", listening.getsockname()[1], "0" * 32)
+
+        def answer() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.sendall(sent)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with closing(BlocksOfPeer(address, wanted(3))) as blocks:
+            assert blocks.read_snapshot(SIZE, memoryview(bytearray(STATE_BYTES))) == 0
+        thread.join()
+
+
+# ----------------------------------------------------------------------
+
+
 def test_a_server_that_is_closed_takes_no_more(side: Side) -> None:
     address = address_of(side)
     side.store.close()
@@ -191,7 +267,7 @@ def test_a_question_of_a_later_version_is_understood() -> None:
 
 def test_a_host_that_is_not_ours_is_an_error(side: Side) -> None:
     with pytest.raises(OSError, match="assign"):
-        PeerServer("192.0.2.1", namespace=NAMESPACE, new_buffer=bytearray, find=side.pool.find, copies=nullcontext)
+        PeerServer("192.0.2.1", namespace=NAMESPACE, new_buffers=Buffers, find=side.pool.find, copies=nullcontext)
 
 
 # ---------------------------------------------------------------------- with a real model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,30 +16,38 @@ import torch
 from app.build import build_sync_engine
 from app.config import TierConfig
 from app.engine.block_pool import Block, BlockPool, Prefix
-from app.engine.block_store import Fetch, name_of
+from app.engine.block_store import Fetch, name_of, name_of_snapshot
 from app.engine.engine import Engine
+from app.engine.request import Request
+from app.engine.state_pool import StatePool
 from app.errors import InvalidSetup
 from app.kv_tiers.folder import BlockFolder
 from app.kv_tiers.tier_store import TierStore, open_folder, this_minute
 from app.model.host_blocks import HostBlocks
 from tests.kit.engine import Outcome, make_request
 from tests.kit.models import config_of
+from tests.model.test_recurrent_layers import HYBRIDS
+from tests.tiny_models import VOCAB_SIZE, save_random_model
 from tests.waiting import PATIENCE_S, eventually
 
 NAMESPACE = bytes(16)
 NUM_BLOCKS, BLOCK_BYTES, SIZE = 8, 32, 2
+NUM_SLOTS, STATE_BYTES = 6, 80
 
 
 class Side:
-    """A pool, its memory of two tensors, and its store."""
+    """A pool, its memory of two tensors, and its store; with slots for states as of a layer, if wanted."""
 
-    def __init__(self, path: Path) -> None:
-        self.pool = BlockPool(num_blocks=NUM_BLOCKS, block_size=SIZE)
+    def __init__(self, path: Path, *, has_states: bool = False) -> None:
+        states = StatePool(NUM_SLOTS, interval_tokens=SIZE) if has_states else None
+        self.pool = BlockPool(num_blocks=NUM_BLOCKS, block_size=SIZE, states=states)
         self.tensors = [torch.zeros(NUM_BLOCKS, BLOCK_BYTES, dtype=torch.uint8) for _ in range(2)]
-        self.memory = HostBlocks(self.tensors)
+        self.states = torch.zeros(NUM_SLOTS, STATE_BYTES, dtype=torch.uint8)
+        self.memory = HostBlocks(self.tensors, [self.states] if has_states else [])
         self.folder = BlockFolder(path, namespace=NAMESPACE, max_bytes=1 << 20)
         self.store = TierStore(self.folder, lambda: self.memory, namespace=NAMESPACE)
-        self.pool.note_findable = self.store.offer
+        if not has_states:
+            self.pool.note_findable = self.store.offer
 
     def fill(self, block: Block, value: int) -> None:
         for tensor in self.tensors:
@@ -58,23 +66,46 @@ class Side:
         self.pool.free(blocks)
         return blocks
 
+    def snapshots(self, blocks: list[Block], *numbers: int) -> None:
+        """Have snapshots behind so many of these blocks, filled with 100 and their number, and offer them."""
+        assert self.pool.states is not None, "it has states"
+        for number in numbers:
+            slot, prefix = self.pool.states.reserve(), blocks[number - 1].prefix
+            assert slot is not None
+            assert prefix is not None
+            self.states[slot] = 100 + number
+            self.pool.states.take_back(slot, prefix, number * SIZE)
+            self.store.offer(prefix)
+        self.store.settle(PATIENCE_S)
+
     def found(self, names: list[bytes]) -> int:
         return self.store.lookup(names, make_request(), num_before=0)
 
-    def fetched(self, names: list[bytes]) -> tuple[list[Block], Fetch]:
+    def fetched(self, names: list[bytes], request: Request | None = None) -> tuple[list[Block], Fetch]:
         token_ids = [(place,) * SIZE for place in range(len(names))]
-        fetch = Fetch(make_request(), blocks=self.pool.allocate(len(names)), names=names, token_ids=token_ids)
+        slot = None if self.pool.states is None else self.pool.states.reserve()
+        fetch = Fetch(
+            request or make_request(),
+            blocks=self.pool.allocate(len(names)),
+            names=names,
+            token_ids=token_ids,
+            slot=slot,
+        )
         self.store.begin(fetch)
         return list(fetch.blocks), fetch
 
+    def state_of(self, fetch: Fetch) -> set[int]:
+        """The values in its slot."""
+        return set(self.states[fetch.slot].tolist())
+
 
 @pytest.fixture
-def sides(tmp_path: Path) -> Iterator[Iterator[Side]]:
+def sides(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Iterator[Side]]:
     made: list[Side] = []
 
     def more() -> Iterator[Side]:
         while True:
-            made.append(Side(tmp_path))
+            made.append(Side(tmp_path, has_states=getattr(request, "param", False)))
             yield made[-1]
 
     yield more()
@@ -331,3 +362,153 @@ def test_answers_are_the_same_with_a_tier_after_evictions_and_restarts(
         assert given == expected
         assert sum(cached) > sum(without)
         assert restart == 0 or cached[0] >= 144, "the first was there before"
+
+
+# ---------------------------------------------------------------------- with recurrent layers
+
+
+with_states = pytest.mark.parametrize("sides", [True], indirect=True)
+
+
+@with_states
+def test_a_snapshot_is_kept_beside_its_blocks_and_fetched_by_another_process(sides: Iterator[Side]) -> None:
+    first = next(sides)
+    blocks = first.computed(4)
+    names = names_of(blocks)
+    first.snapshots(blocks, 1, 3)
+    assert first.found(names) == 3, "the last block has no snapshot behind it"
+    assert first.found(names[:2]) == 1
+    assert first.store.stats().num_snapshots == (0, 2, 0, 0)
+    second = next(sides)
+    eventually(lambda: second.found(names), bool)
+    blocks, fetch = second.fetched(names[:3])
+    eventually(lambda: fetch.is_done, bool)
+    assert (fetch.num_filled, fetch.num_usable) == (3, 3)
+    assert [second.content(block) for block in blocks] == [{1}, {2}, {3}]
+    assert second.state_of(fetch) == {103}
+
+
+def _cut(path: Path, _other: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _empty(path: Path, _other: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _lengthen(path: Path, _other: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def _flip_a_bit(path: Path, _other: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-STATE_BYTES // 2] ^= 4
+    path.write_bytes(content)
+
+
+def _replace_by_another(path: Path, other: Path) -> None:
+    path.write_bytes(other.read_bytes())
+
+
+@with_states
+@pytest.mark.parametrize(
+    "damage", [_cut, _empty, _lengthen, _flip_a_bit, _replace_by_another, lambda path, _: path.unlink()]
+)
+def test_of_a_damaged_snapshot_the_one_before_is_taken(
+    sides: Iterator[Side], tmp_path: Path, damage: Callable[[Path, Path], None]
+) -> None:
+    side = next(sides)
+    blocks = side.computed(3)
+    names = names_of(blocks)
+    side.snapshots(blocks, 1, 3)
+    shorter, longer = (next(tmp_path.rglob(name_of_snapshot(name).hex())) for name in (names[0], names[2]))
+    damage(longer, shorter)
+    _, fetch = side.fetched(names)
+    eventually(lambda: fetch.is_done, bool)
+    assert (fetch.num_filled, fetch.num_usable) == (3, 1)
+    assert side.state_of(fetch) == {101}
+    assert not longer.exists(), "it is not read again"
+
+
+@with_states
+def test_a_snapshot_without_a_block_before_it_is_not_taken(sides: Iterator[Side], tmp_path: Path) -> None:
+    side = next(sides)
+    blocks = side.computed(3)
+    names = names_of(blocks)
+    side.snapshots(blocks, 1, 3)
+    next(tmp_path.rglob(names[1].hex())).unlink()
+    _, fetch = side.fetched(names)
+    eventually(lambda: fetch.is_done, bool)
+    assert (fetch.num_filled, fetch.num_usable) == (1, 1)
+    next(tmp_path.rglob(names[0].hex())).unlink()
+    _, fetch = side.fetched(names)
+    eventually(lambda: fetch.is_done, bool)
+    assert (fetch.num_filled, fetch.num_usable) == (0, 0)
+
+
+@with_states
+def test_a_slot_that_is_handed_out_while_it_is_copied_is_not_written(
+    sides: Iterator[Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = next(sides)
+    memory, states = side.memory.states, side.pool.states
+    assert memory is not None
+    assert states is not None
+    blocks = side.computed(1)
+    parts_of = memory._parts
+
+    def parts_slowly(slot: int) -> Iterator[tuple[int, memoryview]]:
+        yield from parts_of(slot)
+        prefix = blocks[0].prefix
+        assert prefix is not None
+        states.forget(prefix)
+        states.take_back(slot, prefix, SIZE)  # the same prefix has a snapshot in the same slot again
+
+    monkeypatch.setattr(memory, "_parts", parts_slowly)
+    side.snapshots(blocks, 1)
+    assert side.store.num_snapshots_written == 0
+    assert not side.found(names_of(blocks))
+
+
+@pytest.fixture(params=["lfm2", "qwen3_5_text"])
+def hybrid_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return save_random_model(tmp_path / "model", request.param, max_position_embeddings=512, **HYBRIDS[request.param])
+
+
+@pytest.fixture
+def _fetches_whatever_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny model computes as quickly as it fetches."""
+    monkeypatch.setattr(TierStore, "min_tokens", 100)
+    monkeypatch.setattr(TierStore, "expected_s", lambda *given: 0.0)
+    monkeypatch.setattr("app.engine.fetches.MIN_PATIENCE_S", PATIENCE_S)
+
+
+def talks_of(number: int, *lengths: int) -> list[tuple[int, ...]]:
+    """Beginnings of as many talks, in turn."""
+    rng = random.Random(4)
+    talks = [tuple(rng.randrange(5, VOCAB_SIZE) for _ in range(max(lengths))) for _ in range(number)]
+    return [talk[:length] for length in lengths for talk in talks]
+
+
+def answers_in_turn(engine: Engine, prompts: list[tuple[int, ...]]) -> list[tuple[list[int], int]]:
+    """The tokens of each and how many tokens of its prompt were cached; what is offered is kept before the next."""
+    store = engine._scheduler.fetches.store
+    if isinstance(store, TierStore):
+        store.wait_until_listed(PATIENCE_S)
+    given = []
+    for prompt in prompts:
+        [token_ids], [num_cached] = answers(engine, [prompt])
+        given.append((token_ids, num_cached))
+    engine.close()
+    return given
+
+
+@pytest.mark.usefixtures("_fetches_whatever_it_takes")
+def test_a_prefix_with_states_is_resumed_after_evictions_and_restarts(hybrid_path: Path, tmp_path: Path) -> None:
+    prompts = talks_of(2, 150, 230)  # more than fits, in turn
+    computed = answers_in_turn(engine_with(hybrid_path, None, num_state_slots=5), prompts)
+    assert [num_cached for _, num_cached in computed] == [0] * 4
+    for expected_cached in ([0, 0, 144, 144], [144, 144, 224, 224]):
+        engine = engine_with(hybrid_path, tmp_path / "kv", num_state_slots=5)
+        given = answers_in_turn(engine, prompts)
+        assert given == [(token_ids, num) for (token_ids, _), num in zip(computed, expected_cached, strict=True)]

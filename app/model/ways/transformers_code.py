@@ -43,6 +43,7 @@ from app.model.positions import fix_positions, why_places_matter
 from app.model.recurrence import TorchRecurrence
 from app.model.recurrent_layers import StatefulAttention
 from app.model.runner import TorchModelRunner
+from app.model.sampler import Sampler
 from app.model.source import (
     ModelSource,
     fix_positions_of,
@@ -244,10 +245,14 @@ class TransformersModel(LoadedModel):
             threads = ThreadPool(num_threads)
             pages = NativeKVCache.provided(cache, self.in_block, threads, num_blocks=num_blocks, dtype=self.dtype)
             native = self._with_states(NativeAttention(pages, threads, self.groups), num_slots, threads)
-            forward = TransformersForward(self.module, native)
-            return TorchModelRunner(forward, self.device, NativeSampler(threads))
-        attention = self._with_states(self._torch_attention(num_blocks, cache.block_size), num_slots, None)
-        return TorchModelRunner(TransformersForward(self.module, attention), self.device)
+            return self._runner_on_cpu(native, NativeSampler(threads))
+        return self._runner_on_cpu(
+            self._with_states(self._torch_attention(num_blocks, cache.block_size), num_slots, None)
+        )
+
+    def _runner_on_cpu(self, attention: PagedAttention, sampler: Sampler | None = None) -> TorchModelRunner:
+        states = attention.states if isinstance(attention, StatefulAttention) else ()
+        return TorchModelRunner(TransformersForward(self.module, attention), self.device, sampler, states=states)
 
     def _with_states(self, attention: PagedAttention, num_slots: int, threads: ThreadPool | None) -> PagedAttention:
         """With the slots of recurrent layers, if there are any. threads: of the operators in C++; None: plain torch."""

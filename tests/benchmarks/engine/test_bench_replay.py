@@ -135,6 +135,8 @@ class _Noting(Reenactment):
 class RecordedMachine(EngineMachine):
     """Random workloads, with everything that may come from outside; replayed when they have ended."""
 
+    can_die = False  # a log is of one process
+
     def new_recorder(self) -> StepRecorder:
         self.recorded = Recorded()
         # The scheduler's settings will change.
