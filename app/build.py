@@ -201,15 +201,10 @@ def _build_torch(config: EngineConfig, replicas: ReplicasConfig, *, keeps_all: b
 
 
 def _check_drafts(config: EngineConfig, loaded: LoadedRunner) -> None:
-    """Raises InvalidSetup where the settings want drafts, and the model or its draft model has recurrent layers."""
+    """Raises InvalidSetup for a draft model with recurrent layers."""
     of_draft = config.of_draft_model
-    with_states = [config.model.path] if loaded.model.states else []
-    with_states += [of_draft.model.path] if of_draft and loaded.draft and loaded.draft.model.states else []
-    if with_states and config.speculation.method != "off":
-        raise InvalidSetup(
-            f"speculation.method is {config.speculation.method}, and {with_states[0]} has recurrent layers, whose "
-            f"state cannot go back behind a draft that is wrong: set speculation.method to off"
-        )
+    if of_draft is not None and loaded.draft is not None and loaded.draft.model.states:
+        _refuse_draft_model(config, f"the draft model {of_draft.model.path} has recurrent layers")
 
 
 def _has_peers(replicas: ReplicasConfig, device_type: str) -> bool:
@@ -460,7 +455,6 @@ def assemble(
         pool = NoBlocks(max_model_len=facts.max_model_len)
     if facts.num_state_slots:
         assert not runner.launches, "a step of a model with recurrent layers ends before the next one is scheduled"
-        drafter = None  # a state cannot go back to before a rejected draft
     deciding = scheduler_class(
         config=scheduler,
         pool=pool,

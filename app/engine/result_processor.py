@@ -27,8 +27,7 @@ class ResultProcessor:
         Of a batch with drafts it holds the tokens that were kept. The KV of rejected drafts is not counted: the next
         step overwrites it. A batch that is ahead (`commit_ahead`) has advanced: tokens replace their placeholders.
         """
-        if self._pool.states is not None:
-            self._advance_states(batch)
+        has_states = self._pool.states is not None
         block_size, finished, has_drafts = self._pool.block_size, SequenceStatus.FINISHED, batch.has_drafts
         scores = _newly_scored(batch, result) if batch.has_logprobs else {}
         predicted = _predicted(batch, result) if has_drafts else {}
@@ -41,6 +40,7 @@ class ResultProcessor:
             if sequence.status is finished:
                 continue  # aborted, expired or failed while the step ran
             end = item.start + len(token_ids if has_drafts else item.token_ids)  # `item.end`, sooner
+            is_decoding = has_states and sequence.is_decoding
             generated = sequence.generated_token_ids
             if is_ahead and token_ids:
                 num_generated = end - sequence.num_prompt_tokens + 1
@@ -54,6 +54,8 @@ class ResultProcessor:
                     sequence.num_computed_tokens = end
                 if end >= (len(sequence.prefixes) + 1) * block_size:
                     self.cache_full_blocks(sequence, end)
+                if has_states:
+                    self._advance_states(sequence, end, generates=is_decoding)
                 if has_pooling:
                     _pool(sequence, result)
             if token_ids:
@@ -81,16 +83,13 @@ class ResultProcessor:
             if item.block_ids is sequence.block_ids:  # else it was preempted since, and nothing counts as computed
                 sequence.num_computed_tokens = item.start
 
-    def _advance_states(self, batch: StepBatch) -> None:
-        """Count the states as those behind the step, and make its snapshots findable."""
+    def _advance_states(self, sequence: Sequence, end: int, *, generates: bool) -> None:
+        """Count the states of a sequence as those behind so many tokens, and make its snapshots findable."""
+        states, size = sequence.states, self._pool.block_size
         assert self._pool.states is not None, "the model has recurrent layers"
-        for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
-            if sequence.is_finished or sequence.states is None:
-                continue
-            is_decoding, end, size = sequence.is_decoding, item.end, self._pool.block_size
-            self.cache_full_blocks(sequence, end)
-            with_snapshot = [sequence.prefixes[num_tokens // size - 1] for num_tokens, _ in sequence.states.new]
-            self._pool.states.advance(sequence.states, end, with_snapshot, generates=is_decoding)
+        assert states is not None, "the sequence runs"
+        with_snapshot = [sequence.prefixes[number // size - 1] for number, _ in states.new if number <= end]
+        self._pool.states.advance(states, end, with_snapshot, generates=generates)
 
     def cache_full_blocks(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """Let others share the blocks that are full with so many computed tokens; give back those behind a window."""

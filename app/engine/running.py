@@ -141,7 +141,10 @@ class RunningSequences:
         num_free = 0 if is_short else self._pool.num_free // self._pool.num_groups
         num_slots = (len(sequence.blocks) + num_free) * self._pool.block_size
         num_left = sequence.request.sampling.max_tokens - sequence.num_generated_tokens
-        return min(num_slots - sequence.num_computed_tokens, num_left) - 1
+        number = min(num_slots - sequence.num_computed_tokens, num_left) - 1
+        if self._pool.states is None:
+            return number
+        return min(number, self._pool.states.num_free // len(self.in_order) - 1)  # each has a state behind it
 
     def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
         """How many blocks of all groups it takes to hold as many more tokens."""
@@ -165,13 +168,14 @@ class RunningSequences:
         assert pool is not None, "the model has recurrent layers"
         assert states is not None, "the sequence runs"
         marks = self._snapshot_marks(sequence, start, start + num_tokens)
-        return pool.path(states, start, start + num_tokens, marks)
+        has_drafts = num_tokens > 1 and sequence.is_decoding
+        return pool.path(states, start, start + num_tokens, marks, has_drafts=has_drafts)
 
     def _snapshot_marks(self, sequence: Sequence, start: int, end: int) -> list[int]:
         """The lengths from `start` to `end`, in whole blocks, behind which the state is worth a snapshot."""
         size = self._pool.block_size
         if sequence.is_decoding:
-            return [] if end % size else [end]
+            return list(range(size * (start // size + 1), end + 1, size))
         assert self._pool.states is not None, "the model has recurrent layers"
         assert sequence.states is not None, "the sequence runs"
         # Where the prompt was the same as another one; where an equal prompt, or a longer one, is resumed later.

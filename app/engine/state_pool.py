@@ -70,6 +70,9 @@ class SequenceStates:
     current: int = NO_STATE  # the state behind all computed tokens, in an own slot or in a snapshot
     branch_tokens: int = 0  # cached keys and values reach so far, and no snapshot does
     new: list[tuple[int, int]] = field(default_factory=list)  # of the step under way: tokens of the sequence, and slot
+    # Of a step under way with drafts, the slots of the states behind its tokens that get no snapshot, by the number of
+    # the sequence's tokens: the draft that is the last to be kept is known at the end of the step.
+    behind: dict[int, int] = field(default_factory=dict)
     latest: Prefix | None = None  # the snapshot that was made last, at no branch
     has_generated: bool = False  # whether `latest` was made while the sequence generated
 
@@ -132,52 +135,68 @@ class StatePool:
         assert second is not None, "there was room"
         return SequenceStates((first, second), current)
 
-    def path(self, states: SequenceStates, start: int, end: int, marks: list[int]) -> StatePath:
+    def path(
+        self, states: SequenceStates, start: int, end: int, marks: list[int], *, has_drafts: bool = False
+    ) -> StatePath:
         """The slots for a step that computes the tokens from `start` to `end`.
 
         marks: the lengths, ascending, behind which a snapshot is wanted, within these tokens. A snapshot for which
         there is no slot is left out.
+        has_drafts: all tokens but the first are drafts, so the state behind each of them is kept until the step ends.
+        A slot for each must be free.
         """
         assert not states.new, "the step before has ended"
-        writes: list[tuple[int, int]] = []
         for mark in marks:
             slot = self._take()
             if slot is None:
                 break
             states.new.append((mark, slot))
-            writes.append((mark - start, slot))
-        if not writes or writes[-1][0] < end - start:
-            writes.append((end - start, states.next))
-        return StatePath(states.current, tuple(writes))
+        written = dict(states.new)
+        for number in range(start + 1 if has_drafts else end, end + 1):
+            if number not in written:
+                slot = self._take() if states.behind else states.next
+                assert slot is not None, "there are as many drafts as slots"
+                states.behind[number] = written[number] = slot
+        return StatePath(states.current, tuple((number - start, written[number]) for number in sorted(written)))
 
     def advance(self, states: SequenceStates, end: int, prefixes: Sequence[Prefix], *, generates: bool) -> None:
-        """A step has succeeded: it has computed all tokens up to `end`.
+        """A step has succeeded: it has computed all tokens up to `end`, the drafts behind them are wrong.
 
-        prefixes: of the tokens behind which the step has made a snapshot, see `SequenceStates.new`. They are cached.
+        prefixes: of the tokens up to `end` behind which the step has made a snapshot, see `SequenceStates.new`. They
+        are cached.
         generates: whether the step computed a token that the sequence has generated.
         """
-        last = states.next
-        if states.new and states.new[-1][0] == end:
-            last = states.new[-1][1]
+        new = [each for each in states.new if each[0] <= end]
+        spare = [slot for number, slot in states.new if number > end]
+        if end in states.behind:
+            last = states.behind[end]
+            spare += self._own_from_now_on(states, last)
+        else:
+            last = new[-1][1]
             self._read(last)
+        spare += [slot for slot in states.behind.values() if slot not in states.own]
         self._leave(states)
         states.current = last
-        for (num_tokens, slot), prefix in zip(states.new, prefixes, strict=True):
+        for (num_tokens, slot), prefix in zip(new, prefixes, strict=True):
             if self._keep(prefix, slot, num_tokens):
                 if num_tokens != states.branch_tokens:
                     self._supersede(states, prefix, generates=generates)
                 if not generates:
                     self._note_lasting(prefix)
             elif slot != last:
-                self._blank.append(slot)
+                spare.append(slot)
+        self._blank += spare
         states.new.clear()
+        states.behind.clear()
 
     def end(self, states: SequenceStates) -> None:
         """Take all slots back from a sequence. Its snapshots stay."""
         if states.has_generated and states.latest is not None:
             self._note_lasting(states.latest)
         self._blank.extend(slot for _, slot in states.new)
+        self._blank.extend(slot for slot in states.behind.values() if slot not in states.own)
         states.new.clear()
+        states.behind.clear()
         self._leave(states)
         self._blank.extend(states.own)
 
@@ -206,6 +225,15 @@ class StatePool:
             self._blank.append(slot)
 
     # ------------------------------------------------------------------
+
+    def _own_from_now_on(self, states: SequenceStates, slot: int) -> list[int]:
+        """Have a slot that the step has written as an own one of a sequence. Returns the own slot that it replaces."""
+        if slot in states.own:
+            return []
+        first, second = states.own
+        replaced = first if states.next == second else second
+        states.own = (states.next, slot)
+        return [replaced]
 
     def _keep(self, prefix: Prefix, slot: int, num_tokens: int) -> bool:
         """Have a slot as the snapshot of a prefix; False where the prefix is gone, or has one."""

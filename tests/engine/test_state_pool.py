@@ -160,3 +160,44 @@ def test_sequences_wait_for_slots_and_none_is_lost() -> None:
     requests = [make_request((7, 8, number), max_tokens=5) for number in range(6)]
     outcome = run_to_end(engine, *requests)
     assert outcome.token_ids == {each.request_id: expected_tokens(each.prompt_token_ids, 5) for each in requests}
+
+
+def test_of_a_step_with_drafts_the_state_behind_the_last_kept_token_stays() -> None:
+    for num_kept in (1, 2, 3):
+        _, states = pool_of(6)
+        sequence = states.begin(None)
+        states.path(sequence, 0, 5, [])
+        states.advance(sequence, 5, [], generates=False)
+        path = states.path(sequence, 5, 8, [], has_drafts=True)
+        assert [end for end, _ in path.writes] == [1, 2, 3]
+        assert len({path.read, *(slot for _, slot in path.writes)}) == 4
+        states.advance(sequence, 5 + num_kept, [], generates=True)
+        assert sequence.current == path.writes[num_kept - 1][1]
+        assert sequence.current in sequence.own
+        assert states.num_free == 4, "slots behind other drafts are free again"
+        states.end(sequence)
+        assert states.num_free == 6
+
+
+def test_a_snapshot_among_drafts_is_made_only_of_kept_tokens() -> None:
+    for num_kept, is_made in ((1, False), (2, True), (3, True)):
+        blocks, states = pool_of(8)
+        found = prefixes(blocks, 1)
+        sequence = states.begin(None)
+        states.path(sequence, 0, 2, [])
+        states.advance(sequence, 2, [], generates=False)
+        path = states.path(sequence, 2, 5, [4], has_drafts=True)
+        end = 2 + num_kept
+        states.advance(sequence, end, found if is_made else [], generates=True)
+        assert (found[0].snapshot is not None) == is_made
+        assert sequence.current == path.writes[num_kept - 1][1]
+        states.end(sequence)
+        assert states.num_free == 8
+
+
+def test_a_sequence_that_ends_in_a_step_with_drafts_leaves_all_slots() -> None:
+    _, states = pool_of(6)
+    sequence = states.begin(None)
+    states.path(sequence, 0, 4, [4], has_drafts=True)
+    states.end(sequence)
+    assert states.num_free == 6

@@ -69,8 +69,11 @@ def heard(outcome: Outcome) -> tuple[object, ...]:
     [
         ("llama", "decoder"),
         ("qwen3_moe", "decoder"),
-        ("gemma2", "attention"),
+        ("gemma2", "decoder"),
+        ("qwen3_5", "decoder"),
+        ("phi3", "attention"),
         ("llama", "torch"),
+        ("lfm2", "torch"),
     ],
 )
 def test_all_that_callers_hear_is_the_same(architecture: str, way: str, tiny_model_path: Callable[[str], Path]) -> None:

@@ -64,8 +64,7 @@ class NativeDecoder:
         num_layers: only the first few (then norm and head as always); 0 for all.
         """
         self.block_size = pages.block_size
-        # Blocks of a model with recurrent layers cannot be resumed alone, so none of them go to a store or elsewhere.
-        self.kv_tensors = [] if weights.settings.recurrent.kernel_size else pages.tensors
+        self.kv_tensors = pages.tensors
         self._weights, self._pages, self._threads, self._groups = weights, pages, threads, groups
         self.adapting = AdaptedModel.of(weights)
         suffix = DTYPES[weights.dtype]

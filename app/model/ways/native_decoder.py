@@ -190,7 +190,7 @@ class NativeModel(LoadedModel):
             self.weights, pages, threads, groups=self.groups, num_slots=self.facts.num_state_slots
         )  # fmt: skip
         torch.set_num_threads(1)  # torch has almost nothing to compute, and its waiting threads would slow these
-        return TorchModelRunner(decoder, self.device, NativeSampler(threads))
+        return TorchModelRunner(decoder, self.device, NativeSampler(threads), states=decoder.states)
 
 
 def _file_of_result(source: ModelSource) -> Path | None:
