@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GPT2Config,
     GPTNeoXConfig,
     Lfm2Config,
@@ -31,6 +32,7 @@ from transformers import (
 from app.model.architectures import computed_by
 
 VOCAB_SIZE = 211
+GEMMA4_LAYERS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 SHAPE = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -88,6 +90,16 @@ def _configs() -> dict[str, PreTrainedConfig]:
             linear_value_head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4,
             layer_types=["linear_attention", "full_attention", "linear_attention"],
         ),
+        "gemma4": Gemma4TextConfig(
+            **shape | {"num_hidden_layers": 5}, head_dim=16, global_head_dim=32, sliding_window=9,
+            layer_types=GEMMA4_LAYERS, num_kv_shared_layers=2, use_double_wide_mlp=True, final_logit_softcapping=30.0,
+            hidden_size_per_layer_input=16, vocab_size_per_layer_input=VOCAB_SIZE,
+        ),
+        "gemma4_large": Gemma4TextConfig(  # as the 31B: values are keys, and there are no per-layer inputs
+            **shape | {"num_hidden_layers": 4}, head_dim=16, global_head_dim=32, sliding_window=9,
+            layer_types=["sliding_attention", "full_attention"] * 2, attention_k_eq_v=True,
+            num_global_key_value_heads=1, final_logit_softcapping=30.0, hidden_size_per_layer_input=0,
+        ),
     }  # fmt: skip
 
 
@@ -109,6 +121,14 @@ def build_tiny_model(architecture: str, **changes: object) -> PreTrainedModel:
     for name, value in changes.items():
         setattr(config, name, value)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    if architecture.startswith("gemma4"):  # its norms stand side by side, and would be the same
+        with torch.no_grad():
+            for vector in (
+                *model.parameters(),
+                *(own for name, own in model.named_buffers() if "layer_scalar" in name),
+            ):
+                if vector.dim() == 1:
+                    vector.uniform_(0.5, 1.5)
     return model.eval()
 
 

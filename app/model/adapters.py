@@ -20,7 +20,7 @@ from app.errors import UnsupportedAdapter, first_line
 from app.model.adapter_files import CONFIG, WEIGHTS
 from app.model.architectures import Names
 from app.model.language_model import plain_name
-from app.model.llama import QUERIES_KEYS_VALUES, DecoderSettings
+from app.model.llama import QUERIES_KEYS_VALUES, DecoderSettings, LayerSettings
 
 MAX_RANK = 64
 
@@ -82,13 +82,13 @@ class LlamaLayer(Protocol):
 
 def linear_sizes(settings: DecoderSettings, layers: Sequence[LlamaLayer]) -> dict[str, Sizes]:
     """The linear layers that adapters may change, by name: those of attention, and those of an MLP without experts."""
-    attention, mlp = _sizes_of_attention(settings), _sizes_of_mlp(settings)
     return {
         linear_name(index, linear): size
         for index, (layer, own) in enumerate(zip(layers, settings.layers, strict=True))
-        for sizes, is_there in ((attention, own.mixer == "attention"), (mlp, layer.router is None))
-        for linear, size in sizes.items()
-        if is_there
+        for linear, size in {
+            **(_sizes_of_attention(settings, own) if own.mixer == "attention" else {}),
+            **(_sizes_of_mlp(settings, own) if layer.router is None else {}),
+        }.items()
     }
 
 
@@ -143,17 +143,15 @@ def products(settings: DecoderSettings) -> Iterator[tuple[int, str, list[str]]]:
             yield layer, product, [linear_name(layer, linear) for linear in linears]
 
 
-def _sizes_of_attention(settings: DecoderSettings) -> dict[str, Sizes]:
-    hidden, kv = settings.hidden_size, settings.num_kv_heads * settings.head_dim
-    outputs = zip(QUERIES_KEYS_VALUES, (settings.query_outputs, kv, kv), strict=True)
-    output = Sizes(settings.num_heads * settings.head_dim, hidden)
-    return {linear: Sizes(hidden, size) for linear, size in outputs} | {
-        settings.described.names.attention_output: output
-    }
+def _sizes_of_attention(settings: DecoderSettings, layer: LayerSettings) -> dict[str, Sizes]:
+    hidden, linears = settings.hidden_size, layer.attention_linears
+    outputs = (settings.query_outputs(layer), layer.kv_size, layer.kv_size)[: len(linears)]
+    inputs = {linear: Sizes(hidden, size) for linear, size in zip(linears, outputs, strict=True)}
+    return inputs | {settings.described.names.attention_output: Sizes(settings.num_heads * layer.head_dim, hidden)}
 
 
-def _sizes_of_mlp(settings: DecoderSettings) -> dict[str, Sizes]:
-    hidden, inner, names = settings.hidden_size, settings.intermediate_size, settings.described.names
+def _sizes_of_mlp(settings: DecoderSettings, layer: LayerSettings) -> dict[str, Sizes]:
+    hidden, inner, names = settings.hidden_size, layer.intermediate_size, settings.described.names
     return {names.gate: Sizes(hidden, inner), names.up: Sizes(hidden, inner), names.down: Sizes(inner, hidden)}
 
 

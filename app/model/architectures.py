@@ -7,7 +7,7 @@ descriptions. A model of any other architecture runs on transformers' code.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -32,6 +32,7 @@ class Names:
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
+    output_scale: str = ""  # one number, by which the outputs of a layer are multiplied
     final_norm: str = "norm"  # of the whole model
 
 
@@ -57,6 +58,7 @@ class Architecture:
     norm_offset: float = 0.0  # is added to the weights of norms
     rounds_in_norms: bool = True  # normed numbers are rounded to the model's type before the weight of the norm
     norms_all_heads: bool = False  # one norm for the queries of all heads, and one for the keys
+    norms_values: bool = False  # of each head, by a norm without weights
     rounds_rotary: bool = True  # cosines and sines, and what they are multiplied with, to the model's type
     activation: Activation = "silu"
     scales_embedding: bool = False  # by the square root of the hidden size
@@ -99,6 +101,9 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "Olmo3ForCausalLM": _OLMO,
         "Gemma2ForCausalLM": _GEMMA,
         "Gemma3ForCausalLM": _GEMMA,
+        "Gemma4ForCausalLM": replace(
+            _GEMMA, names=replace(_NORMS_ON_BOTH_SIDES, output_scale="layer_scalar"), norm_offset=0.0, norms_values=True
+        ),
         "Lfm2ForCausalLM": Architecture(
             names=Names(
                 mixer_input_norm="operator_norm", feed_forward_input_norm="ffn_norm",
@@ -127,6 +132,7 @@ class TextModel(NamedTuple):
 # are ordinary positions.
 TEXT_MODELS = {
     "gemma3_text": TextModel("gemma3_text", "Gemma3ForCausalLM"),
+    "gemma4_text": TextModel("gemma4_text", "Gemma4ForCausalLM"),
     "lfm2": TextModel("lfm2", "Lfm2ForCausalLM"),
     "llama": TextModel("llama", "LlamaForCausalLM"),
     "mistral": TextModel("mistral", "MistralForCausalLM"),

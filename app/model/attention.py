@@ -8,7 +8,7 @@ faster ones (`cpu/attention.py`, `cuda/attention.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
@@ -92,6 +92,8 @@ class AttentionRules:
     sliding_window: int | None = None  # a token sees itself and this many minus one before it
     softcap: float | None = None
     sinks: torch.Tensor | None = None  # [num_heads], a score per head that takes part in the softmax, without a value
+    # The earlier layer whose keys and values it attends over, as `ProbeStep` finds it; None: it stores its own.
+    stored_by: int | None = None
 
 
 def paged_attention(
@@ -233,9 +235,15 @@ class ProbeStep:
     """A forward pass without KV memory over one sequence from its start; records what layers store and their rules."""
 
     def __init__(self) -> None:
-        self.layers: dict[int, LayerShape] = {}
+        self.layers: dict[int, LayerShape] = {}  # those that store keys and values of their own
         self.rules: dict[int, AttentionRules] = {}
+        self._keys: dict[int, torch.Tensor] = {}  # by layer; kept, so that no later tensor lies where one of them does
         self.states: list[StateShape] = []  # by recurrent operator, in the order of the calls
+
+    @property
+    def stored_by(self) -> dict[int, int]:
+        """By layer that attends over the keys and values of an earlier one: that layer."""
+        return {layer: own.stored_by for layer, own in self.rules.items() if own.stored_by is not None}
 
     def next_slots(self, shape: StateShape, inputs: torch.Tensor) -> Slots:
         """For the next recurrent operator. inputs: [num_tokens, ...]."""
@@ -247,11 +255,22 @@ class ProbeStep:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules
     ) -> torch.Tensor:
-        if layer in self.layers:
+        if layer in self.rules:
             raise UnknownAttention(f"attention layer {layer} runs more than once in a forward pass")
-        self.layers[layer] = LayerShape(num_kv_heads=key.shape[1], key_dim=key.shape[-1], value_dim=value.shape[-1])
-        self.rules[layer] = rules
+        stored_by = next((at for at, other in self._keys.items() if _is_same_memory(key, other)), None)
+        if stored_by is None:
+            self.layers[layer] = LayerShape(num_kv_heads=key.shape[1], key_dim=key.shape[-1], value_dim=value.shape[-1])
+            self._keys[layer] = key
+        self.rules[layer] = replace(rules, stored_by=stored_by)
         return _causal(query, key, value, start=0, rules=rules)
+
+
+def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are views of the same numbers. Tensors on the meta device have no address to compare."""
+    return (
+        one.untyped_storage()._cdata == other.untyped_storage()._cdata
+        and (one.storage_offset(), one.shape, one.stride()) == (other.storage_offset(), other.shape, other.stride())
+    )  # fmt: skip
 
 
 def with_contiguous_rows(tensor: torch.Tensor) -> torch.Tensor:

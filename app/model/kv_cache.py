@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 
@@ -41,30 +42,41 @@ class LayerGroups:
     num_groups: int = 1
     window: int = 0  # tokens, of the layers in other groups than the first
     places: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # by layer: group and place in its blocks
+    # By layer that stores nothing: the earlier layer whose keys and values it reads.
+    stored_by: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, layers: Mapping[int, LayerShape], windows: Mapping[int, int | None], *, max_model_len: int
+        cls,
+        layers: Mapping[int, LayerShape],
+        windows: Mapping[int, int | None],
+        *,
+        max_model_len: int,
+        stored_by: Mapping[int, int] = MappingProxyType({}),
     ) -> LayerGroups:
         """One group where more would save no memory: few layers have a window, or no context is longer.
 
-        windows: by layer, in tokens.
+        windows: by layer, in tokens. stored_by: as the field.
         """
-        all_back = [layer for layer in layers if not windows[layer]]
-        in_window = [layer for layer in layers if windows[layer]]
-        sizes = {windows[layer] or 0 for layer in in_window}
+        one_group = cls(stored_by=stored_by)
+        looking_back = {layer for layer in windows if not windows[layer]}
+        looking_back |= {stored_by[layer] for layer in looking_back if layer in stored_by}
+        all_back = [layer for layer in layers if layer in looking_back]
+        in_window = [layer for layer in layers if layer not in looking_back]
+        sizes = {windows[layer] or 0 for layer in windows if layer not in looking_back}
         if not 0 < len(all_back) <= len(in_window) or len(sizes) > 1 or len(set(layers.values())) > 1:
-            return ONE_GROUP
+            return one_group
         (window,) = sizes
         if window >= max_model_len:
-            return ONE_GROUP
+            return one_group
         number = len(all_back)
         places = {layer: (0, place) for place, layer in enumerate(all_back)}
         places |= {layer: (1 + at // number, at % number) for at, layer in enumerate(in_window)}
-        return cls(num_groups=1 - -len(in_window) // number, window=window, places=places)
+        return cls(num_groups=1 - -len(in_window) // number, window=window, places=places, stored_by=stored_by)
 
     def place_of(self, layer: int) -> tuple[int, int]:
         """The layer's group, and its place in a block."""
+        layer = self.stored_by.get(layer, layer)
         return self.places.get(layer, (0, layer))
 
     def in_block(self, layers: Mapping[int, LayerShape]) -> dict[int, LayerShape]:

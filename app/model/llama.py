@@ -5,7 +5,7 @@ The loader compares the output of a decoder with the model's own before use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ Weights = Callable[[str], torch.Tensor | None]
 _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}  # in the words of transformers
 _EXPERT_MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+PER_LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
 QUERIES_KEYS_VALUES = tuple(f"self_attn.{name}_proj" for name in ("q", "k", "v"))
 
 
@@ -76,11 +77,28 @@ class RotaryPositions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSettings:
-    """One layer."""
+    """One layer. The fields of attention are 0 in a layer without it."""
 
     mixer: Mixer = "attention"
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    intermediate_size: int = 0  # of an MLP; of a layer with experts, any number
     sliding_window: int = 0  # 0: none
     rotary: int = 0  # which of the model's rotary positions
+    stored_by: int | None = None  # the earlier layer whose keys and values this layer reads; None: it has its own
+    values_are_keys: bool = False  # before the norm and the rotary positions of keys
+
+    @property
+    def attention_linears(self) -> tuple[str, ...]:
+        """The projections of queries, keys and values that the layer has, by the ends of their names."""
+        if self.stored_by is not None:
+            return QUERIES_KEYS_VALUES[:1]
+        return QUERIES_KEYS_VALUES[: 2 if self.values_are_keys else 3]
+
+    @property
+    def kv_size(self) -> int:
+        """The numbers of a token's keys, and of its values."""
+        return self.num_kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +108,6 @@ class DecoderSettings:
     architecture: str  # a key of `ARCHITECTURES`
     hidden_size: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int  # of layers without experts
     experts: ExpertSettings
     vocab_size: int
     epsilon: float
@@ -102,6 +117,7 @@ class DecoderSettings:
     recurrent: RecurrentSettings = RecurrentSettings()
     softcap: float = 0.0  # of attention scores; 0: none
     logits_softcap: float = 0.0
+    per_layer_size: int = 0  # of the inputs that each token has for each layer beside the residual; 0: none
 
     @property
     def described(self) -> Architecture:
@@ -109,32 +125,30 @@ class DecoderSettings:
 
     def of_rank(self, size: int) -> DecoderSettings:
         """The part that each of `size` ranks has: some heads, and some inner numbers of each MLP and each expert."""
-        return replace(
-            self,
-            num_heads=self.num_heads // size,
-            num_kv_heads=self.num_kv_heads // size,
-            intermediate_size=self.intermediate_size // size,
-            experts=replace(self.experts, intermediate_size=self.experts.intermediate_size // size),
+        layers = tuple(
+            replace(each, num_kv_heads=each.num_kv_heads // size, intermediate_size=each.intermediate_size // size)
+            for each in self.layers
         )
+        experts = replace(self.experts, intermediate_size=self.experts.intermediate_size // size)
+        return replace(self, num_heads=self.num_heads // size, layers=layers, experts=experts)
 
-    @property
-    def query_outputs(self) -> int:
+    def query_outputs(self, layer: LayerSettings) -> int:
         """The outputs of the projection of queries: with gated attention, the gates among them."""
-        return self.num_heads * self.head_dim * (2 if self.described.gates_attention else 1)
+        return self.num_heads * layer.head_dim * (2 if self.described.gates_attention else 1)
 
-    def projected_size(self, mixer: Mixer) -> int:
-        """The numbers of a token that a mixer reads, behind the projection of its inputs."""
-        if mixer == "short_convolution":
+    def projected_size(self, layer: LayerSettings) -> int:
+        """The numbers of a token that the mixer of a layer reads: its projected inputs, and values behind them."""
+        if layer.mixer == "short_convolution":
             return 3 * self.hidden_size
-        if mixer == "gated_delta_rule":
+        if layer.mixer == "gated_delta_rule":
             return 2 * self.recurrent.keys_size + 2 * self.recurrent.values_size
-        return self.query_outputs + 2 * self.num_kv_heads * self.head_dim
+        return self.query_outputs(layer) + (2 * layer.kv_size if layer.stored_by is None else 0)
 
-    def mixed_size(self, mixer: Mixer) -> int:
-        """The numbers of a token that a mixer gives, before the projection of its outputs."""
-        if mixer == "short_convolution":
+    def mixed_size(self, layer: LayerSettings) -> int:
+        """The numbers of a token that the mixer of a layer gives, before the projection of its outputs."""
+        if layer.mixer == "short_convolution":
             return self.hidden_size
-        return self.recurrent.values_size if mixer == "gated_delta_rule" else self.num_heads * self.head_dim
+        return self.recurrent.values_size if layer.mixer == "gated_delta_rule" else self.num_heads * layer.head_dim
 
     @property
     def num_channels(self) -> int:
@@ -144,9 +158,17 @@ class DecoderSettings:
         return self.hidden_size
 
     def attention_layers(self) -> dict[int, LayerShape]:
-        """By layer: the keys and values of a token."""
-        shape = LayerShape(num_kv_heads=self.num_kv_heads, key_dim=self.head_dim, value_dim=self.head_dim)
-        return {index: shape for index, layer in enumerate(self.layers) if layer.mixer == "attention"}
+        """By layer that stores them: the keys and values of a token."""
+        return {
+            index: LayerShape(num_kv_heads=layer.num_kv_heads, key_dim=layer.head_dim, value_dim=layer.head_dim)
+            for index, layer in enumerate(self.layers)
+            if layer.mixer == "attention" and layer.stored_by is None
+        }
+
+    @property
+    def stored_by(self) -> dict[int, int]:
+        """By layer that reads the keys and values of an earlier one: that layer."""
+        return {index: each.stored_by for index, each in enumerate(self.layers) if each.stored_by is not None}
 
     def states(self, dtype: torch.dtype) -> tuple[StateShape, ...]:
         """The states of a sequence, in the order in which a step reads them. dtype: of the model."""
@@ -173,6 +195,8 @@ def why_not_llama_like(model: PreTrainedModel, backend: Backend) -> str | None:
         return f"its MLP is activated by {activation}, not {_ACTIVATIONS[described.activation]}"
     if any(part.bias is not None for part in _parts(model, described.names.gate, described.names.down)):
         return "its MLP has biases"
+    if getattr(config, "enable_moe_block", False):
+        return "its layers have experts beside an MLP"
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention", *MIXERS}
     return f"it has layers of other kinds: {', '.join(sorted(kinds))}" if kinds else None
 
@@ -212,43 +236,55 @@ def settings_of(model: PreTrainedModel, rules: dict[int, AttentionRules]) -> Dec
     """`why_not_llama_like` and `why_attention_is_not_llama_like` must be None."""
     config, first = model.config, next(iter(rules.values()))
     rotary = _rotary_of(model)
-    names = list(rotary)
-    layers = tuple(
-        LayerSettings(
-            mixer=mixer,
-            sliding_window=(rules[index].sliding_window or 0) if mixer == "attention" else 0,
-            rotary=names.index(config.layer_types[index]) if len(names) > 1 else 0,
-        )
-        for index, mixer in enumerate(layers_of(model))
-    )
     return DecoderSettings(
         architecture=type(model).__name__,
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=head_dim_of(model),
-        intermediate_size=intermediate_size_of(model),
         experts=experts_of(model),
         vocab_size=model.lm_head.weight.shape[0],
         epsilon=config.norm_eps if hasattr(config, "norm_eps") else config.rms_norm_eps,
         scaling=first.scaling,
-        layers=layers,
+        layers=tuple(_layers_of(model, rules, list(rotary))),
         rotary=tuple(rotary.values()),
         recurrent=recurrent_of(model),
         softcap=first.softcap or 0.0,
         logits_softcap=getattr(config, "final_logit_softcapping", None) or 0.0,
+        per_layer_size=getattr(config, "hidden_size_per_layer_input", None) or 0,
     )
 
 
-def head_dim_of(model: PreTrainedModel) -> int:
-    found = _parts(model, "self_attn")
-    return int(found[0].head_dim) if found else 0
+def _layers_of(model: PreTrainedModel, rules: dict[int, AttentionRules], kinds: list[str]) -> Iterator[LayerSettings]:
+    """kinds: those of layers that have rotary positions of their own."""
+    config, gate = model.config, described_as(model).names.gate
+    for index, (mixer, layer) in enumerate(zip(layers_of(model), model.model.layers, strict=True)):
+        mlp = _part(layer, gate)
+        general = LayerSettings(
+            mixer=mixer,
+            intermediate_size=config.intermediate_size if mlp is None else mlp.weight.shape[0],
+            rotary=kinds.index(config.layer_types[index]) if len(kinds) > 1 else 0,
+        )
+        if mixer != "attention":
+            yield general
+            continue
+        attention, own = layer.self_attn, rules[index]
+        yield replace(
+            general,
+            num_kv_heads=config.num_attention_heads // attention.num_key_value_groups,
+            head_dim=attention.head_dim,
+            sliding_window=own.sliding_window or 0,
+            stored_by=own.stored_by,
+            values_are_keys=getattr(attention, "v_proj", attention) is None,
+        )
 
 
-def intermediate_size_of(model: PreTrainedModel) -> int:
-    """Of layers without experts."""
-    found = [part.weight.shape[0] for part in _parts(model, described_as(model).names.gate)]
-    return int(found[0] if found else model.config.intermediate_size)
+def head_dims_of(model: PreTrainedModel) -> set[int]:
+    """Of all layers with attention."""
+    return {int(part.head_dim) for part in _parts(model, "self_attn")}
+
+
+def intermediate_sizes_of(model: PreTrainedModel) -> set[int]:
+    """Of all layers without experts."""
+    return {int(part.weight.shape[0]) for part in _parts(model, described_as(model).names.gate)}
 
 
 def experts_of(model: PreTrainedModel) -> ExpertSettings:
@@ -293,14 +329,16 @@ def _rotary_of(model: PreTrainedModel) -> dict[str, RotaryPositions]:
 
 def _parts(model: PreTrainedModel, *names: str) -> list[Any]:
     """The parts of these names in all layers that have them."""
-    found = []
-    for layer in model.model.layers:
-        for name in names:
-            try:
-                found.append(layer.get_submodule(name))
-            except AttributeError:
-                continue
-    return found
+    found = (_part(layer, name) for layer in model.model.layers for name in names)
+    return [part for part in found if part is not None]
+
+
+def _part(layer: Any, name: str) -> Any:
+    """None where a layer has no such part."""
+    try:
+        return layer.get_submodule(name)
+    except AttributeError:
+        return None
 
 
 def by_expert(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -261,8 +261,11 @@ class MappedModel:
     def _parts(self) -> list[tuple[str, nn.Module]]:
         """All that has weights, one layer at a time, with names."""
         names, base = {part: name for name, part in self.module.named_modules()}, self.module.model
-        norm = base.get_submodule(described_as(self.module).names.final_norm)
-        parts = (base.embed_tokens, *base.layers, norm, self.module.lm_head)
+        children = dict(base.named_children())
+        norm = described_as(self.module).names.final_norm
+        others = [part for name, part in children.items() if name not in ("embed_tokens", "layers", norm)]
+        with_weights = [part for part in others if part.state_dict()]
+        parts = (base.embed_tokens, *with_weights, *base.layers, children[norm], self.module.lm_head)
         return [(names[part], part) for part in parts]
 
     def _fill(self, name: str, part: nn.Module, _arguments: Any = ()) -> None:

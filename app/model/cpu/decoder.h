@@ -17,18 +17,29 @@ namespace carousel {
 enum Mixer : int64_t { ATTENTION, SHORT_CONVOLUTION, GATED_DELTA_RULE };
 constexpr int NUM_MIXERS = 3;
 
+// Inputs that a token has for each layer beside the residual: from a table, and projected from its embedding.
+struct PerLayerShape {
+    int64_t size, total_size;    // of one layer, and of all layers of the model; 0: there are none
+    const void* embedding;       // of the model's type, [vocab_size][total_size]
+    const uint32_t* projection;  // from the embedding of a token
+    const float* norm;           // [size], of what is projected
+    float embedding_scale, projection_scale, sum_scale;
+};
+
 struct DecoderShape {
-    int64_t hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, vocab_size, block_size,
-        num_layers, weight_bits;  // weight_bits: of the layers' matrices; 0: they and the head are of the model's type
+    int64_t hidden_size, num_heads, vocab_size, block_size, num_layers;
+    int64_t weight_bits;          // of the layers' matrices; 0: they and the head are of the model's type
     int64_t num_groups;           // of layers, each with blocks of its own
     int64_t gates_attention;      // its output by as many more outputs of the projection of queries
     int64_t norms_all_heads;      // one norm for the queries of all heads, and one for the keys
+    int64_t norms_values;         // of each head, without weights
     int64_t rounds_in_norms;      // normed numbers are rounded before the weight of the norm
     int64_t rounds_rotary;        // products with cosines and sines are rounded
     int64_t has_gelu;             // of the tanh form, in place of SiLU
     float epsilon, scaling;
     float softcap, logits_softcap;  // 0: none
     float embedding_scale;
+    PerLayerShape per_layer;
     ExpertsShape experts;
     ConvolutionShape convolution;  // the inputs of a token are `projected`
     RecurrenceShape delta_rule;
@@ -41,7 +52,7 @@ struct MlpWeights {
 
 // Norms and biases in float32, matrices packed; null where there is none.
 struct LayerWeights {
-    int64_t mixer;
+    int64_t mixer, intermediate_size;
     const float *mixer_input_norm, *mixer_output_norm, *feed_forward_input_norm, *feed_forward_output_norm;
     // Of the inputs of the mixer. Outputs of attention: queries, gates, keys, values; of the short convolution: the factor
     // of its inputs, the factor of its outputs, inputs; of the delta rule: queries, keys, values, gates.
@@ -53,6 +64,8 @@ struct LayerWeights {
     const float *query_norm, *key_norm;  // [head_dim], or of all heads
     void *keys, *values;
     float* scales;                         // of keys and values in int8; null where they are of the model's type
+    int64_t num_kv_heads, head_dim;
+    int64_t num_kv_projections;            // 2: of keys and of values; 1: values are keys; 0: an earlier layer's are read
     int64_t sliding_window, group;         // window 0: none
     int64_t rotary, rotary_dim;            // which table of positions, and the numbers of a head that are turned
     // Of the recurrent mixers.
@@ -62,6 +75,10 @@ struct LayerWeights {
     const float *decay, *decay_bias;       // [heads]
     const float* gate_norm;                // [value_dim]
     float* delta_states;                   // [slots][heads][key_dim][value_dim]
+    // Behind the feed-forward part.
+    const uint32_t *per_layer_gate, *per_layer_projection;
+    const float* per_layer_norm;
+    const float* output_scale;             // one number, by which the outputs are multiplied; null: none
     // Of the feed-forward part.
     const uint32_t* router;  // never quantised; null where there are no experts
     const MlpWeights* mlps;  // one, or one for each expert
@@ -92,13 +109,13 @@ class Decoder {
     Decoder(const DecoderShape& shape, const LayerWeights* layers, const void* embedding, const float* final_norm,
             const uint32_t* head, ThreadPool& threads)
         : shape_(shape), layers_(layers, layers + shape.num_layers), embedding_(static_cast<const T*>(embedding)),
-          final_norm_(final_norm), head_(head), threads_(threads), query_size_(shape.num_heads * shape.head_dim),
-          query_outputs_(query_size_ * (shape.gates_attention ? 2 : 1)), kv_size_(shape.num_kv_heads * shape.head_dim),
-          keys_size_(shape.delta_rule.num_key_heads * shape.delta_rule.key_dim),
+          final_norm_(final_norm), head_(head), threads_(threads), keys_size_(shape.delta_rule.num_key_heads * shape.delta_rule.key_dim),
           values_size_(shape.delta_rule.num_value_heads * shape.delta_rule.value_dim),
-          rates_size_((2 * shape.delta_rule.num_value_heads + PANEL - 1) / PANEL * PANEL), groups_(shape.num_groups),
-          routing_(shape.experts) {
+          rates_size_((2 * shape.delta_rule.num_value_heads + PANEL - 1) / PANEL * PANEL), routing_(shape.experts) {
+        most_inner_ = shape.per_layer.size;
         for (const LayerWeights& layer : layers_) {
+            kind_of_.push_back(layer.mixer == ATTENTION ? kind_of(layer) : -1);
+            most_inner_ = std::max(most_inner_, layer.intermediate_size);
             most_projected_ = std::max(most_projected_, projected_size(layer));
             most_mixed_ = std::max(most_mixed_, mixed_size(layer));
             has_delta_rule_ |= layer.mixer == GATED_DELTA_RULE;
@@ -107,15 +124,33 @@ class Decoder {
 
     void run(const DecoderStep& step) {
         grow(step.num_tokens);
-        const AttentionShape shape = attention_shape(0);
-        for (int64_t group = 0; group < shape_.num_groups; ++group)
-            groups_[group].find(step.segments, step.num_segments, step.tables[group], shape, rows_together<T>(shape).most,
-                                threads_.size());
+        for (AttentionKind& kind : kinds_)
+            kind.groups.find(step.segments, step.num_segments, step.tables[kind.group], kind.shape,
+                             rows_together<T>(kind.shape).most, threads_.size());
         find_adapted(step);
         threads_.run([&] { work(step); });
     }
 
   private:
+    // Layers whose heads have one shape, and that keep keys and values in the same blocks.
+    struct AttentionKind {
+        int64_t group;
+        AttentionShape shape;  // without a window
+        Groups groups;         // of the step
+    };
+
+    // Which of `kinds_` that of a layer is. A new one is added to them.
+    int64_t kind_of(const LayerWeights& layer) {
+        const auto is_same = [&](const AttentionKind& kind) {
+            return kind.group == layer.group && kind.shape.num_kv_heads == layer.num_kv_heads &&
+                   kind.shape.key_dim == layer.head_dim;
+        };
+        const auto found = std::find_if(kinds_.begin(), kinds_.end(), is_same);
+        const int64_t index = found - kinds_.begin();
+        if (found == kinds_.end()) kinds_.push_back({layer.group, attention_shape(layer, 0), {}});
+        return index;
+    }
+
     // The work of every thread of the pool; all loops in it are shared.
     void work(const DecoderStep& step) {
         embed(step);
@@ -127,18 +162,20 @@ class Decoder {
             };
             const bool is_last = layer + 1 == shape_.num_layers;
             const LayerWeights& own = layers_[layer];
-            mix(step, own, added(&AdapterLayer::query_key_value, {{query_outputs_, kv_size_, kv_size_}}));
+            mix(step, layer, added(&AdapterLayer::query_key_value, {{query_outputs(own), kv_size(own), kv_size(own)}}));
             if (is_last) {  // from here on only the wanted rows are computed
                 keep_rows(step, mixed_size(own));
                 num_rows = step.num_rows;
                 adapted = &adapted_wanted_;
             }
             add_projection(mixed_.data(), num_rows, output(own), own.output_bias, own.mixer_output_norm,
-                           own.router ? Matrix{} : gate_up(own.mlps[0]), added(&AdapterLayer::output, {{shape_.hidden_size}}));
+                           own.router ? Matrix{} : gate_up(own), added(&AdapterLayer::output, {{shape_.hidden_size}}));
             const Matrix next = is_last ? head() : projection(layers_[layer + 1]);
-            feed_forward(own, num_rows, next,
-                         added(&AdapterLayer::gate_up, {{shape_.intermediate_size, shape_.intermediate_size}, true}),
+            feed_forward(own, num_rows, own.per_layer_gate ? per_layer_gate(own) : next,
+                         added(&AdapterLayer::gate_up, {{own.intermediate_size, own.intermediate_size}, true}),
                          added(&AdapterLayer::down, {{shape_.hidden_size}}));
+            if (own.per_layer_gate) add_per_layer_inputs(own, layer, num_rows, is_last ? step.rows : nullptr, next);
+            if (own.output_scale) scale_residual(*own.output_scale, num_rows);
         }
         normalise(final_norm_, num_rows, 0);
         if (step.hidden) {
@@ -150,24 +187,37 @@ class Decoder {
 
     // The numbers of a token that the mixer of a layer reads, and those that it gives.
     int64_t projected_size(const LayerWeights& layer) const {
-        const int64_t sizes[NUM_MIXERS] = {query_outputs_ + 2 * kv_size_, 3 * shape_.hidden_size,
-                                           2 * keys_size_ + 2 * values_size_};
+        const int64_t sizes[NUM_MIXERS] = {query_outputs(layer) + (layer.num_kv_projections ? 2 : 0) * kv_size(layer),
+                                           3 * shape_.hidden_size, 2 * keys_size_ + 2 * values_size_};
         return sizes[layer.mixer];
     }
     int64_t mixed_size(const LayerWeights& layer) const {
-        const int64_t sizes[NUM_MIXERS] = {query_size_, shape_.hidden_size, values_size_};
+        const int64_t sizes[NUM_MIXERS] = {query_size(layer), shape_.hidden_size, values_size_};
         return sizes[layer.mixer];
     }
+    // Of attention: the numbers of a token's queries, of these with their gates, and of its keys.
+    int64_t query_size(const LayerWeights& layer) const { return shape_.num_heads * layer.head_dim; }
+    int64_t query_outputs(const LayerWeights& layer) const {
+        return query_size(layer) * (shape_.gates_attention ? 2 : 1);
+    }
+    static int64_t kv_size(const LayerWeights& layer) { return layer.num_kv_heads * layer.head_dim; }
 
     Matrix head() const { return {head_, shape_.hidden_size, shape_.vocab_size}; }
     Matrix projection(const LayerWeights& layer) const {
-        return {layer.projection, shape_.hidden_size, projected_size(layer)};
+        // Where values are keys, they are copied behind them.
+        const int64_t copied = layer.mixer == ATTENTION && layer.num_kv_projections == 1 ? kv_size(layer) : 0;
+        return {layer.projection, shape_.hidden_size, projected_size(layer) - copied};
     }
     Matrix output(const LayerWeights& layer) const { return {layer.output, mixed_size(layer), shape_.hidden_size}; }
-    Matrix gate_up(const MlpWeights& mlp) const {
-        return {mlp.gate_up, shape_.hidden_size, 2 * shape_.intermediate_size};
+    Matrix gate_up(const LayerWeights& layer) const {
+        return {layer.mlps[0].gate_up, shape_.hidden_size, 2 * layer.intermediate_size};
     }
-    Matrix down(const MlpWeights& mlp) const { return {mlp.down, shape_.intermediate_size, shape_.hidden_size}; }
+    Matrix down(const LayerWeights& layer) const {
+        return {layer.mlps[0].down, layer.intermediate_size, shape_.hidden_size};
+    }
+    Matrix per_layer_gate(const LayerWeights& layer) const {
+        return {layer.per_layer_gate, shape_.hidden_size, shape_.per_layer.size};
+    }
 
     void embed(const DecoderStep& step) {
         threads_.share(step.num_tokens, [&](int64_t row) {
@@ -177,6 +227,7 @@ class Decoder {
             for (int64_t at = 0; at < shape_.hidden_size; at += LANES)
                 store(kept(load(to + at) * shape_.embedding_scale), to + at);
         });
+        if (shape_.per_layer.size) find_per_layer_inputs(step);
     }
 
     void embed(int64_t token, float* to) const {
@@ -186,13 +237,64 @@ class Decoder {
         for (int64_t at = 0; at < shape_.hidden_size; at += LANES) store(load(from + at), to + at);
     }
 
-    AttentionShape attention_shape(int64_t sliding_window) const {
-        return {shape_.num_heads,  shape_.num_kv_heads, shape_.head_dim, shape_.head_dim, shape_.block_size,
-                shape_.scaling, shape_.softcap,       sliding_window,  nullptr};
+    // residual → per_layer: for each token, and each layer of the model.
+    void find_per_layer_inputs(const DecoderStep& step) {
+        const PerLayerShape& own = shape_.per_layer;
+        normalise(nullptr, step.num_tokens, shape_.weight_bits);
+        linear(normed_.data(), step.num_tokens, {own.projection, shape_.hidden_size, own.total_size}, shape_.weight_bits,
+               projection(layers_[0]),
+               [&](int64_t row, int64_t column, Vector left, Vector right) {
+                   T* const to = per_layer_.data() + row * own.total_size;
+                   put(kept(left) * own.projection_scale, nullptr, to, column, own.total_size);
+                   put(kept(right) * own.projection_scale, nullptr, to, column + LANES, own.total_size);
+               },
+               {});
+        threads_.share(step.num_tokens, [&](int64_t token) {
+            T* const to = per_layer_.data() + token * own.total_size;
+            const T* const from = static_cast<const T*>(own.embedding) + step.token_ids[token] * own.total_size;
+            for (int64_t first = 0; first < own.total_size; first += own.size) {
+                normalise_row(to + first, own.norm, own.size, to + first);
+                for (int64_t at = first; at < first + own.size; at += LANES) {
+                    const Vector looked_up = kept(load(from + at) * own.embedding_scale);
+                    store(rounded(kept(load(to + at) + looked_up) * own.sum_scale), to + at);
+                }
+            }
+        });
+    }
+
+    // residual += norm(projection(gate(residual) × a layer's inputs)). rows: the tokens that are left; null: all.
+    void add_per_layer_inputs(const LayerWeights& layer, int64_t index, int64_t num_rows, const int64_t* rows,
+                              const Matrix& next) {
+        const PerLayerShape& own = shape_.per_layer;
+        const Matrix projection{layer.per_layer_projection, own.size, shape_.hidden_size};
+        normalise(nullptr, num_rows, shape_.weight_bits);
+        linear(normed_.data(), num_rows, per_layer_gate(layer), shape_.weight_bits, projection,
+               [&](int64_t row, int64_t column, Vector left, Vector right) {
+                   const int64_t token = rows ? rows[row] : row;
+                   const T* const inputs = per_layer_.data() + token * own.total_size + index * own.size + column;
+                   T* const to = activated_.data() + row * own.size + column;
+                   if (column < own.size) store(activated(left, load(inputs)), to);
+                   if (column + LANES < own.size) store(activated(right, load(inputs + LANES)), to + LANES);
+               },
+               {});
+        add_projection(activated_.data(), num_rows, projection, nullptr, layer.per_layer_norm, next, {});
+    }
+
+    void scale_residual(float scale, int64_t num_rows) {
+        threads_.share(num_rows, [&](int64_t row) {
+            float* const own = residual(row);
+            for (int64_t at = 0; at < shape_.hidden_size; at += LANES) store(kept(load(own + at) * scale), own + at);
+        });
+    }
+
+    AttentionShape attention_shape(const LayerWeights& layer, int64_t sliding_window) const {
+        return {shape_.num_heads, layer.num_kv_heads, layer.head_dim, layer.head_dim, shape_.block_size,
+                shape_.scaling,   shape_.softcap,     sliding_window, nullptr};
     }
 
     // residual → projected → mixed
-    void mix(const DecoderStep& step, const LayerWeights& layer, const Addition<T>& added_to_attention) {
+    void mix(const DecoderStep& step, int64_t index, const Addition<T>& added_to_attention) {
+        const LayerWeights& layer = layers_[index];
         const Addition<T> added = layer.mixer == ATTENTION ? added_to_attention : Addition<T>();
         const int64_t size = projected_size(layer);
         normalise(layer.mixer_input_norm, step.num_tokens, shape_.weight_bits);
@@ -204,23 +306,24 @@ class Decoder {
                    put(right, layer.projection_bias, to, column + LANES, size);
                },
                added);
-        if (layer.mixer == ATTENTION) attention(step, layer);
+        if (layer.mixer == ATTENTION) attention(step, layer, kinds_[kind_of_[index]].groups);
         if (layer.mixer == SHORT_CONVOLUTION) short_convolution(step, layer);
         if (layer.mixer == GATED_DELTA_RULE) delta_rule(step, layer);
     }
 
-    void attention(const DecoderStep& step, const LayerWeights& layer) {
-        const AttentionShape shape = attention_shape(layer.sliding_window);
+    void attention(const DecoderStep& step, const LayerWeights& layer, Groups& groups) {
+        const AttentionShape shape = attention_shape(layer, layer.sliding_window);
         const Pages<T> pages(shape, layer.keys, layer.values, layer.scales);
+        const int64_t size = query_size(layer);
         threads_.share(step.num_tokens, [&](int64_t token) { rotate_and_keep(step, layer, pages, token); });
-        const Heads<const T> query{projected_.data(), projected_size(layer), shape_.head_dim};
-        const Heads<T> output{mixed_.data(), query_size_, shape_.head_dim};
-        attend_in(threads_, shape, pages, groups_[layer.group], step.tables[layer.group], query, output);
+        const Heads<const T> query{projected_.data(), projected_size(layer), layer.head_dim};
+        const Heads<T> output{mixed_.data(), size, layer.head_dim};
+        attend_in(threads_, shape, pages, groups, step.tables[layer.group], query, output);
         if (shape_.gates_attention)
             threads_.share(step.num_tokens, [&](int64_t token) {
-                T* const own = mixed_.data() + token * query_size_;
-                const T* const gates = projected(layer, token) + query_size_;
-                for (int64_t at = 0; at < query_size_; at += LANES)
+                T* const own = mixed_.data() + token * size;
+                const T* const gates = projected(layer, token) + size;
+                for (int64_t at = 0; at < size; at += LANES)
                     store(rounded(load(own + at) * kept(times_sigmoid(Vector{} + 1.0f, load(gates + at)))), own + at);
             });
     }
@@ -229,20 +332,24 @@ class Decoder {
     void rotate_and_keep(const DecoderStep& step, const LayerWeights& layer, const Pages<T>& pages, int64_t token) {
         const float* const cosines = step.rotary[layer.rotary] + step.positions[token] * layer.rotary_dim;
         T* const queries = projected(layer, token);
-        T* const keys = queries + query_outputs_;
-        prepare_heads(queries, shape_.num_heads, layer.query_norm, cosines, layer.rotary_dim / 2);
-        prepare_heads(keys, shape_.num_kv_heads, layer.key_norm, cosines, layer.rotary_dim / 2);
-        for (int64_t head = 0; head < shape_.num_kv_heads; ++head)
-            pages.write(step.slots[layer.group][token], head, keys + head * shape_.head_dim,
-                        keys + kv_size_ + head * shape_.head_dim);
+        prepare_heads(queries, shape_.num_heads, layer.head_dim, layer.query_norm, cosines, layer.rotary_dim / 2);
+        if (layer.num_kv_projections == 0) return;
+        T *const keys = queries + query_outputs(layer), *const values = keys + kv_size(layer);
+        if (layer.num_kv_projections == 1) std::memcpy(values, keys, kv_size(layer) * sizeof(T));
+        prepare_heads(keys, layer.num_kv_heads, layer.head_dim, layer.key_norm, cosines, layer.rotary_dim / 2);
+        for (int64_t at = 0; at < kv_size(layer); at += layer.head_dim) {
+            if (shape_.norms_values) normalise_row(values + at, nullptr, layer.head_dim, values + at);
+            pages.write(step.slots[layer.group][token], at / layer.head_dim, keys + at, values + at);
+        }
     }
 
     // norm: null for none. half: of the numbers of a head that are turned.
-    void prepare_heads(T* heads, int64_t num_heads, const float* norm, const float* cosines, int64_t half) const {
-        if (norm && shape_.norms_all_heads) normalise_row(heads, norm, num_heads * shape_.head_dim, heads);
+    void prepare_heads(T* heads, int64_t num_heads, int64_t head_dim, const float* norm, const float* cosines,
+                       int64_t half) const {
+        if (norm && shape_.norms_all_heads) normalise_row(heads, norm, num_heads * head_dim, heads);
         for (int64_t head = 0; head < num_heads; ++head) {
-            T* const own = heads + head * shape_.head_dim;
-            if (norm && !shape_.norms_all_heads) normalise_row(own, norm, shape_.head_dim, own);
+            T* const own = heads + head * head_dim;
+            if (norm && !shape_.norms_all_heads) normalise_row(own, norm, head_dim, own);
             rotate(own, cosines, cosines + half, half);
         }
     }
@@ -368,14 +475,13 @@ class Decoder {
 
     void run_mlp(const LayerWeights& layer, int64_t num_rows, const Matrix& next, const Addition<T>& added_to_gate_up,
                  const Addition<T>& added_to_down) {
-        const MlpWeights& mlp = layer.mlps[0];
         added_to_gate_up.reduce(threads_, normed_.data(), shape_.hidden_size);
-        linear(normed_.data(), num_rows, gate_up(mlp), shape_.weight_bits, down(mlp),
+        linear(normed_.data(), num_rows, gate_up(layer), shape_.weight_bits, down(layer),
                [&](int64_t row, int64_t column, Vector gate, Vector up) {
-                   store(activated(gate, up), activated_.data() + row * shape_.intermediate_size + column / 2);
+                   store(activated(gate, up), activated_.data() + row * layer.intermediate_size + column / 2);
                },
                added_to_gate_up);
-        add_projection(activated_.data(), num_rows, down(mlp), nullptr, layer.feed_forward_output_norm, next,
+        add_projection(activated_.data(), num_rows, down(layer), nullptr, layer.feed_forward_output_norm, next,
                        added_to_down);
     }
 
@@ -576,13 +682,14 @@ class Decoder {
         });
     }
 
-    // RMSNorm (Zhang & Sennrich, 2019).
+    // RMSNorm (Zhang & Sennrich, 2019). weight: null for ones.
     template <typename From>
     void normalise_row(const From* row, const float* weight, int64_t size, T* to) const {
         const float scale = norm_scale(row, size);
         for (int64_t at = 0; at < size; at += LANES) {
             const Vector scaled = load(row + at) * scale;
-            store(rounded(load(weight + at) * (shape_.rounds_in_norms ? kept(scaled) : scaled)), to + at);
+            const Vector normed = shape_.rounds_in_norms ? kept(scaled) : scaled;
+            store(rounded(weight ? load(weight + at) * normed : normed), to + at);
         }
     }
 
@@ -629,12 +736,13 @@ class Decoder {
             beta_.resize(num_tokens * shape_.delta_rule.num_value_heads);
         }
         const int64_t num_places = num_tokens * shape_.experts.per_token, inner = shape_.experts.intermediate_size;
-        activated_.resize(std::max(num_tokens * shape_.intermediate_size, num_places * inner));
+        activated_.resize(std::max(num_tokens * most_inner_, num_places * inner));
+        per_layer_.resize(num_tokens * shape_.per_layer.total_size);
         by_expert_.resize(num_places * shape_.hidden_size);
         routing_.grow(num_tokens);
         if (!shape_.weight_bits) return;
         const int64_t num_rows = std::max(num_tokens, num_places);
-        const int64_t size = std::max({shape_.hidden_size, most_mixed_, shape_.intermediate_size, inner});
+        const int64_t size = std::max({shape_.hidden_size, most_mixed_, most_inner_, inner});
         input_numbers_.resize(num_rows * num_groups<8>(size) * Grouping<8>::SIZE);
         input_scales_.resize(num_rows * num_groups<4>(size));
         input_sums_.resize(num_rows * num_groups<4>(size));
@@ -646,16 +754,18 @@ class Decoder {
     const float* const final_norm_;
     const uint32_t* const head_;
     ThreadPool& threads_;
-    const int64_t query_size_, query_outputs_, kv_size_, keys_size_, values_size_, rates_size_;
-    int64_t most_projected_ = 0, most_mixed_ = 0;  // of all layers
+    const int64_t keys_size_, values_size_, rates_size_;
+    int64_t most_projected_ = 0, most_mixed_ = 0, most_inner_ = 0;  // of all layers
     bool has_delta_rule_ = false;
     uint32_t nothing_ = 0;  // a compiler does not know that
-    std::vector<Groups> groups_;  // of the step, by group of layers
+    std::vector<AttentionKind> kinds_;
+    std::vector<int64_t> kind_of_;  // by layer; of one without attention nothing
     AdaptedRows adapted_, adapted_wanted_;  // all rows of the step, and those that are left in the last layer
     int64_t capacity_ = 0;  // tokens that the buffers hold
     Routing routing_;       // of the layer
     std::vector<float> residual_;  // of the model's numbers, where its weights are not quantised
     std::vector<T> normed_, projected_, convolved_, mixed_, activated_;
+    std::vector<T> per_layer_;  // [num_tokens][total_size]
     std::vector<float> rates_, decay_, beta_;  // of the delta rule
     std::vector<T> low_;  // [num_tokens][LOW_STRIDE], of adapters, in the product that is being computed
     std::vector<T> by_expert_;  // [num_places][hidden_size], inputs and then outputs of experts

@@ -26,6 +26,7 @@ from app.model.cpu.library import (
     ExpertsShape,
     LayerWeights,
     MlpWeights,
+    PerLayerShape,
     RecurrenceShape,
     ThreadPool,
 )
@@ -36,6 +37,7 @@ from app.model.cpu.weights import (
     NativeConvolutionPart,
     NativeDeltaRulePart,
     NativeLayer,
+    NativePerLayerPart,
     NativeWeights,
 )
 from app.model.forward import Prediction
@@ -132,17 +134,22 @@ class NativeDecoder:
 
     def _pointers(self, index: int, states: Iterator[torch.Tensor]) -> LayerWeights:
         layer, settings, pages = self._weights.layers[index], self._weights.settings.layers[index], self._pages
-        group, place = self._groups.place_of(index)
+        group, place = self._groups.place_of(index if settings.stored_by is None else settings.stored_by)
         attention, convolution, delta_rule = layer.attention, layer.convolution, layer.delta_rule
         return LayerWeights(
             mixer=MIXERS.index(settings.mixer),
-            **_part(layer, NativeLayer, ("attention", "convolution", "delta_rule", "mlps")),
+            intermediate_size=settings.intermediate_size,
+            **_part(layer, NativeLayer, ("attention", "convolution", "delta_rule", "per_layer", "mlps")),
             **_part(attention, NativeAttentionPart),
             **_part(convolution, NativeConvolutionPart),
             **_part(delta_rule, NativeDeltaRulePart),
+            **_part(layer.per_layer, NativePerLayerPart),
             keys=_pointer(None if attention is None else pages.keys[place]),
             values=_pointer(None if attention is None else pages.values[place]),
             scales=_pointer(None if attention is None else pages.scales.get(place)),
+            num_kv_heads=settings.num_kv_heads,
+            head_dim=settings.head_dim,
+            num_kv_projections=len(settings.attention_linears) - 1,
             sliding_window=settings.sliding_window,
             group=group,
             rotary=settings.rotary,
@@ -162,10 +169,11 @@ def _part(part: Any, kind: type[Any], others: Collection[str] = ()) -> dict[str,
 def _shape_of(weights: NativeWeights, num_layers: int, *, block_size: int, num_groups: int) -> DecoderShape:
     settings, described = weights.settings, weights.settings.described
     recurrent, is_delta_rule = settings.recurrent, bool(settings.recurrent.num_value_heads)
+    with_states = [each for each in settings.layers if each.mixer != "attention"]
     channels = settings.num_channels if recurrent.kernel_size else 0
     convolution = ConvolutionShape(
         num_channels=channels, kernel_size=recurrent.kernel_size, slot=channels * (recurrent.kernel_size - 1),
-        input_token=settings.projected_size("gated_delta_rule" if is_delta_rule else "short_convolution"),
+        input_token=max((settings.projected_size(each) for each in with_states), default=0),
         has_silu=is_delta_rule,
     )  # fmt: skip
     delta_rule = RecurrenceShape(
@@ -173,18 +181,32 @@ def _shape_of(weights: NativeWeights, num_layers: int, *, block_size: int, num_g
         value_dim=recurrent.value_dim, slot=recurrent.key_dim * recurrent.values_size, normalises=True,
         scale=max(1, recurrent.key_dim) ** -0.5,
     )  # fmt: skip
-    scale = settings.hidden_size**0.5 if described.scales_embedding else 1.0
     return DecoderShape(
-        hidden_size=settings.hidden_size, num_heads=settings.num_heads, num_kv_heads=settings.num_kv_heads,
-        head_dim=settings.head_dim, intermediate_size=settings.intermediate_size, vocab_size=settings.vocab_size,
+        hidden_size=settings.hidden_size, num_heads=settings.num_heads, vocab_size=settings.vocab_size,
         block_size=block_size, num_layers=num_layers, weight_bits=weights.weight_bits, num_groups=num_groups,
         gates_attention=described.gates_attention, norms_all_heads=described.norms_all_heads,
-        rounds_in_norms=described.rounds_in_norms, rounds_rotary=described.rounds_rotary,
-        has_gelu=described.activation == "gelu_tanh", epsilon=settings.epsilon, scaling=settings.scaling,
-        softcap=settings.softcap, logits_softcap=settings.logits_softcap,
-        embedding_scale=float(torch.tensor(scale, dtype=torch.float32).to(weights.dtype)),
-        experts=ExpertsShape(**dataclasses.asdict(settings.experts)), convolution=convolution, delta_rule=delta_rule,
+        norms_values=described.norms_values, rounds_in_norms=described.rounds_in_norms,
+        rounds_rotary=described.rounds_rotary, has_gelu=described.activation == "gelu_tanh", epsilon=settings.epsilon,
+        scaling=settings.scaling, softcap=settings.softcap, logits_softcap=settings.logits_softcap,
+        embedding_scale=_embedding_scale(weights, settings.hidden_size) if described.scales_embedding else 1.0,
+        per_layer=_per_layer_shape(weights), experts=ExpertsShape(**dataclasses.asdict(settings.experts)),
+        convolution=convolution, delta_rule=delta_rule,
     )  # fmt: skip
+
+
+def _per_layer_shape(weights: NativeWeights) -> PerLayerShape:
+    settings, own = weights.settings, weights.per_layer_inputs
+    return PerLayerShape(
+        size=settings.per_layer_size, total_size=settings.per_layer_size * len(settings.layers),
+        **{name: _pointer(getattr(own, name, None)) for name in ("embedding", "projection", "norm")},
+        embedding_scale=_embedding_scale(weights, settings.per_layer_size),
+        projection_scale=settings.hidden_size**-0.5, sum_scale=2**-0.5,
+    )  # fmt: skip
+
+
+def _embedding_scale(weights: NativeWeights, size: int) -> float:
+    """The root of the size of an embedding, as a number of the model's type."""
+    return float(torch.tensor(size**0.5, dtype=torch.float32).to(weights.dtype))
 
 
 def buffer_bytes(weights: NativeWeights, *, num_tokens: int, num_positions: int) -> int:
@@ -194,10 +216,12 @@ def buffer_bytes(weights: NativeWeights, *, num_tokens: int, num_positions: int)
     """
     settings, experts, of_type = weights.settings, weights.settings.experts, weights.dtype.itemsize
     hidden, mixers = settings.hidden_size, {layer.mixer for layer in settings.layers}
-    projected, mixed = (max(map(size, mixers)) for size in (settings.projected_size, settings.mixed_size))
+    projected, mixed = (max(map(size, settings.layers)) for size in (settings.projected_size, settings.mixed_size))
+    inner = max(settings.per_layer_size, *(layer.intermediate_size for layer in settings.layers))
     num_places = num_tokens * experts.per_token
-    activated = max(num_tokens * settings.intermediate_size, num_places * experts.intermediate_size)
-    numbers = num_tokens * (hidden + projected + mixed) + activated + num_places * hidden
+    activated = max(num_tokens * inner, num_places * experts.intermediate_size)
+    per_layer = settings.per_layer_size * len(settings.layers)
+    numbers = num_tokens * (hidden + projected + mixed + per_layer) + activated + num_places * hidden
     padded_experts = -(-experts.num_experts // PANEL) * PANEL
     routing = num_tokens * padded_experts * 4 + num_places * (8 + 4 + 8)
     total = numbers * of_type + num_tokens * hidden * 4 + routing
@@ -205,7 +229,7 @@ def buffer_bytes(weights: NativeWeights, *, num_tokens: int, num_positions: int)
         heads = settings.recurrent.num_value_heads
         total += num_tokens * (settings.num_channels * of_type + (-(-2 * heads // PANEL) * PANEL + 2 * heads) * 4)
     if weights.weight_bits:
-        size = max(hidden, mixed, settings.intermediate_size, experts.intermediate_size)
+        size = max(hidden, mixed, inner, experts.intermediate_size)
         of_row = -(-size // GROUPS[8]) * GROUPS[8] + -(-size // GROUPS[4]) * (4 + 4)
         total += max(num_tokens, num_places) * of_row
     of_position = sum(2 * len(each.frequencies) for each in settings.rotary) * torch.float32.itemsize

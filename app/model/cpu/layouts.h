@@ -46,16 +46,19 @@ inline const char* layouts() {
                         F(value_head)) +
         CAROUSEL_LAYOUT(ExpertsShape, F(num_experts), F(per_token), F(intermediate_size), F(weights_sum_to_one),
                         F(rounds_weights)) +
-        CAROUSEL_LAYOUT(DecoderShape, F(hidden_size), F(num_heads), F(num_kv_heads), F(head_dim), F(intermediate_size),
-                        F(vocab_size), F(block_size), F(num_layers), F(weight_bits), F(num_groups), F(gates_attention),
-                        F(norms_all_heads), F(rounds_in_norms), F(rounds_rotary), F(has_gelu), F(epsilon), F(scaling),
-                        F(softcap), F(logits_softcap), F(embedding_scale), F(experts), F(convolution), F(delta_rule)) +
+        CAROUSEL_LAYOUT(PerLayerShape, F(size), F(total_size), F(embedding), F(projection), F(norm), F(embedding_scale),
+                        F(projection_scale), F(sum_scale)) +
+        CAROUSEL_LAYOUT(DecoderShape, F(hidden_size), F(num_heads), F(vocab_size), F(block_size), F(num_layers), F(weight_bits),
+                        F(num_groups), F(gates_attention), F(norms_all_heads), F(norms_values), F(rounds_in_norms),
+                        F(rounds_rotary), F(has_gelu), F(epsilon), F(scaling), F(softcap), F(logits_softcap),
+                        F(embedding_scale), F(per_layer), F(experts), F(convolution), F(delta_rule)) +
         CAROUSEL_LAYOUT(MlpWeights, F(gate_up), F(down)) +
-        CAROUSEL_LAYOUT(LayerWeights, F(mixer), F(mixer_input_norm), F(mixer_output_norm), F(feed_forward_input_norm),
+        CAROUSEL_LAYOUT(LayerWeights, F(mixer), F(intermediate_size), F(mixer_input_norm), F(mixer_output_norm), F(feed_forward_input_norm),
                         F(feed_forward_output_norm), F(projection), F(projection_bias), F(output), F(output_bias),
-                        F(query_norm), F(key_norm), F(keys), F(values), F(scales), F(sliding_window), F(group), F(rotary),
-                        F(rotary_dim), F(taps), F(tap_biases), F(convolution_states), F(rates), F(decay), F(decay_bias),
-                        F(gate_norm), F(delta_states), F(router), F(mlps)) +
+                        F(query_norm), F(key_norm), F(keys), F(values), F(scales), F(num_kv_heads), F(head_dim),
+                        F(num_kv_projections), F(sliding_window), F(group), F(rotary), F(rotary_dim), F(taps), F(tap_biases), F(convolution_states), F(rates), F(decay), F(decay_bias),
+                        F(gate_norm), F(delta_states), F(per_layer_gate), F(per_layer_projection), F(per_layer_norm),
+                        F(output_scale), F(router), F(mlps)) +
         CAROUSEL_LAYOUT(LowRank, F(down), F(up), F(rank)) +
         CAROUSEL_LAYOUT(AdapterLayer, F(query_key_value), F(output), F(gate_up), F(down)) +
         CAROUSEL_LAYOUT(DecoderStep, F(num_tokens), F(num_segments), F(num_pieces), F(num_rows), F(num_logits),

@@ -141,14 +141,21 @@ class RecurrenceShape(Filled):
     )  # fmt: skip
 
 
+class PerLayerShape(Filled):
+    _fields_ = (
+        *_fields(_INT64, "size", "total_size"), *_fields(_POINTER, "embedding", "projection", "norm"),
+        *_fields(_FLOAT, "embedding_scale", "projection_scale", "sum_scale"),
+    )  # fmt: skip
+
+
 class DecoderShape(Filled):
     _fields_ = (
         *_fields(
-            _INT64, "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "vocab_size",
-            "block_size", "num_layers", "weight_bits", "num_groups", "gates_attention", "norms_all_heads",
-            "rounds_in_norms", "rounds_rotary", "has_gelu",
+            _INT64, "hidden_size", "num_heads", "vocab_size", "block_size", "num_layers", "weight_bits", "num_groups",
+            "gates_attention", "norms_all_heads", "norms_values", "rounds_in_norms", "rounds_rotary", "has_gelu",
         ),
         *_fields(_FLOAT, "epsilon", "scaling", "softcap", "logits_softcap", "embedding_scale"),
+        ("per_layer", PerLayerShape),
         ("experts", ExpertsShape), ("convolution", ConvolutionShape), ("delta_rule", RecurrenceShape),
     )  # fmt: skip
 
@@ -159,16 +166,19 @@ class MlpWeights(Filled):
 
 class LayerWeights(Filled):
     _fields_ = (
-        ("mixer", _INT64),
+        *_fields(_INT64, "mixer", "intermediate_size"),
         *_fields(
             _POINTER, "mixer_input_norm", "mixer_output_norm", "feed_forward_input_norm", "feed_forward_output_norm",
             "projection", "projection_bias", "output", "output_bias", "query_norm", "key_norm", "keys", "values",
             "scales",
         ),
-        *_fields(_INT64, "sliding_window", "group", "rotary", "rotary_dim"),
+        *_fields(
+            _INT64, "num_kv_heads", "head_dim", "num_kv_projections", "sliding_window", "group", "rotary", "rotary_dim"
+        ),
         *_fields(
             _POINTER, "taps", "tap_biases", "convolution_states", "rates", "decay", "decay_bias", "gate_norm",
-            "delta_states", "router", "mlps",
+            "delta_states", "per_layer_gate", "per_layer_projection", "per_layer_norm", "output_scale", "router",
+            "mlps",
         ),
     )  # fmt: skip
 
@@ -220,8 +230,8 @@ class Adjustments(Filled):
 
 
 STRUCTURES: tuple[type[ctypes.Structure], ...] = (
-    AttentionShape, Strides, ExpertsShape, DecoderShape, MlpWeights, LayerWeights, LowRank, AdapterLayer, DecoderStep,
-    Segment, Piece, ConvolutionShape, RecurrenceShape, Draw, Adjustments,
+    AttentionShape, Strides, ExpertsShape, PerLayerShape, DecoderShape, MlpWeights, LayerWeights, LowRank, AdapterLayer,
+    DecoderStep, Segment, Piece, ConvolutionShape, RecurrenceShape, Draw, Adjustments,
 )  # fmt: skip
 
 

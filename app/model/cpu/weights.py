@@ -17,14 +17,15 @@ from app.model.cpu.library import DTYPES, LANES, ThreadPool, in_large_pages, log
 from app.model.llama import (
     EMBEDDING,
     HEAD,
+    PER_LAYER_EMBEDDING,
     QUERIES_KEYS_VALUES,
     DecoderSettings,
     LayerSettings,
     Weights,
     experts_of,
     given,
-    head_dim_of,
-    intermediate_size_of,
+    head_dims_of,
+    intermediate_sizes_of,
     joined_bias,
     named,
     recurrent_of,
@@ -101,6 +102,24 @@ class NativeDeltaRulePart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NativePerLayerPart:
+    """How a layer adds its per-layer inputs: what it computes from the residual gates them."""
+
+    per_layer_gate: PlacedTensor
+    per_layer_projection: PlacedTensor
+    per_layer_norm: PlacedTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativePerLayerInputs:
+    """The weights that give each token inputs for each layer, beside the residual: Gemma's per-layer embeddings."""
+
+    embedding: PlacedTensor  # [vocab_size, num_layers * per_layer_size], in the model's type
+    projection: PlacedTensor  # packed; from the embedding of a token to as many numbers
+    norm: PlacedTensor  # [per_layer_size], of what is projected for one layer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NativeLayer:
     """One layer; matrices packed, as they are or quantised, norms and biases in float32."""
 
@@ -115,6 +134,8 @@ class NativeLayer:
     attention: NativeAttentionPart | None
     convolution: NativeConvolutionPart | None
     delta_rule: NativeDeltaRulePart | None
+    per_layer: NativePerLayerPart | None
+    output_scale: PlacedTensor | None  # [1]
     router: PlacedTensor | None  # packed, never quantised; None where there are no experts
     mlps: tuple[NativeMlp, ...]  # one, or one for each expert
 
@@ -126,6 +147,7 @@ class NativeWeights:
     settings: DecoderSettings
     layers: tuple[NativeLayer, ...]
     embedding: PlacedTensor | None  # [vocab_size, hidden_size]; None: its rows are read from the head
+    per_layer_inputs: NativePerLayerInputs | None
     final_norm: PlacedTensor  # in float32
     head: PlacedTensor
     dtype: PlacedDtype  # of everything that is not quantised
@@ -171,8 +193,9 @@ def why_not_native(model: PreTrainedModel) -> str | None:
     if by_length := ", ".join(sorted(kinds & ROTARY_BY_LENGTH)):
         return f"its {by_length} rotary positions follow the longest sequence there may be"
     sizes = (
-        config.hidden_size, intermediate_size_of(model), head_dim_of(model), experts_of(model).intermediate_size,
-        recurrent.keys_size, recurrent.value_dim,
+        config.hidden_size, *sorted(intermediate_sizes_of(model) | head_dims_of(model)),
+        experts_of(model).intermediate_size, recurrent.keys_size, recurrent.value_dim,
+        getattr(config, "hidden_size_per_layer_input", None) or 0,
     )  # fmt: skip
     odd = [n for n in sizes if n % LANES]
     return f"sizes must be multiples of {LANES}, {', '.join(map(str, odd))} are not" if odd else None
@@ -216,6 +239,8 @@ def pack_weights(
     packed_head = pack([head], bits=head_bits if bits else 0)
     del head
     release()
+    per_layer_inputs = _pack_per_layer_inputs(weights, pack, settings) if settings.per_layer_size else None
+    release()
     layers = []
     for index, layer in enumerate(settings.layers):
         own = partial(named, weights, f"model.layers.{index}.")
@@ -227,6 +252,7 @@ def pack_weights(
         settings=settings,
         layers=tuple(layers),
         embedding=kept,
+        per_layer_inputs=per_layer_inputs,
         final_norm=final_norm,
         head=packed_head,
         dtype=dtype,
@@ -236,9 +262,10 @@ def pack_weights(
 
 def _log_use_of_amx(settings: DecoderSettings, dtype: torch.dtype, bits: int) -> None:
     if dtype is torch.bfloat16:
-        inner = (settings.intermediate_size, settings.experts.intermediate_size)
-        inputs = (settings.hidden_size, *map(settings.mixed_size, {layer.mixer for layer in settings.layers}), *inner)
-        log_use_of_amx("bfloat16", settings.head_dim, *(() if bits else inputs))
+        layers, experts = settings.layers, settings.experts.intermediate_size
+        inner = {settings.hidden_size, *map(settings.mixed_size, layers), *(each.intermediate_size for each in layers)}
+        inputs = (*inner, experts, settings.per_layer_size)
+        log_use_of_amx("bfloat16", *(layer.head_dim for layer in layers), *(() if bits else inputs))
     if bits:
         log_use_of_amx(f"weights of {bits} bits")
 
@@ -283,8 +310,8 @@ class _Packing:
 
 def _pack_layer(weights: Weights, pack: _Packing, settings: DecoderSettings, layer: LayerSettings) -> NativeLayer:
     names, router, norm = settings.described.names, weights("mlp.gate.weight"), partial(_norm, weights, pack, settings)
-    inputs, output = _MIXER_LINEARS[layer.mixer]
-    output = output or names.attention_output
+    inputs, output = _MIXER_LINEARS.get(layer.mixer, (layer.attention_linears, names.attention_output))
+    scale = weights(names.output_scale) if names.output_scale else None
     return NativeLayer(
         mixer_input_norm=norm(names.mixer_input_norm),
         mixer_output_norm=norm(names.mixer_output_norm),
@@ -297,14 +324,15 @@ def _pack_layer(weights: Weights, pack: _Packing, settings: DecoderSettings, lay
         attention=_pack_attention(norm, settings) if layer.mixer == "attention" else None,
         convolution=_pack_convolution(weights, pack, layer.mixer) if layer.mixer != "attention" else None,
         delta_rule=_pack_delta_rule(weights, pack) if layer.mixer == "gated_delta_rule" else None,
+        per_layer=_pack_per_layer(weights, pack, norm) if settings.per_layer_size else None,
+        output_scale=None if scale is None else pack.in_float32(scale),
         router=None if router is None else pack([router], bits=0),
         mlps=_pack_mlps(weights, pack, settings, router is not None),
     )
 
 
-# By mixer: the linear layers of its inputs, and that of its outputs; empty: the architecture says.
+# By mixer without attention: the linear layers of its inputs, and that of its outputs.
 _MIXER_LINEARS: dict[Mixer, tuple[tuple[str, ...], str]] = {
-    "attention": (QUERIES_KEYS_VALUES, ""),
     "short_convolution": (("conv.in_proj",), "conv.out_proj"),
     "gated_delta_rule": (("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"), "linear_attn.out_proj"),
 }
@@ -329,7 +357,7 @@ def in_order(settings: DecoderSettings, linear: str, outputs: torch.Tensor) -> t
     """
     if not linear.endswith(QUERIES_KEYS_VALUES[0]) or not settings.described.gates_attention:
         return outputs
-    by_head = outputs.view(settings.num_heads, 2, settings.head_dim, *outputs.shape[1:])
+    by_head = outputs.view(settings.num_heads, 2, -1, *outputs.shape[1:])
     return by_head.transpose(0, 1).reshape(outputs.shape)
 
 
@@ -346,6 +374,26 @@ def _projection_bias(
 def _pack_attention(norm: Callable[[str], torch.Tensor | None], settings: DecoderSettings) -> NativeAttentionPart:
     names = settings.described.names
     return NativeAttentionPart(query_norm=norm(names.query_norm), key_norm=norm(names.key_norm))
+
+
+def _pack_per_layer_inputs(weights: Weights, pack: _Packing, settings: DecoderSettings) -> NativePerLayerInputs:
+    norm = _norm(weights, pack, settings, "model.per_layer_projection_norm")
+    assert norm is not None, "per-layer inputs are normalised"
+    return NativePerLayerInputs(
+        embedding=pack.copy(given(weights, PER_LAYER_EMBEDDING)),
+        projection=pack([given(weights, "model.per_layer_model_projection.weight")]),
+        norm=norm,
+    )
+
+
+def _pack_per_layer(weights: Weights, pack: _Packing, norm: Callable[[str], torch.Tensor | None]) -> NativePerLayerPart:
+    own = norm("post_per_layer_input_norm")
+    assert own is not None, "per-layer inputs are normalised"
+    return NativePerLayerPart(
+        per_layer_gate=pack([given(weights, "per_layer_input_gate.weight")]),
+        per_layer_projection=pack([given(weights, "per_layer_projection.weight")]),
+        per_layer_norm=own,
+    )
 
 
 def _pack_convolution(weights: Weights, pack: _Packing, mixer: Mixer) -> NativeConvolutionPart:

@@ -98,11 +98,11 @@ class CudaDecoder:
         adapted: AdaptedRows | None,
     ) -> torch.Tensor:
         """[num_tokens, hidden_size]"""
-        num_heads, num_kv_heads = self._settings.num_heads, self._settings.num_kv_heads
+        num_heads, own = self._settings.num_heads, self._settings.layers[index]
         joined = linear(normed, layer.query_key_value, layer.query_key_value_bias)
         if adapted is not None:
             adapted.add(index, "query_key_value", normed, joined)
-        heads = joined.view(len(joined), num_heads + 2 * num_kv_heads, self._settings.head_dim)
+        heads = joined.view(len(joined), num_heads + 2 * own.num_kv_heads, own.head_dim)
         self._rotate_and_write(index, layer, heads, positions, step.slots)
         attended = step.attend_written(index, heads[:, :num_heads], layer.rules)
         inputs = self._as_inputs(attended.flatten(1), layer.output)
@@ -168,15 +168,15 @@ class CudaDecoder:
         self, index: int, layer: CudaLayer, heads: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
     ) -> None:
         """Turn queries in place, write keys and values. heads: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]."""
-        settings = self._settings
+        settings, own = self._settings, self._settings.layers[index]
         cache = self._attention.cache
         keys, values = cache.layer(index)
-        group, half = settings.num_heads // settings.num_kv_heads, settings.head_dim // 2
+        group, half = settings.num_heads // own.num_kv_heads, own.head_dim // 2
         group_padded, half_padded = padded(group, 1), padded(half, 1)
-        self._kernels.rotate_write_kernel[(heads.shape[0], settings.num_kv_heads)](
+        self._kernels.rotate_write_kernel[(heads.shape[0], own.num_kv_heads)](
             heads, _or_any(layer.query_norm, heads), _or_any(layer.key_norm, heads), self._weights.rotary, positions,
             slots, keys, values, _or_any(cache.scales.get(index), heads), settings.epsilon,
-            num_kv_heads=settings.num_kv_heads, group=group, half=half, group_padded=group_padded,
+            num_kv_heads=own.num_kv_heads, group=group, half=half, group_padded=group_padded,
             half_padded=half_padded, block_size=cache.block_size, has_norm=layer.query_norm is not None,
             in_fp8=cache.in_fp8,
             num_warps=_warps(group_padded * half_padded, _NUMBERS_PER_WARP),

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from app.model.cuda.attention import TritonAttention
-from app.model.llama import experts_of, head_dim_of
+from app.model.llama import experts_of, head_dims_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -99,7 +99,7 @@ def why_no_fp8(device: torch.device, *, on_a_cpu: str) -> str | None:
 
 def why_not_in_fp8(module: PreTrainedModel, num_ranks: int = 1) -> str | None:
     """Why the matrices of a Llama-like model cannot be multiplied so; None where they can. Those of experts are not."""
-    config, head_dim = module.config, head_dim_of(module)
+    config, head_dim = module.config, max(head_dims_of(module), default=0)
     sizes = {
         "hidden size": config.hidden_size,
         "size of query heads": config.num_attention_heads * head_dim // num_ranks,

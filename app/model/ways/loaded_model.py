@@ -48,7 +48,9 @@ class LoadedModel(ABC):
     @classmethod
     def in_place_of(cls, own: LoadedModel, **more: Any) -> Self:
         """The same model as another way has it. more: fields that the other does not have, or has otherwise."""
-        return cls(facts=own.facts, layers=own.layers, dtype=own.dtype, device=own.device, **more)
+        return cls(
+            facts=own.facts, layers=own.layers, dtype=own.dtype, device=own.device, groups=own.groups, **more
+        )  # fmt: skip
 
     @property
     def in_block(self) -> dict[int, LayerShape]:
@@ -67,7 +69,9 @@ class LoadedModel(ABC):
 
         windows: by layer, in tokens. kept_beside: tokens behind a window that may still be read.
         """
-        groups = LayerGroups.of(self.layers, windows, max_model_len=self.facts.max_model_len)
+        groups = LayerGroups.of(
+            self.layers, windows, max_model_len=self.facts.max_model_len, stored_by=self.groups.stored_by
+        )
         if groups.num_groups == 1:
             return self
         window = groups.window + kept_beside

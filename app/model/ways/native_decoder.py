@@ -24,6 +24,7 @@ from app.model.cpu.weights import BITS, Allocate, NativeWeights, pack_weights, w
 from app.model.description import max_model_len
 from app.model.device import check_kv_dtype
 from app.model.inputs import build_inputs
+from app.model.kv_cache import LayerGroups
 from app.model.llama import DecoderSettings, by_expert, settings_of, why_attention_is_not_llama_like
 from app.model.memory import PROCESS_BYTES, MemoryNeeds
 from app.model.runner import TorchModelRunner
@@ -110,6 +111,7 @@ class NativeModel(LoadedModel):
             weights=pack(in_large_pages) if is_planned else shared_weights(pack, _sharing(source, settings)),
             facts=replace(verified.facts, max_model_len=max_model_len(source.config, verified.facts.max_model_len)),
             layers=settings.attention_layers(),
+            groups=LayerGroups(stored_by=settings.stored_by),
             states=settings.states(source.dtype),
             dtype=source.dtype,
             device=torch.device("cpu"),

@@ -35,7 +35,7 @@ from app.model.description import as_token_ids, max_model_len
 from app.model.device import check_kv_dtype
 from app.model.forward import DeviceForward, TransformersForward
 from app.model.inputs import build_inputs
-from app.model.kv_cache import KVCache
+from app.model.kv_cache import KVCache, LayerGroups
 from app.model.memory import MemoryNeeds, is_out_of_memory
 from app.model.packed_linear import pack_linear_layers
 from app.model.parallel.split_plan import SizesOfRank, SplitPlan
@@ -163,6 +163,7 @@ class TransformersModel(LoadedModel):
         return cls(
             facts=facts,
             layers=step.layers,
+            groups=LayerGroups(stored_by=step.stored_by),
             dtype=source.dtype,
             device=source.device,
             group=source.group,

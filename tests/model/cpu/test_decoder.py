@@ -25,6 +25,7 @@ from tests.kit.models import (
     own_model,
     step,
 )
+from tests.model.transformers_code import transformers_code
 from tests.tiny_models import NATIVE, VOCAB_SIZE, build_tiny_model
 
 
@@ -197,3 +198,19 @@ def test_a_token_without_a_number_shows_it_and_does_not_disturb_others(
 
 def test_a_shared_expert_is_left_to_transformers_code() -> None:
     assert why_not_native(build_tiny_model("qwen2_moe")) == "the C++ decoder has no shared expert"
+
+
+def test_experts_beside_an_mlp_are_left_to_transformers_code() -> None:
+    model = build_tiny_model("gemma4", enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=32)
+    assert why_not_native(model) == "its layers have experts beside an MLP"
+
+
+def test_layers_that_read_the_keys_of_an_earlier_layer_store_none(tiny_model_path) -> None:  # type: ignore[no-untyped-def]
+    path = tiny_model_path("gemma4")
+    native = load_native(path)
+    with transformers_code():
+        own = load(path)
+    for model in (native, own):
+        assert {layer: shape.key_dim for layer, shape in model.layers.items()} == {0: 16, 1: 16, 2: 32}
+        assert [model.groups.place_of(layer) for layer in (3, 4)] == [(0, 1), (0, 2)]
+    assert native.layers == native.weights.settings.attention_layers()

@@ -47,10 +47,10 @@ def test_logits_are_those_of_merged_weights(name: str, dtype: str, folder: Path)
     assert not torch.allclose(step(decoder, chunk(PROMPT, 0, 70, BLOCKS))[0], expected, atol=0.5)
 
 
-@pytest.mark.parametrize("architecture", ["gemma3", "lfm2", "olmo2", "qwen3_5"])
+@pytest.mark.parametrize("architecture", ["gemma3", "gemma4", "gemma4_large", "lfm2", "olmo2", "qwen3_5"])
 @torch.inference_mode()
 def test_an_adapter_changes_attention_and_mlps_of_every_architecture(architecture: str, tmp_path: Path) -> None:
-    """Queries that have gates beside them, recurrent layers with an MLP alone, and linear layers of other names."""
+    """Queries that have gates beside them, or no keys or no values; recurrent layers; linear layers of other names."""
     build_tiny_model(architecture).save_pretrained(tmp_path / "base")
     decoder = decoder_of(load_native(tmp_path / "base"))
     targets = tuple(decoder.adapting.sizes)

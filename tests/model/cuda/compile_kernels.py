@@ -44,7 +44,7 @@ from app.model.cuda import kernels as attention_kernels
 from app.model.cuda.tuning import tuning_of
 from app.model.inputs import build_inputs
 from app.model.kv_cache import KVCache, LayerShape
-from app.model.llama import ExpertSettings
+from app.model.llama import DecoderSettings, ExpertSettings, LayerSettings
 from tests.kit.models import CPU, scheduled
 
 ARCHITECTURES = (80, 89, 90, 100)  # A100; L4, L40, RTX 4090; H100 and H200; B200
@@ -191,9 +191,8 @@ def launch_decoder(
 
     head_dim = 128
     layer = SimpleNamespace(query_norm=zeros(head_dim) if has_norm else None, key_norm=zeros(head_dim))
-    settings = SimpleNamespace(
-        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, epsilon=1e-6, experts=ExpertSettings()
-    )  # fmt: skip
+    layers = (LayerSettings(num_kv_heads=num_kv_heads, head_dim=head_dim),)
+    settings = SimpleNamespace(num_heads=num_heads, layers=layers, epsilon=1e-6, experts=ExpertSettings())
     weights = SimpleNamespace(settings=settings, layers=(), rotary=zeros(4096, head_dim))
     cache = KVCache(
         {0: LayerShape(num_kv_heads=num_kv_heads, key_dim=head_dim, value_dim=head_dim)}, num_blocks=8, block_size=16,
@@ -232,9 +231,10 @@ def launch_adapters(
 ) -> None:
     """Both products of a layer, for each of its matrices."""
     meta, dtype = torch.device("meta"), torch.bfloat16
-    settings = SimpleNamespace(
-        hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=128,
-        intermediate_size=inner_size,
+    layer = LayerSettings(num_kv_heads=num_kv_heads, head_dim=128, intermediate_size=inner_size)
+    settings = DecoderSettings(
+        architecture="LlamaForCausalLM", hidden_size=hidden_size, num_heads=num_heads, experts=ExpertSettings(),
+        vocab_size=8, epsilon=1e-6, scaling=0.1, layers=(layer,), rotary=(),
     )  # fmt: skip
     weights = SimpleNamespace(
         settings=settings, layers=[SimpleNamespace(router=None)], embedding=torch.zeros(1, dtype=dtype, device=meta)

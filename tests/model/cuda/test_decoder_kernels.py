@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from app.model.attention import AttentionRules
 from app.model.kv_cache import LayerShape
-from app.model.llama import DecoderSettings, ExpertSettings
+from app.model.llama import DecoderSettings, ExpertSettings, LayerSettings, RotaryPositions
 from tests.kit.models import DEVICE
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
@@ -39,11 +39,12 @@ class Shape:
 def decoder_of(shape: Shape, *, kv_dtype: torch.dtype | None = None) -> CudaDecoder:
     """With one layer, of which only what the kernels read is there. kv_dtype: None as all else."""
     torch.manual_seed(0)
+    frequencies = tuple(10_000.0 ** (-i / shape.head_dim) for i in range(0, shape.head_dim, 2))
     settings = DecoderSettings(
-        hidden_size=8, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim,
-        intermediate_size=8, experts=ExpertSettings(), vocab_size=8, epsilon=1e-5, scaling=0.1, sliding_windows=(0,),
-        rotary_frequencies=tuple(10_000.0 ** (-i / shape.head_dim) for i in range(0, shape.head_dim, 2)),
-        rotary_scaling=1.5,
+        architecture="LlamaForCausalLM", hidden_size=8, num_heads=shape.num_heads, experts=ExpertSettings(),
+        vocab_size=8, epsilon=1e-5, scaling=0.1,
+        layers=(LayerSettings(num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, intermediate_size=8),),
+        rotary=(RotaryPositions(frequencies=frequencies, scaling=1.5),),
     )  # fmt: skip
     none = shape.random(0)
     norms = [shape.random(shape.head_dim) if shape.has_norm else None for _ in range(2)]
@@ -53,10 +54,9 @@ def decoder_of(shape: Shape, *, kv_dtype: torch.dtype | None = None) -> CudaDeco
         rules=AttentionRules(scaling=0.1),
     )  # fmt: skip
     positions = torch.arange(NUM_BLOCKS * BLOCK_SIZE, device=DEVICE)
-    cosines, sines = (table[:, : shape.head_dim // 2] for table in settings.rotary(positions, shape.dtype))
     weights = CudaWeights(
         settings=settings, layers=(layer,), embedding=none, final_norm=none, head=none,
-        rotary=torch.cat((cosines, sines), dim=-1),
+        rotary=settings.rotary[0].table(positions, shape.dtype).flatten(1),
     )  # fmt: skip
     layers = {0: LayerShape(num_kv_heads=shape.num_kv_heads, key_dim=shape.head_dim, value_dim=shape.head_dim)}
     attention = TritonAttention(
@@ -130,7 +130,7 @@ def test_heads_are_normed_and_turned_and_their_keys_and_values_stored(shape: Sha
     decoder._rotate_and_write(0, layer, heads, positions, slots)
     if layer.query_norm is not None and layer.key_norm is not None:
         query, key = rms_norm(query, layer.query_norm), rms_norm(key, layer.key_norm)
-    cosine, sine = decoder._settings.rotary(positions, shape.dtype)
+    cosine, sine = decoder._settings.rotary[0].table(positions, shape.dtype).repeat(1, 1, 2).unbind(1)
     close(heads[:, :num_heads], turned(query, cosine, sine))
     keys, values = (tensor.flatten(0, 1) for tensor in decoder._attention.cache.layer(0))
     close(keys[slots], turned(key, cosine, sine))
