@@ -227,15 +227,14 @@ def _store_of(
         return None
     memory = runner.kv_memory()
     if memory is None:
+        reason = _why_blocks_stay(loaded, replicas)
         if replicas.roles is not None:
             raise InvalidSetup(
-                "replicas.roles: replicas fetch KV memory from one another, which needs the native decoder on a CPU or "
-                "the kernels for a GPU, in one process; remove replicas.roles"
+                f"replicas.roles: replicas with roles fetch KV memory from one another, which does not work here: "
+                f"{reason}. Remove replicas.roles"
             )
-        if tiers:
-            logger.warning(
-                "prefixes are kept in the KV memory alone: cache.tiers needs one process, and on a GPU its kernels"
-            )
+        level = logging.WARNING if tiers else logging.INFO
+        logger.log(level, "prefixes are neither kept in a folder nor fetched from other replicas: %s", reason)
         return None
     namespace = loaded.model.kv_namespace(config)
     snapshot_bytes = 0 if memory.states is None else memory.states.block_bytes
@@ -247,6 +246,13 @@ def _store_of(
     if folder is None and not has_peers:
         return None
     return TierStore(folder, runner.kv_memory, namespace=namespace)
+
+
+def _why_blocks_stay(loaded: LoadedRunner, replicas: ReplicasConfig) -> str:
+    """Why the runner of a model lets no other thread copy its KV memory."""
+    if replicas.tensor_parallel > 1:
+        return f"replicas.tensor_parallel is {replicas.tensor_parallel}, and only one process may have the KV memory"
+    return f"on {loaded.model.device.type} the kernels for it are missing"
 
 
 def _model_drafter(

@@ -88,7 +88,7 @@ ALLOWED = {
     "app.kv_tiers": {
         "msgspec", "numpy",
         "app.child_process", "app.config", "app.disk", "app.errors", "app.engine.block_pool", "app.engine.block_store",
-        "app.engine.model_runner", "app.engine.request", "app.engine.stats",
+        "app.engine.model_runner", "app.engine.request", "app.engine.state_pool", "app.engine.stats",
     },
     "app.rank": {"app.child_process", "app.config", "app.errors", "app.model", "torch"},
     "deployments": {

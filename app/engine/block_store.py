@@ -28,7 +28,7 @@ def name_after(parent_name: bytes, token_ids: Several[int]) -> bytes:
 
 
 def name_of_snapshot(name: bytes) -> bytes:
-    """What the snapshot behind a prefix is called, by the name of the prefix. 20 bytes."""
+    """The name of the snapshot behind a prefix, by the name of the prefix. 20 bytes."""
     return _digest(name, b"snapshot")
 
 
@@ -80,19 +80,19 @@ class Fetch:
         self.token_ids = token_ids
         self.slot = slot
         self.num_filled = 0  # of the first: they hold what they should
-        self.num_with_snapshot = 0  # of the first: the slot holds the states behind so many; 0: it holds nothing
+        self.num_with_snapshot = 0  # the slot holds the states behind so many of the blocks; 0: it holds nothing
         self.is_wanted = True  # the engine waits for it
         self.is_done = False  # nothing is written into its blocks any more; the store's last word
 
     @property
     def num_usable(self) -> int:
-        """Blocks, from the first, behind which a sequence can begin."""
+        """How many blocks a sequence can share, from the first on."""
         if self.slot is None:
             return self.num_filled
         return self.num_with_snapshot if self.num_with_snapshot <= self.num_filled else 0
 
     def label_behind(self, num_blocks: int) -> tuple[int, ...]:
-        """Of the snapshot behind so many of its blocks, at least one."""
+        """The label of the snapshot behind so many of its blocks, at least one."""
         last_block = self.token_ids[num_blocks - 1]
         return label_of_snapshot((len(self.before) + num_blocks) * len(last_block), last_block)
 

@@ -57,8 +57,10 @@ class Snapshot:
 
 
 def label_of_snapshot(num_tokens: int, last_block: Sequence[int]) -> tuple[int, ...]:
-    """The numbers that stand before a snapshot outside the slots: the tokens of its prefix, counted, and those of the
-    last block. A state does not show behind how many tokens it is, so this is compared whenever one is read."""
+    """The numbers that stand before a snapshot outside the slots: the number of tokens, then those of the last block.
+
+    A state itself does not show behind how many tokens it is, so the label is compared whenever a snapshot is read.
+    """
     return num_tokens, *last_block
 
 
@@ -98,7 +100,7 @@ class StatePool:
         self._snapshots: OrderedDict[int, Snapshot] = OrderedDict()  # by slot, the longest unused first
         self._num_readers: dict[int, int] = {}  # of slots with a snapshot, or with one that was forgotten
         self.note_resumable: Callable[[Prefix, bool], None] | None = None  # called when a snapshot comes or goes
-        # Called with a prefix whose snapshot does not make room for the next one of its sequence.
+        # Called with a prefix whose snapshot is worth keeping elsewhere: no later one of its sequence replaces it soon.
         self.note_lasting: Callable[[Prefix], None] | None = None
 
     @property

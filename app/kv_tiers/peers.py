@@ -37,18 +37,18 @@ MAX_WANTED_BYTES = 16 << 20  # of one question: two million tokens
 
 _LENGTH = struct.Struct(">I")
 
-# The bytes of the last block of a prefix, or of a snapshot, copied into this buffer; whether they are what they should.
+# Copies the last block of a prefix, or a snapshot, into this buffer; says whether the copy is good.
 Copy = Callable[[Prefix | Snapshot, memoryview], bool]
 
 
 class Buffers(NamedTuple):
-    """For the bytes of one block, and of one snapshot; that is empty where the model has no recurrent layers."""
+    """One buffer for a block and one for a snapshot. The second is empty where the model has no recurrent layers."""
 
     block: memoryview = memoryview(b"")
     snapshot: memoryview = memoryview(b"")
 
     def of(self, held: Prefix | Snapshot) -> memoryview:
-        """For the bytes of this."""
+        """The buffer for the last block of a prefix, or for a snapshot."""
         return self.block if isinstance(held, Prefix) else self.snapshot
 
 
@@ -155,7 +155,7 @@ class PeerServer:
 
 
 def _with_snapshot(found: Sequence[Prefix]) -> Sequence[Prefix | Snapshot]:
-    """The longest snapshot of these prefixes, then the blocks before it; nothing where no prefix has a snapshot."""
+    """The longest snapshot of these prefixes, then the blocks before it; an empty list where there is none."""
     for number in range(len(found), 0, -1):
         snapshot = found[number - 1].snapshot
         if snapshot is not None:
@@ -189,7 +189,7 @@ class BlocksOfPeer:
     def read_snapshot(self, block_size: int, content: memoryview) -> int:
         """Fill the buffer with the snapshot that comes before the blocks, and return behind how many tokens it is.
 
-        Returns 0 where none comes or it is not what it should be. Raises TimeoutError as `read` does.
+        Returns 0 where no snapshot comes or where it is damaged. Raises TimeoutError as `read` does.
         """
         try:
             header = _received(self._connection, HEADER.size + array("q").itemsize * (1 + block_size))

@@ -334,7 +334,7 @@ class TierStore(BlockStore):
             fetch.num_with_snapshot = number
 
     def _has_snapshot(self, fetch: Fetch, num_blocks: int, content: memoryview) -> bool:
-        """Fill the buffer with the snapshot behind so many blocks of a fetch, if the folder has it."""
+        """Fill the buffer with the snapshot behind so many blocks of a fetch; False where the folder lacks it."""
         name = name_of_snapshot(fetch.names[num_blocks - 1])
         return self._is_in_folder(fetch, name, fetch.label_behind(num_blocks), content)
 
@@ -381,7 +381,10 @@ class TierStore(BlockStore):
 
     @staticmethod
     def _note_use_of_snapshot(folder: BlockFolder, name: bytes, minute: int, num_blocks: int) -> None:
-        """name, num_blocks: of its prefix, without which it is of no use: so it is deleted before the last block."""
+        """Note it so that the snapshot is deleted before the last block of its prefix, without which it is of no use.
+
+        name, num_blocks: of the prefix.
+        """
         folder.note_use(name_of_snapshot(name), minute, num_blocks + 1)
 
     def _note_use(self, folder: BlockFolder, prefix: Prefix) -> None:

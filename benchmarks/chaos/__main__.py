@@ -39,7 +39,7 @@ from benchmarks.chaos.faults import (
 )
 from benchmarks.chaos.node_loss import lose_node
 from benchmarks.chaos.rolling_update import change_under_load
-from benchmarks.chaos.stage import Size
+from benchmarks.chaos.stage import MODEL, Size
 from benchmarks.chaos.tier_faults import break_tier
 from benchmarks.chaos.verdict import is_bad, without_samples
 from benchmarks.harness.command import (
@@ -80,7 +80,7 @@ ROWS: dict[str, Row] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     setup = where()
-    size = Size(given.runs, given.streams, given.seed, given.minutes)
+    size = Size(given.runs, given.streams, given.seed, given.minutes, given.model, given.state_slots)
     lines, is_any_bad = [], False
     try:
         for name in given.rows:
@@ -107,6 +107,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--streams", type=positive, default=64, metavar="N", help="clients at once")
     parser.add_argument("--minutes", type=float, default=10.0, metavar="N", help="of R14")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="another one: other moments, other victims")
+    parser.add_argument("--model", default=MODEL, metavar="DIR", help="with its tokenizer and weights")
+    parser.add_argument(
+        "--state-slots", type=int, default=0, metavar="N", help="of simulated replicas, as with recurrent layers"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the lines there too, with all samples")
     return parser
 

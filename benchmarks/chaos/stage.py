@@ -23,6 +23,7 @@ from benchmarks.harness.service import application as served
 LENGTHS = (30, 120)  # tokens of an answer
 STEP_MS = 30.0
 RECOVERY_TIMEOUT_S = 60.0
+MODEL = "models/demo"
 _POLL_S = 0.05
 _REPLICA = f"ray::ServeReplica:carousel:replica-{MODEL_NAME}"
 _INGRESS = "ray::ServeReplica:carousel:ingress"
@@ -158,7 +159,10 @@ async def under_traffic(
 
     The requests are a stream of each kind in turn, unless others are given.
     """
-    with stage(application(**settings), with_dashboard=with_dashboard, layout=layout) as running:
+    states = {} if settings.get("weights") else {"num_state_slots": size.num_state_slots}
+    with stage(
+        application(**{"model": size.model} | states | settings), with_dashboard=with_dashboard, layout=layout
+    ) as running:
         yield running, await with_reference(running.target, requests or mixed(size.streams, max_tokens=lengths))
 
 
@@ -172,7 +176,8 @@ def application(
     weights: bool = False,
     max_running: int = 96,
     max_waiting: int = 96,
-    model: str = "models/demo",
+    model: str = MODEL,
+    num_state_slots: int = 0,
     adapters: Mapping[str, str] = MappingProxyType({}),
     pipelines: Sequence[Mapping[str, Any]] = (),
     batches: Mapping[str, Any] | None = None,
@@ -181,11 +186,12 @@ def application(
 ) -> dict[str, Any]:
     """The `args` of an application with simulated replicas, or with real `weights`, which adapters need.
 
-    adapters: their folders by name. replicas: settings of that branch.
+    num_state_slots: of simulated replicas, as of a model with recurrent layers; 0: they have no states. adapters: their
+    folders by name. replicas: settings of that branch.
     """
     costs = {
         "step_ms": step_ms, "per_token_ms": per_token_ms, "end_probability": end_probability,
-        "crash_token_id": crash_token_id,
+        "crash_token_id": crash_token_id, "num_state_slots": num_state_slots,
     }  # fmt: skip
     # Ranks on CPUs run transformers' code, which cannot promise equal bits: there float32 keeps the tokens apart.
     computed = {"dtype": "float32"} if replicas.get("tensor_parallel", 1) > 1 else {"batch_invariant": True}
@@ -201,12 +207,17 @@ def application(
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """`runs` faults in a row that repeats them, `streams` clients at once; a row by time lasts `minutes`."""
+    """`runs` faults in a row that repeats them, `streams` clients at once; a row by time lasts `minutes`.
+
+    `model` and `num_state_slots` are as in `application`, for the rows with one stream of each kind.
+    """
 
     runs: int
     streams: int
     seed: int = 0
     minutes: float = 10.0
+    model: str = MODEL
+    num_state_slots: int = 0
 
     def source(self, name: str) -> random.Random:
         """Random numbers of their own for each seed and name: when a fault comes, and which process it hits."""

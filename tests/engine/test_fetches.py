@@ -31,7 +31,7 @@ class Side:
     def __init__(self, **settings: Any) -> None:
         self.clock = FakeClock()
         self.runner = TimedRunner(self.clock, block_size=BLOCK_SIZE)
-        self.store = SlotStore(self.runner)
+        self.store = SlotStore(self.runner, has_states=settings.get("num_state_slots", 0) > 0)
         self.engine = build_fake_engine(
             runner=self.runner, block_size=BLOCK_SIZE, clock=self.clock, store=self.store,
             **{"num_blocks": 16, "max_running": 2} | settings,
@@ -84,6 +84,53 @@ def test_what_the_store_has_is_not_computed() -> None:
     side.outcome.check(request)
     assert side.cached(request) == NUM_STORED
     assert side.engine.measurements().store.num_fetched_tokens == NUM_STORED  # type: ignore[union-attr]
+
+
+def test_a_prefix_with_its_snapshot_is_not_computed() -> None:
+    side = Side(num_state_slots=4)
+    request = side.add()
+    side.step()
+    assert side.engine.stats().num_free_state_slots == 3, "one is reserved for the snapshot"
+    side.store.move(100)
+    side.run()
+    side.outcome.check(request)
+    assert side.cached(request) == NUM_STORED
+    assert side.engine.stats().num_free_state_slots == 4
+
+
+@pytest.mark.parametrize("num_kept", [0, 8, 16])
+def test_of_blocks_that_come_those_up_to_a_snapshot_are_not_computed(num_kept: int) -> None:
+    side = Side(num_state_slots=6)
+    for name, token_ids in list(side.store.snapshots.items()):
+        if len(token_ids) > num_kept:
+            del side.store.snapshots[name]
+    request = replace(make_request(PROMPT, max_tokens=8), generated_token_ids=tuple(expected_tokens(PROMPT, 3)))
+    side.engine.add(request)
+    side.step()
+    side.store.move(100)
+    side.run()
+    assert side.outcome.token_ids[request.request_id] == expected_tokens(PROMPT, 8)[3:]
+    assert side.engine.measurements().store.num_fetched_tokens == num_kept  # type: ignore[union-attr]
+    assert side.engine.stats().num_free_state_slots == 6
+
+
+def test_where_no_slot_is_free_for_a_snapshot_nothing_is_fetched() -> None:
+    side = Side(num_state_slots=4)
+    other = side.add((40,), max_tokens=8)
+    side.step()
+    request = side.add()
+    side.run()
+    assert not side.store.fetches
+    side.outcome.check(request, other)
+
+
+def test_the_last_snapshot_of_an_answer_is_kept_and_none_before_it() -> None:
+    side = Side(num_state_slots=8)
+    before = set(side.store.snapshots)
+    request = side.add((30, 31, 32), max_tokens=14)
+    side.run()
+    side.outcome.check(request)
+    assert [len(side.store.snapshots[name]) for name in side.store.snapshots.keys() - before] == [16]
 
 
 def test_the_wait_and_what_came_are_told() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from app.engine.block_pool import BlockPool, Prefix
 from app.engine.state_pool import NO_STATE, StatePool
 from tests.kit.engine import build_fake_engine, expected_tokens, make_request, run_to_end
@@ -69,6 +71,32 @@ def test_the_longest_unused_snapshot_makes_room_and_no_snapshot_that_is_read() -
     states.begin(None)
     assert have_snapshots([*older, *newer]) == [True, False]
     states.end(reader)
+
+
+def test_a_reserved_slot_becomes_the_snapshot_of_a_prefix_or_is_free_again() -> None:
+    blocks, states = pool_of(4)
+    found = prefixes(blocks, 2)
+    for prefix, num_free, num_snapshots in ((found[1], 4, 1), (found[1], 4, 1), (None, 4, 1)):
+        slot = states.reserve()
+        assert slot is not None
+        assert states.num_free == 3
+        states.take_back(slot, prefix, 8)
+        assert (states.num_free, len(states.resumable())) == (num_free, num_snapshots)
+    assert states.begin(found[1]).current == found[1].snapshot.slot  # type: ignore[union-attr]
+
+
+def test_a_state_behind_more_tokens_than_its_prefix_is_no_snapshot() -> None:
+    blocks, states = pool_of(4)
+    slot = states.reserve()
+    assert slot is not None
+    with pytest.raises(AssertionError, match="a state behind 9 tokens, a prefix of 8"):
+        states.take_back(slot, prefixes(blocks, 2)[1], 9)
+
+
+def test_no_slot_is_reserved_where_no_sequence_could_begin_behind_it() -> None:
+    _, states = pool_of(4)
+    states.begin(None)
+    assert states.reserve() is None
 
 
 def test_a_snapshot_goes_with_the_block_of_its_prefix() -> None:

@@ -322,7 +322,8 @@ def test_a_folder_that_cannot_be_written_leaves_the_tier_out(caplog: pytest.LogC
 def engine_with(path: Path, tier: Path | None, **settings: Any) -> Engine:
     """With memory for 640 tokens."""
     tiers = [] if tier is None else [{"path": str(tier)}]
-    return build_sync_engine(config_of(path, cache={"num_blocks": 40, "tiers": tiers, **settings}, dtype="float32"))
+    cache = {"num_blocks": 40, "tiers": tiers, **settings}
+    return build_sync_engine(config_of(path, cache=cache, dtype="float32"))
 
 
 def answers(engine: Engine, prompts: list[tuple[int, ...]]) -> tuple[list[list[int]], list[int]]:
@@ -470,7 +471,7 @@ def test_a_slot_that_is_handed_out_while_it_is_copied_is_not_written(
     assert not side.found(names_of(blocks))
 
 
-@pytest.fixture(params=["lfm2", "qwen3_5_text"])
+@pytest.fixture(params=["qwen3_5_text", "granitemoehybrid"])
 def hybrid_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return save_random_model(tmp_path / "model", request.param, max_position_embeddings=512, **HYBRIDS[request.param])
 
