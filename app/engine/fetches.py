@@ -102,7 +102,7 @@ class PrefixFetches:
         compute_s = len(names) * self._pool.block_size / tokens_per_s if tokens_per_s else inf
         if not names or store.expected_s(len(names), sequence.request) >= compute_s:
             return False
-        slot = None if self._pool.states is None else self._pool.states.reserve()
+        slot = None if self._pool.states is None else self._pool.states.reserve(cached[-1].prefix if cached else None)
         if self._pool.states is not None and slot is None:
             return False
         self._pool.share(cached)

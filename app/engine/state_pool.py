@@ -214,8 +214,13 @@ class StatePool:
 
     # ------------------------------------------------------------------ snapshots from a store
 
-    def reserve(self) -> int | None:
-        """A slot that a store may fill; None where no sequence could begin behind its snapshot then."""
+    def reserve(self, before: Prefix | None = None) -> int | None:
+        """A slot that a store may fill; None where no sequence could begin behind its snapshot then.
+
+        before: the sequence begins behind this prefix if nothing comes, so its snapshot makes room last.
+        """
+        if before is not None and before.snapshot is not None:
+            self._snapshots.move_to_end(before.snapshot.slot)
         return self._take() if self.num_free > SLOTS_OF_SEQUENCE else None
 
     def take_back(self, slot: int, prefix: Prefix | None, num_tokens: int) -> None:

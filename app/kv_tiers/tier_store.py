@@ -359,6 +359,8 @@ class TierStore(BlockStore):
     def _keep_all(self, folder: BlockFolder, prefix: Prefix, buffers: Buffers) -> None:
         """Write its blocks up to the first that the folder has, the first first, and its snapshot behind them."""
         snapshot = prefix.snapshot
+        if self._snapshot_bytes and snapshot is None:  # it is gone by now, and the blocks are of no use without
+            return
         missing: list[Prefix | Snapshot] = []
         if snapshot is not None and not folder.has(name_of_snapshot(name_of(prefix, self.namespace))):
             missing.append(snapshot)
@@ -368,9 +370,15 @@ class TierStore(BlockStore):
             at = at.parent
         if missing:
             with self._copies() as copies:
+                # Before the blocks: they take long to write, and its slot may be handed out meanwhile.
+                if isinstance(missing[0], Snapshot) and not _copied(missing[0], copies, buffers.snapshot):
+                    return
                 # What follows a block that is gone would not be found.
                 while missing and time.monotonic() >= self._paused_until:
-                    if not self._keep(folder, missing[-1], copies, buffers):
+                    held = missing[-1]
+                    if isinstance(held, Prefix) and not _copied(held, copies, buffers.block):
+                        break
+                    if not self._write(folder, held, buffers.of(held)):
                         break
                     missing.pop()
         if not missing:
@@ -396,11 +404,8 @@ class TierStore(BlockStore):
             folder.note_use(name_of(at, self.namespace), minute, at.num_blocks)
             at = at.parent
 
-    def _keep(self, folder: BlockFolder, held: Prefix | Snapshot, copies: BlockCopies | None, buffers: Buffers) -> bool:
+    def _write(self, folder: BlockFolder, held: Prefix | Snapshot, content: memoryview) -> bool:
         """Write the last block of a prefix, or its snapshot; whether that is done."""
-        content = buffers.of(held)
-        if not _copied(held, copies, content):
-            return False
         prefix = held.prefix if isinstance(held, Snapshot) else held
         name = name_of(prefix, self.namespace)
         name = name_of_snapshot(name) if isinstance(held, Snapshot) else name

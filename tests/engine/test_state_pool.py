@@ -85,6 +85,17 @@ def test_a_reserved_slot_becomes_the_snapshot_of_a_prefix_or_is_free_again() -> 
     assert states.begin(found[1]).current == found[1].snapshot.slot  # type: ignore[union-attr]
 
 
+def test_for_a_fetch_the_snapshot_behind_which_its_sequence_would_begin_makes_room_last() -> None:
+    blocks, states = pool_of(3)
+    found = prefixes(blocks, 3)
+    for number, prefix in enumerate(found, 1):
+        slot = states.reserve()
+        assert slot is not None
+        states.take_back(slot, prefix, 4 * number)
+    assert states.reserve(found[0]) is not None
+    assert have_snapshots(found) == [True, False, True]
+
+
 def test_a_state_behind_more_tokens_than_its_prefix_is_no_snapshot() -> None:
     blocks, states = pool_of(4)
     slot = states.reserve()

@@ -467,8 +467,30 @@ def test_a_slot_that_is_handed_out_while_it_is_copied_is_not_written(
 
     monkeypatch.setattr(memory, "_parts", parts_slowly)
     side.snapshots(blocks, 1)
-    assert side.store.num_snapshots_written == 0
+    assert side.store.num_snapshots_written == side.store.num_written == 0
     assert not side.found(names_of(blocks))
+
+
+@with_states
+def test_a_slot_that_is_handed_out_while_blocks_are_written_is_kept_before(
+    sides: Iterator[Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side, blocks, write = next(sides), [], BlockFolder.write
+
+    def write_slowly(folder: BlockFolder, *given: Any) -> None:
+        for block in blocks:
+            if block.prefix is not None and side.pool.states is not None:
+                side.pool.states.forget(block.prefix)
+        side.states[:] = 99
+        write(folder, *given)
+
+    monkeypatch.setattr(BlockFolder, "write", write_slowly)
+    blocks += side.computed(3)
+    side.snapshots(blocks, 3)
+    assert side.found(names_of(blocks)) == 3
+    _, fetch = side.fetched(names_of(blocks))
+    eventually(lambda: fetch.is_done, bool)
+    assert side.state_of(fetch) == {103}
 
 
 @pytest.fixture(params=["qwen3_5_text", "granitemoehybrid"])
