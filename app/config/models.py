@@ -35,9 +35,9 @@ class ServedModelConfig(Settings):
 
     name: Name = Field("demo", description="what a client sends as `model`")
     aliases: tuple[Name, ...] = Field((), max_length=64, description="other names for it")
-    tool_parser: Literal["auto", "none", "hermes", "llama3", "mistral"] = Field(
-        "auto", description="format of tool calls; auto: the chat template's, if it is one of these"
-    )
+    tool_parser: Literal[
+        "auto", "none", "hermes", "llama3", "mistral", "qwen3_coder", "lfm2", "granite", "nemotron", "gemma4"
+    ] = Field("auto", description="format of tool calls; auto: the chat template's, if it is one of these")
     pooling: Literal["auto", "last", "mean", "cls", "none"] = Field(
         "auto",
         description="an embedding: the hidden state of the last token, the mean of all, the first of an "

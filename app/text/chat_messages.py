@@ -27,22 +27,47 @@ For each function call, return a json object with function name and arguments wi
 
 
 @dataclass(frozen=True, slots=True)
+class CallMarks:
+    """How calls stand in the text of a message: objects, with marks before and behind each or all of them."""
+
+    begin: str
+    between: str
+    end: str
+
+
+_HERMES_MARKS = CallMarks(f"{CALL_BEGIN}\n", f"\n{CALL_END}\n{CALL_BEGIN}\n", f"\n{CALL_END}")
+# Of templates that show tools and have no place for calls: by a text in them, the marks that their models write.
+_MARKS_OF_FAMILIES = {
+    "<|tool_list_start|>": CallMarks("<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),  # LFM2
+    "<|tool_call|>": CallMarks("<|tool_call|>[", ", ", "]"),  # Granite 3
+}
+
+
+@dataclass(frozen=True, slots=True)
 class TemplateTraits:
     """The parts of a conversation that a chat template writes into the prompt."""
 
     tools: bool
     calls: bool  # in messages of the assistant, and their results
+    results: bool  # messages of the role `tool`
+    call_marks: CallMarks  # where calls have no place
     developer: bool  # messages of this role
     system: bool  # a first message of this role
     later_system: bool  # further messages of this role, wherever they stand
+
+
+def call_marks_of(template: str) -> CallMarks:
+    """How calls are written into messages for a chat template that has no place for calls."""
+    return next((marks for text, marks in _MARKS_OF_FAMILIES.items() if text in template), _HERMES_MARKS)
 
 
 def adapted(messages: Sequence[Message], tools: Sequence[Message], traits: TemplateTraits) -> list[Message]:
     """The conversation for a template with these traits. All of its text stays, in its order.
 
     Tools go into the system message, and calls and their results into the text of messages, as Hermes models write
-    them. `developer` becomes `system`. Where a template takes only one system message, the first ones are joined, and
-    later ones become messages of the user; where it takes none, so does the first.
+    them, or as the template says that its model writes calls. `developer` becomes `system`. Where a template takes only
+    one system message, the first ones are joined, and later ones become messages of the user; where it takes none, so
+    does the first.
     """
     adapted = list(messages)
     if not traits.developer:
@@ -51,7 +76,7 @@ def adapted(messages: Sequence[Message], tools: Sequence[Message], traits: Templ
         adapted = _with_tools(adapted, tools)
     is_changed = False
     if not traits.calls and any(each["role"] == "tool" or each.get("tool_calls") for each in adapted):
-        adapted, is_changed = [_with_calls_as_text(each) for each in adapted], True
+        adapted, is_changed = [_with_calls_as_text(each, traits) for each in adapted], True
     if not traits.later_system and any(each["role"] == "system" for each in adapted):
         adapted, is_changed = _with_one_system_message(adapted, is_taken=traits.system), True
     return joined_turns(adapted) if is_changed else adapted
@@ -90,18 +115,20 @@ def _with_tools(messages: list[Message], tools: Sequence[Message]) -> list[Messa
     return [{"role": "system", "content": text}, *messages]
 
 
-def _with_calls_as_text(message: Message) -> Message:
+def _with_calls_as_text(message: Message, traits: TemplateTraits) -> Message:
     if message["role"] == "tool":
+        if traits.results:
+            return message
         return {"role": "user", "content": f"{_RESULT_BEGIN}\n{message['content']}\n{_RESULT_END}"}
-    calls = [_call_text(call["function"]) for call in message.get("tool_calls") or ()]
     kept = {name: value for name, value in message.items() if name != "tool_calls"}
-    return kept | {"content": "\n".join(filter(None, (message["content"], *calls)))}
+    calls, marks = [_call_text(call["function"]) for call in message.get("tool_calls") or ()], traits.call_marks
+    text = f"{marks.begin}{marks.between.join(calls)}{marks.end}" if calls else ""
+    return kept | {"content": "\n".join(filter(None, (message["content"], text)))}
 
 
 def _call_text(function: Mapping[str, str]) -> str:
     """The call with its arguments as the model wrote them."""
-    name = json.dumps(function["name"], ensure_ascii=False)
-    return f'{CALL_BEGIN}\n{{"name": {name}, "arguments": {function["arguments"]}}}\n{CALL_END}'
+    return f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": {function["arguments"]}}}'
 
 
 def _with_one_system_message(messages: list[Message], *, is_taken: bool) -> list[Message]:

@@ -56,7 +56,7 @@ class GeneratedText:
         `include_stop`: the stop string or token that ends the text is shown too.
         """
         if reasoning is not None:
-            shown_token_ids |= tokenizer.special_ids((reasoning.marks.begin, reasoning.marks.end))
+            shown_token_ids |= tokenizer.special_ids(reasoning.marks.special_texts)
         self._splitter = None if reasoning is None else ReasoningSplitter(reasoning)
         self._num_undecided_tokens = 0  # that may turn out to begin reasoning
         self._detokenizer = Detokenizer(

@@ -17,14 +17,21 @@ class ReasoningMarks:
 
     begin: str
     end: str
+    special_texts: tuple[str, ...]  # what may be special tokens in the vocabulary
 
     def are_open(self, text: str) -> bool:
         """Whether a text ends within reasoning."""
         return text.rfind(self.begin) > text.rfind(self.end)
 
 
-# Of Qwen 3, DeepSeek R1 and those trained from them, and SmolLM 3; of Mistral's Magistral.
-MARKS = (ReasoningMarks("<think>", "</think>"), ReasoningMarks("[THINK]", "[/THINK]"))
+MARKS = (
+    # Qwen 3 and 3.5, DeepSeek R1 and those trained from them, SmolLM 3, LFM2.5, Nemotron.
+    ReasoningMarks("<think>", "</think>", ("<think>", "</think>")),
+    # Mistral's Magistral and Ministral 3.
+    ReasoningMarks("[THINK]", "[/THINK]", ("[THINK]", "[/THINK]")),
+    # Gemma 4.
+    ReasoningMarks("<|channel>thought", "<channel|>", ("<|channel>", "<channel|>")),
+)
 
 
 def marks_of(tokenizer: Tokenizer) -> ReasoningMarks | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.errors import ContextTooLong, InvalidRequest, InvalidSetup
-from app.text.chat_messages import TemplateTraits, adapted, in_parts, joined_turns
+from app.text.chat_messages import TemplateTraits, adapted, call_marks_of, in_parts, joined_turns
 from app.text.text_pairs import CHARACTERS_AT_ONCE, EncodedTexts, Forms
 from app.text.token_bytes import TokenBytes
 
@@ -216,6 +216,8 @@ class Tokenizer:
         system, question = {"role": "system", "content": word}, {"role": "user", "content": "Hi"}
         other, answer = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "Hi"}
 
+        template = str(self._pretrained.chat_template)
+
         def shows(*messages: Mapping[str, Any]) -> bool:
             try:
                 return word in self._applied(messages)
@@ -225,6 +227,8 @@ class Tokenizer:
         return TemplateTraits(
             tools=self.has_tools_in_template,
             calls=self.has_in_template("tool_calls"),
+            results=self.has_tools_in_template and re.search("['\"]tool['\"]", template) is not None,
+            call_marks=call_marks_of(template),
             developer=self.has_in_template("developer"),
             system=shows(system, question),
             later_system=shows(other, question, system, answer, question),

@@ -37,6 +37,11 @@ BEGINNINGS = {
     "hermes": ["<tool_call>", "Let me see.\n<tool_call>"],
     "llama3": ["<|python_tag|>", '{"name": "weather"', ' {\n"name" :"time"', '{"name"', '{"parameters": 1'],
     "mistral": ["[TOOL_CALLS]", "Well. [TOOL_CALLS]"],
+    "qwen3_coder": ["<tool_call>", "Well.\n\n<tool_call>"],
+    "lfm2": ["<|tool_call_start|>", "Well.<|tool_call_start|>"],
+    "granite": ["<|tool_call|>"],
+    "nemotron": ["<TOOLCALL>", "Well.\n\n<TOOLCALL>"],
+    "gemma4": ["<|tool_call>", "Well.<|tool_call>"],
 }
 
 

@@ -9,9 +9,10 @@ import pytest
 
 from app.engine.request import FinishReason
 from app.text import Tokenizer
-from app.text.tool_calls import FORMATS
+from app.text.tool_calls import FORMATS, format_of
 from tests.kit.service import CALL, WAIT, Service, calling, openai_client, say
 from tests.metrics.test_exposition import value
+from tests.text.tool_calls import published
 from tests.text.tool_calls.templates import TEMPLATES, tokenizer_with
 
 TOOL = {
@@ -78,6 +79,23 @@ def test_arguments_arrive_before_the_call_is_complete(tools_tokenizer: Tokenizer
     deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"] if "tool_calls" in choice["delta"]]
     assert len(deltas) > 4
     assert deltas[0]["tool_calls"][0]["function"] == {"name": "f", "arguments": "{"}
+
+
+def test_the_schema_tells_texts_from_values_where_the_format_has_no_quotes() -> None:
+    tokenizer = tokenizer_with(published.QWEN3_5, ("<tool_call>", "</tool_call>"))
+    texts = {"zip": {"type": "string"}, "note": {"anyOf": [{"type": "string"}, {"type": "null"}]}}
+    values = {"days": {"type": ["integer", "string"]}, "any": True}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": texts | values}}}
+    written = "".join(f"<parameter={name}>\n07\n</parameter>\n" for name in texts)
+    written += "".join(f"<parameter={name}>\n7\n</parameter>\n" for name in values)
+    service = Service(
+        tokenizer,
+        say(tokenizer, f"<tool_call>\n<function=f>\n{written}</function>\n</tool_call>"),
+        tool_format=format_of(tokenizer),
+        max_model_len=2000,
+    )
+    [call] = together(service.chat(tools=[tool], stream=True).chunks)[0]["calls"]
+    assert json.loads(call["arguments"]) == {"zip": "07", "note": "07", "days": 7, "any": 7}
 
 
 def test_text_without_calls_is_as_ever(tools_tokenizer: Tokenizer) -> None:

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.engine.request import FinishReason, TokenDelta
-from app.text import GeneratedText, Reasoning, Tokenizer, marks_of
+from app.text import GeneratedText, Reasoning, ReasoningMarks, marks_of
 from app.text.reasoning import MARKS, ReasoningSplitter
 from tests.text.small_tokenizers import build_byte_level
 
-THINK, MISTRAL = MARKS
+THINK, MISTRAL, GEMMA = MARKS
 
 
 def split(pieces: list[str], *, is_open: bool = False) -> tuple[str, str]:
@@ -101,14 +101,14 @@ def test_the_marks_are_those_of_the_chat_template() -> None:
     assert marks_of(build_byte_level()) is None
 
 
-def test_marks_that_are_special_tokens_are_seen(tokenizer_with_marks: Tokenizer) -> None:
-    ids = tokenizer_with_marks.encode("[THINK]a[/THINK]b", add_special_tokens=False)
-    assert len(ids) == 4
-    generated = GeneratedText(tokenizer_with_marks, reasoning=Reasoning(marks=MISTRAL, is_open=False))
+@pytest.mark.parametrize(
+    ("marks", "written"),
+    [(MISTRAL, "[THINK]a[/THINK]b"), (GEMMA, "<|channel>thought\na<channel|>b")],
+    ids=["mistral", "gemma"],
+)
+def test_marks_that_are_special_tokens_are_seen(marks: ReasoningMarks, written: str) -> None:
+    tokenizer = build_byte_level(None, marks.special_texts)
+    ids = tokenizer.encode(written, add_special_tokens=False)
+    generated = GeneratedText(tokenizer, reasoning=Reasoning(marks=marks, is_open=False))
     found = generated.push(TokenDelta("r", ids, FinishReason.LENGTH))
-    assert (found.reasoning, found.text, found.num_reasoning_tokens) == ("a", "b", 3)
-
-
-@pytest.fixture
-def tokenizer_with_marks() -> Tokenizer:
-    return build_byte_level(None, ("[THINK]", "[/THINK]"))
+    assert (found.reasoning, found.text, found.num_reasoning_tokens) == ("a", "b", len(ids) - 1)

@@ -7,19 +7,21 @@ import secrets
 import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from app.api.output.structured_output import grammar_of
 from app.api.output.tool_grammars import (
     arguments_grammar,
     calls_grammar,
     document_or_calls_grammar,
+    parameters_of,
     strict_calls_grammar,
 )
 from app.api.schemas.conversation import CustomDefinition, Definition
 from app.api.schemas.requests import ChatRequest
 from app.engine.request import Grammar, GrammarKind
 from app.errors import InvalidRequest
+from app.json_pieces import Json
 from app.text import Tokenizer
 from app.text.tool_calls import LIST, ArgumentsParser, CallParser, InputParser, ToolFormat, ToolParser
 
@@ -104,16 +106,37 @@ def tool_use(body: ChatRequest, tokenizer: Tokenizer, form: ToolFormat | None) -
             "or send tool_choice none",
             param="tools",
         )
+    texts = {name: texts_of(parameters_of(each)) for name, each in allowed.items()}
     # Of some of the tools only, a grammar alone keeps the model from calling another.
     is_strict = len(allowed) < len(offered) or any(each.strict for each in allowed.values())
     return ToolUse(
         make_parser=lambda: reading_inputs(
-            ToolParser(form, allowed, only_first=only_first, is_strict=is_strict, raw_names=raw_names)
+            ToolParser(form, allowed, only_first=only_first, is_strict=is_strict, raw_names=raw_names, texts=texts)
         ),
         form=form,
         token_ids=tokenizer.special_ids(form.special_texts),
         grammar=_free_calls_grammar(list(allowed.values()), form, grammar_of(body), is_strict=is_strict),
     )
+
+
+def texts_of(parameters: Json) -> frozenset[str]:
+    """The arguments that can only be texts, or null, by the schema of a function's parameters."""
+    properties = parameters.get("properties")
+    kinds = (
+        {name: _kinds(schema) - {"null"} for name, schema in properties.items()} if isinstance(properties, dict) else {}
+    )
+    return frozenset(name for name, own in kinds.items() if own == {"string"})
+
+
+def _kinds(schema: Any) -> set[str]:
+    """The types that a schema names, and those that its choices name; `any` for a choice that names none."""
+    if not isinstance(schema, dict):
+        return {"any"}
+    named = schema.get("type")
+    kinds = {each for each in (named if isinstance(named, list) else [named]) if isinstance(each, str)}
+    for choice in schema.get("anyOf") or schema.get("oneOf") or ():
+        kinds |= _kinds(choice)
+    return kinds or {"any"}
 
 
 def _free_calls_grammar(

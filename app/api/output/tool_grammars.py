@@ -19,7 +19,7 @@ from app.engine.request import Grammar, GrammarKind
 from app.errors import InvalidRequest
 from app.json_pieces import Json
 from app.json_schema import Place, changed
-from app.text.tool_calls import LIST, ToolFormat
+from app.text.tool_calls import LIST, PlainReader, ToolFormat
 
 _SPACE = r"( ?|\n[ \t]{0,40})"  # white space between the tokens of a document
 _MAYBE_SPACE: Json = {"any": [[], [{"pattern": r"[ \n]{1,2}"}]]}
@@ -138,7 +138,7 @@ def _larks(functions: Sequence[Definition]) -> list[Json | None]:
 
 
 def _marked(form: ToolFormat, functions: Sequence[Definition], *, only_one: bool = False) -> list[Content]:
-    """The contents that may follow the marker before calls.
+    """The contents that may follow the marker before calls: objects, in the marks of any format.
 
     An input by a Lark grammar may be any text, which nothing can end but the end of the output: so where there is such
     a tool, there is one call. In a JSON string two terminals may begin with a backslash, and llguidance looks one byte
@@ -153,12 +153,11 @@ def _marked(form: ToolFormat, functions: Sequence[Definition], *, only_one: bool
         return raw
     calls: Json = {"any": [_call(form, number, each) for number, each in numbered]}
     more = [] if only_one or raw else _more(form, calls)
-    if form.end:
-        return [[*first, calls, _MAYBE_SPACE, form.end], *raw]
     if not form.lead:
-        return [[*first, calls, *more], *raw]
-    contents: list[Content] = [[*first, calls, *more, _MAYBE_SPACE, "]"], *raw]
-    if form.has_plain_names:
+        return [[*first, calls, *([_MAYBE_SPACE, form.end] if form.end else more)], *raw]
+    end: Content = [_MAYBE_SPACE, form.end] if form.end else []
+    contents: list[Content] = [[*first, calls, *more, _MAYBE_SPACE, "]", *end], *raw]
+    if form.own is PlainReader:
         plain: Json = {"any": [[each.name, _CALL_ID, "[ARGS]", {"schema": number}] for number, each in numbered]}
         contents.append([plain, *([] if raw else [{"repeat": [form.begin, plain]}])])
     return contents
@@ -179,5 +178,7 @@ def _arguments(form: ToolFormat, number: int, function: Definition) -> Content:
 
 
 def _more(form: ToolFormat, calls: Json) -> Content:
-    """More calls after the first."""
+    """More calls after the first, where something separates calls."""
+    if not form.separators:
+        return []
     return [{"repeat": [{"pattern": rf"{_SPACE}{re.escape(form.separators[0])}{_SPACE}"}, calls]}]

@@ -2,6 +2,7 @@
 
 from app.text.tool_calls.format import FORMATS, LIST, ToolFormat
 from app.text.tool_calls.inputs import INPUT_KEY, InputParser
+from app.text.tool_calls.own_readers import PlainReader, Texts
 from app.text.tool_calls.parser import ArgumentsParser, CallParser, CallPiece, Parsed, ToolParser
 from app.text.tool_calls.template import format_of
 
@@ -14,6 +15,8 @@ __all__ = [
     "CallPiece",
     "InputParser",
     "Parsed",
+    "PlainReader",
+    "Texts",
     "ToolFormat",
     "ToolParser",
     "format_of",

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from app.text.chat_messages import CALL_BEGIN, CALL_END
+from app.text.tool_calls.own_readers import GemmaReader, OwnReader, PlainReader, PythonReader, TagReader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """One way of writing calls. Each call is a JSON object with a name and arguments, or a plain name before them."""
+    """One way of writing calls. Each call is a JSON object with a name and arguments, or is written in an own way."""
 
     name: str
     begin: str = ""  # what stands before calls; "" when there is nothing else but calls
@@ -18,7 +19,7 @@ class ToolFormat:
     separators: str = ""  # characters between calls
     may_begin_bare: bool = False  # the text may begin with a call that nothing marks
     may_follow_bare: bool = False  # a call may follow another without a marker
-    has_plain_names: bool = False  # `f[ARGS]{…}` as well
+    own: type[OwnReader] | None = None  # reads calls that are no objects
     arguments_key: str = "arguments"  # how its own templates call them
     special_texts: tuple[str, ...] = ()  # what may be special tokens in the vocabulary
     id_prefix: str = "call_"
@@ -51,11 +52,51 @@ MISTRAL = ToolFormat(
     lead="[",
     separators=",]",
     may_follow_bare=True,
-    has_plain_names=True,
+    own=PlainReader,
     special_texts=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
     id_prefix="",
     id_length=9,
 )
-FORMATS = {form.name: form for form in (HERMES, LLAMA3, MISTRAL)}
+# Alibaba's Qwen3-Coder and Qwen3.5, and NVIDIA's Nemotron 3: <tool_call><function=f><parameter=a>…</parameter>…
+QWEN3_CODER = replace(HERMES, name="qwen3_coder", own=TagReader)
+# Liquid's LFM2: <|tool_call_start|>[f(a=1), …]<|tool_call_end|>, or objects in the list if a system message asks so.
+LFM2 = ToolFormat(
+    name="lfm2",
+    begin="<|tool_call_start|>",
+    end="<|tool_call_end|>",
+    lead="[",
+    separators=",]",
+    may_follow_bare=True,
+    own=PythonReader,
+    special_texts=("<|tool_call_start|>", "<|tool_call_end|>"),
+)
+# IBM's Granite 3: <|tool_call|>[{"name": …, "arguments": …}, …]. Granite 4 writes as Hermes.
+GRANITE = ToolFormat(
+    name="granite",
+    begin="<|tool_call|>",
+    lead="[",
+    separators=",]",
+    may_follow_bare=True,
+    special_texts=("<|tool_call|>",),
+)
+# NVIDIA's Nemotron Nano 2: <TOOLCALL>[{"name": …, "arguments": …}, …]</TOOLCALL>.
+NEMOTRON = ToolFormat(
+    name="nemotron",
+    begin="<TOOLCALL>",
+    end="</TOOLCALL>",
+    lead="[",
+    separators=",]",
+    may_follow_bare=True,
+    special_texts=("<TOOLCALL>", "</TOOLCALL>"),
+)
+# Google's Gemma 4: <|tool_call>call:f{a:1,b:<|"|>x<|"|>}<tool_call|>.
+GEMMA4 = ToolFormat(
+    name="gemma4",
+    begin="<|tool_call>",
+    end="<tool_call|>",
+    own=GemmaReader,
+    special_texts=("<|tool_call>", "<tool_call|>", '<|"|>'),
+)
+FORMATS = {form.name: form for form in (HERMES, LLAMA3, MISTRAL, QWEN3_CODER, LFM2, GRANITE, NEMOTRON, GEMMA4)}
 # How calls are written when structured output makes sure that there is nothing else.
 LIST = ToolFormat(name="list", lead="[", separators=",]", may_follow_bare=True)

@@ -7,7 +7,8 @@ from typing import NamedTuple, Protocol
 
 from app.text.begun import num_begun
 from app.text.tool_calls.format import ToolFormat
-from app.text.tool_calls.readers import BLANKS, CallReader, NameFirstReader, ObjectReader, PlainReader, Reading
+from app.text.tool_calls.own_readers import NO_TEXTS, Texts
+from app.text.tool_calls.readers import BLANKS, CallReader, NameFirstReader, ObjectReader, Reading
 
 # Characters of white space that are held back until it is clear whether a marker follows.
 MAX_HELD_BLANKS = 1024
@@ -83,24 +84,28 @@ class ToolParser:
         only_first: bool = False,
         is_strict: bool = False,
         raw_names: Collection[str] = (),
+        texts: Texts = NO_TEXTS,
     ) -> None:
         """`names`: of the tools on offer. `only_first`: the text ends with the first call.
 
         `is_strict`: what nothing marks is a call only where it begins in the one way that a grammar of strict calls
         knows. So no call can be made without it. `raw_names`: of tools whose calls go to the end of the text, with the
-        input in a line of its own behind empty arguments.
+        input in a line of its own behind empty arguments. `texts`: by tool, its arguments that can only be texts, for
+        formats in which nothing else tells a text from a number.
         """
         self._form = form
         self._names = names
         self._only_first = only_first
         self._is_strict = is_strict
         self._raw_names = raw_names
+        self._texts = texts
         self._advance: Callable[[str], None] = self._in_text if form.begin else self._in_lead
         self._blanks: list[str] = []  # white space held back, before what may be the marker
         self._num_opened = 0  # how much of the opening marker the text ends with
         self._raw: list[str] = []  # a call so far, while it may turn out to be none
         self._reader: CallReader = ObjectReader()
         self._num_closed = 0  # how much of the closing marker was read
+        self._is_closed = False  # the closing marker was read since the last call
         self._num_begun = 0  # calls with a known name
         self._has_text = False
         self._is_done = False
@@ -197,14 +202,14 @@ class ToolParser:
             self._begin_call(
                 character, ObjectReader() if self._form.begin else self._unmarked_reader(), before=self._raw
             )
-        elif self._form.has_plain_names and PlainReader.begins_with(character):
-            self._begin_call(character, PlainReader(), before=self._raw)
+        elif self._form.own is not None and self._form.own.begins_with(character):
+            self._begin_call(character, self._form.own(self._texts), before=self._raw)
         else:
             self._give_up(character)
 
     def _begin_call(self, character: str, reader: CallReader, *, before: list[str]) -> None:
         self._raw, self._blanks = before, []
-        self._num_opened = 0
+        self._num_opened, self._is_closed = 0, False
         self._reader = reader
         self._advance = self._in_call
         self._in_call(character)
@@ -225,8 +230,9 @@ class ToolParser:
                 self._num_begun += 1
         if reading is not Reading.MORE:
             self._end_call()
-            if reading is Reading.BEYOND and not self._is_done:
-                self._advance(character)
+            for each in self._reader.unread + character if reading is Reading.BEYOND else "":
+                if not self._is_done:
+                    self._advance(each)
 
     @property
     def _is_raw(self) -> bool:
@@ -257,20 +263,24 @@ class ToolParser:
         end, form = self._form.end, self._form
         if self._num_closed < len(end) and character == end[self._num_closed]:
             self._num_closed = (self._num_closed + 1) % len(end)
+            self._is_closed = self._is_closed or not self._num_closed
         elif self._num_closed:
             self._back_to_text(end[: self._num_closed] + character)
         elif character.isspace() or character in form.separators:
             pass
-        elif character == "{" and form.may_follow_bare:
+        elif character == "{" and form.may_follow_bare and not self._is_closed:
             self._begin_call(character, self._unmarked_reader() if form.may_begin_bare else ObjectReader(), before=[])
+        elif form.own is not None and form.own.may_follow and not self._is_closed and form.own.begins_with(character):
+            self._begin_call(character, form.own(self._texts), before=[])
         else:
             self._back_to_text(character)
 
     def _give_up(self, character: str) -> None:
-        """What was read is no call. This character may begin one."""
-        self._say("".join(self._raw))
-        self._raw = []
-        self._back_to_text(character)
+        """What was read is no call. This character, or the end of what was read, may begin one."""
+        raw, self._raw = "".join(self._raw), []
+        num_held = num_begun(raw, self._form.begin) if self._form.begin else 0
+        self._say(raw[: len(raw) - num_held])
+        self._back_to_text(raw[len(raw) - num_held :] + character)
 
     def _back_to_text(self, characters: str) -> None:
         self._num_closed = 0

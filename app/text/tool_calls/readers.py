@@ -1,5 +1,7 @@
 """One call, read character by character: as a JSON object, or as a plain name with JSON behind it.
 
+The ways in which single families write calls are in `own_readers.py`.
+
 A JSON parser is no help here: a client gets the arguments as the model wrote them, while they come, and models write
 what a parser refuses (line breaks in strings, lone surrogates). So a value is only delimited; only names and arguments
 that are written as strings are decoded. Each character costs the same, however long the call is.
@@ -14,7 +16,6 @@ from typing import Protocol
 
 BLANKS = " \t\r\n"  # the white space of JSON
 _ARGUMENT_KEYS = ("arguments", "parameters")
-_ARGS, _CALL_ID = "[ARGS]", "[CALL_ID]"
 
 
 class Reading(Enum):
@@ -30,6 +31,7 @@ class CallReader(Protocol):
     """Reads one call. `name` is set once it is certain; the arguments are taken piece by piece."""
 
     name: str | None  # None until it is certain that this is a call
+    unread: str  # characters before the last one that do not belong to the call either; only after BEYOND
 
     def advance(self, character: str) -> Reading:
         """Take the next character. Not to be called again after an answer other than MORE."""
@@ -49,6 +51,7 @@ class ObjectReader:
     def __init__(self, names: Collection[str] | None = None) -> None:
         """`names`: where only its form tells a call from other JSON, a call has arguments and one of these names."""
         self.name: str | None = None
+        self.unread = ""
         self._names = names
         self._written_name: str | None = None
         self._arguments: list[str] | None = None  # read, not yet taken
@@ -184,62 +187,6 @@ class NameFirstReader(ObjectReader):
                 return Reading.NO_CALL
             self._is_spelled = self._written in self._beginnings
         return super().advance(character)
-
-
-class PlainReader:
-    """`f{…}` or `f[ARGS]{…}`, with `[CALL_ID]…` in between: how newer Mistral models write it."""
-
-    def __init__(self) -> None:
-        self.name: str | None = None
-        self._written_name: list[str] = []
-        self._tag: list[str] = []  # what was read of `[ARGS]` or `[CALL_ID]…`
-        self._arguments: list[str] = []
-        self._end = JsonEnd()
-
-    @staticmethod
-    def begins_with(character: str) -> bool:
-        """Whether a name may begin so."""
-        return character.isascii() and (character.isalnum() or character in "_.-")
-
-    def advance(self, character: str) -> Reading:
-        if self.name is not None:
-            return self._in_arguments(character)
-        if character == "{":
-            return self._begin_arguments(character)
-        if self._tag:
-            return self._in_tag(character)
-        if character == "[":
-            self._tag.append(character)
-        elif self.begins_with(character):
-            self._written_name.append(character)
-        else:
-            return Reading.NO_CALL
-        return Reading.MORE
-
-    def take_arguments(self) -> str:
-        arguments, self._arguments = "".join(self._arguments), []
-        return arguments
-
-    def _in_tag(self, character: str) -> Reading:
-        self._tag.append(character)
-        if len(self._tag) > len(_CALL_ID):
-            return Reading.MORE  # an identifier
-        begun = "".join(self._tag)
-        is_known = any(tag.startswith(begun) or begun.startswith(tag) for tag in (_ARGS, _CALL_ID))
-        return Reading.MORE if is_known else Reading.NO_CALL
-
-    def _begin_arguments(self, character: str) -> Reading:
-        if self._tag and not "".join(self._tag).rstrip().endswith(_ARGS):
-            return Reading.NO_CALL
-        self.name = "".join(self._written_name)
-        return self._in_arguments(character)
-
-    def _in_arguments(self, character: str) -> Reading:
-        place = self._end.advance(character)
-        if place is JsonPlace.BEYOND:
-            return Reading.BEYOND
-        self._arguments.append(character)
-        return Reading.DONE if place is JsonPlace.LAST else Reading.MORE
 
 
 class JsonPlace(Enum):

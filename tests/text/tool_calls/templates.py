@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from app.text import Tokenizer
 from tests.text.small_tokenizers import build_byte_level
 
@@ -49,5 +51,5 @@ TEMPLATES = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL}
 SPECIAL = ("[TOOL_CALLS]", "<|python_tag|>", "[ARGS]")
 
 
-def tokenizer_with(template: str) -> Tokenizer:
-    return build_byte_level(template, SPECIAL)
+def tokenizer_with(template: str, special: Sequence[str] = SPECIAL) -> Tokenizer:
+    return build_byte_level(template, special)

@@ -20,7 +20,7 @@ NAMES = ("f", "get_weather")
 
 def parsed(form: ToolFormat, pieces: Iterable[str], **settings: Any) -> tuple[str, Calls]:
     """The text and the calls, put together as a client does."""
-    parser = ToolParser(form, NAMES, **settings)
+    parser = ToolParser(form, NAMES, texts={"f": {"text"}}, **settings)
     parts = [part for piece in pieces for part in parser.push(piece)]
     parts += parser.flush()
     calls: list[list[str]] = []
@@ -51,6 +51,13 @@ def cut(text: str, places: Iterable[int]) -> list[str]:
 
 
 HERMES_CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def tag_call(key: str, value: str) -> str:
+    return f"<tool_call>\n<function=f>\n<parameter={key}>{value}</parameter>\n</function>\n</tool_call>"
+
+
+TAG_CALL = tag_call("a", "\n1\n")
 TEXTS = {
     "hermes": [
         ("Only text < that.", "Only text < that.", []),
@@ -78,6 +85,69 @@ TEXTS = {
         ('[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]123456789[ARGS]{}', "", [("f", '{"a": 1}'), ("g", "{}")]),
         ('[TOOL_CALLS]f{"a": 1}', "", [("f", '{"a": 1}')]),
         ("[TOOL_CALLS] are called so", "[TOOL_CALLS] are called so", []),
+    ],
+    "qwen3_coder": [
+        (TAG_CALL, "", [("f", '{"a": 1}')]),
+        (f"One moment.\n\n{TAG_CALL}\n{TAG_CALL}\n", "One moment.", [("f", '{"a": 1}')] * 2),
+        ("<tool_call>\n<function=f>\n</function>\n</tool_call>", "", [("f", "{}")]),
+        (tag_call("b", '\n{"c": [1]}\n'), "", [("f", '{"b": {"c": [1]}}')]),
+        (tag_call("b", "\nTrue\n"), "", [("f", '{"b": true}')]),
+        (tag_call("b", "\n{'c': None}\n"), "", [("f", '{"b": {"c": null}}')]),
+        (tag_call("b", "\nNaN\n"), "", [("f", '{"b": "NaN"}')]),
+        (tag_call("b", "\ntwo words, <p>\n\n"), "", [("f", '{"b": "two words, <p>\\n"}')]),
+        (tag_call("text", "\n12\n"), "", [("f", '{"text": "12"}')]),
+        (tag_call("text", '\nif a < 2:\n\n  "b\\n"\n'), "", [("f", json.dumps({"text": 'if a < 2:\n\n  "b\\n"'}))]),
+        (tag_call("text", "</param"), "", [("f", '{"text": "</param"}')]),
+        (tag_call("text", ""), "", [("f", '{"text": ""}')]),
+        ("<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</tool_call>bye", "bye", [("f", '{"a": 1}')]),
+        ("<tool_call>\n<function=f>\n<parameter=text>\ncut sho", "", [("f", '{"text": "cut sho')]),
+        ("<tool_call>\n<function=f>\n<param", "<tool_call>\n<function=f>\n<param", []),
+        ("<tool_call>\n<invoke name=f>", "<tool_call>\n<invoke name=f>", []),
+        (f"<tool_call>\n{TAG_CALL}", "<tool_call>\n", [("f", '{"a": 1}')]),
+        (HERMES_CALL, "", [("f", '{"a": 1}')]),
+    ],
+    "lfm2": [
+        ("<|tool_call_start|>[f(a=1)]<|tool_call_end|>Done.", "Done.", [("f", '{"a": 1}')]),
+        ("<|tool_call_start|>[f(a=1), g.h()]<|tool_call_end|>", "", [("f", '{"a": 1}'), ("g.h", "{}")]),
+        ("<|tool_call_start|>f(a=1)<|tool_call_end|>", "", [("f", '{"a": 1}')]),
+        (
+            """<|tool_call_start|>[f(a='it\\'s "x"\\n', b=[True, None, -1.5e3], """
+            "c={'d': (1, 2,)}, )]<|tool_call_end|>",
+            "",
+            [("f", '{"a": "it\'s \\"x\\"\\n", "b": [true, null, -1.5e3], "c": {"d": [1, 2]}}')],
+        ),
+        (r"<|tool_call_start|>[f(a='\xe9\u00e9\d\\')]<|tool_call_end|>", "", [("f", r'{"a": "\u00e9\u00e9\\d\\"}')]),
+        ('<|tool_call_start|>[{"name": "f", "arguments": {}}]<|tool_call_end|>', "", [("f", "{}")]),
+        ("<|tool_call_start|>[f(1)]<|tool_call_end|>", "<|tool_call_start|>[f(1)]<|tool_call_end|>", []),
+        ("<|tool_call_start|>[f", "<|tool_call_start|>[f", []),
+        ("<|tool_call_start|>[f(a='cut sho", "", [("f", '{"a": "cut sho')]),
+        ("<|tool_call_start|>[f(a=1)]<|tool_call_end|>f(b) is it", "f(b) is it", [("f", '{"a": 1}')]),
+        ("See f(a=1).", "See f(a=1).", []),
+    ],
+    "granite": [
+        ('<|tool_call|>[{"name": "f", "arguments": {"a": 1}}, {"name": "g"}]', "", [("f", '{"a": 1}'), ("g", "{}")]),
+        ('<|tool_call|>{"name": "f", "arguments": {"a": 1}}', "", [("f", '{"a": 1}')]),
+        ("<|tool_call|> none", "<|tool_call|> none", []),
+    ],
+    "nemotron": [
+        ('<TOOLCALL>[{"name": "f", "arguments": {"a": 1}}]</TOOLCALL>\nDone.', "Done.", [("f", '{"a": 1}')]),
+        ('Yes.\n<TOOLCALL>[{"name": "f"}, {"name": "g"}]</TOOLCALL>', "Yes.", [("f", "{}"), ("g", "{}")]),
+        ('<TOOLCALL>[{"name": "f"}]</TOOLCALL>{"name": "g"}', '{"name": "g"}', [("f", "{}")]),
+        ("<TOOLCALL>[]</TOOLCALL>", "<TOOLCALL>[]</TOOLCALL>", []),
+    ],
+    "gemma4": [
+        ("<|tool_call>call:f{a:1}<tool_call|>", "", [("f", '{"a": 1}')]),
+        ("Yes.<|tool_call>call:f{}<tool_call|><|tool_call>call:g{}<tool_call|>", "Yes.", [("f", "{}"), ("g", "{}")]),
+        (
+            '<|tool_call>call:f{a:<|"|>x "y", {z} <|\\n<|"|>,b:[true,{c:-2}],d:<|"|><|"|>}<tool_call|>',
+            "",
+            [("f", '{"a": "x \\"y\\", {z} <|\\\\n", "b": [true, {"c": -2}], "d": ""}')],
+        ),
+        ('<|tool_call>call:f{"a": "b\\n", c: word}<tool_call|>', "", [("f", '{"a": "b\\n", "c": "word"}')]),
+        ("<|tool_call>call:f{a:1<tool_call|>Well.", "Well.", [("f", '{"a": 1')]),
+        ("<|tool_call>f{a:1}<tool_call|>", "<|tool_call>f{a:1}<tool_call|>", []),
+        ("<|tool_call>call:{}", "<|tool_call>call:{}", []),
+        ('<|tool_call>call:f{a:<|"|>cut', "", [("f", '{"a": "cut')]),
     ],
     "list": [
         ('[{"name": "f", "parameters": {}}, {"name": "f", "parameters": {}}]', "", [("f", "{}"), ("f", "{}")]),
@@ -147,7 +217,9 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-CALL = st.tuples(st.sampled_from(NAMES), st.dictionaries(st.text(max_size=5), JSON, max_size=3))
+CALL = st.tuples(
+    st.sampled_from(NAMES), st.dictionaries(st.from_regex("[a-z_]{1,5}", fullmatch=True), JSON, max_size=3)
+)
 
 
 def written_calls(form: ToolFormat, calls: list[tuple[str, dict[str, Any]]]) -> str:
@@ -157,7 +229,28 @@ def written_calls(form: ToolFormat, calls: list[tuple[str, dict[str, Any]]]) -> 
         return "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in objects)
     if form.name == "llama3":
         return "; ".join(objects)
-    return f"{form.begin}[{', '.join(objects)}]"
+    if form.name == "qwen3_coder":
+        return "\n".join(in_tags(name, arguments) for name, arguments in calls)
+    if form.name == "gemma4":
+        return "".join(f"{form.begin}call:{name}{in_marks(arguments)}{form.end}" for name, arguments in calls)
+    if form.name == "lfm2":
+        own = (f"{name}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})" for name, arguments in calls)
+        return f"{form.begin}[{', '.join(own)}]{form.end}"
+    return f"{form.begin}[{', '.join(objects)}]{form.end}"
+
+
+def in_tags(name: str, arguments: dict[str, Any]) -> str:
+    parameters = "".join(f"<parameter={key}>\n{json.dumps(each)}\n</parameter>\n" for key, each in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
+
+def in_marks(value: Any) -> str:
+    """As Gemma 4 writes values."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{in_marks(key)}:{in_marks(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(in_marks, value)) + "]"
+    return f'<|"|>{value}<|"|>' if isinstance(value, str) else json.dumps(value)
 
 
 @given(st.data(), st.sampled_from(ALL), st.lists(CALL, min_size=1, max_size=3))
@@ -173,6 +266,9 @@ def test_what_was_meant_is_read_however_the_text_is_cut(
 
 FRAGMENTS = st.sampled_from(
     [
+        "<function=", "f>", "<parameter=", "text>", "</parameter>", "</function>", "f(", "a=", ")",
+        "<|tool_call_start|>", "<|tool_call_end|>", "<|tool_call>", "call:", "<tool_call|>", '<|"|>', "'",
+        "<|tool_call|>", "<TOOLCALL>",
         "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[", "]", "{", "}",
         ",", ":", ";", '"', "\\", " ", "\n", "<", '"name"', '"arguments"', '"f"', "f", "null",
         '{"name": "f", "arguments": {',
@@ -229,6 +325,8 @@ def cpu_s(form: ToolFormat, begin: str, piece: str, num_pieces: int, names: Iter
         ("mistral", "[TOOL_CALLS]", "f" * 64),
         ("mistral", "[TOOL_CALLS]f[CALL_ID]", "1" * 64),
         ("llama3", "{", " " * 64),
+        ("qwen3_coder", "<tool_call><function=f><parameter=text>", "</parameter" * 6),
+        ("lfm2", "<|tool_call_start|>[f(a=", "[[1], " * 11),
         ("llama3", "", '{"name": "f", "parameters": {}};' + " " * 32),
     ],
 )

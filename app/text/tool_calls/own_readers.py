@@ -1,0 +1,326 @@
+"""Calls that are no JSON objects, as single families of models write them, read character by character.
+
+Arguments come out as JSON, whatever they were written in, so a client sees one form for all models.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
+
+from app.text.begun import num_begun
+from app.text.tool_calls.literals import JsonWriter, as_json
+from app.text.tool_calls.readers import JsonEnd, JsonPlace, Reading
+
+# By tool, the names of the arguments that can only be texts.
+Texts = Mapping[str, Collection[str]]
+NO_TEXTS: Texts = MappingProxyType({})
+
+_ARGS, _CALL_ID = "[ARGS]", "[CALL_ID]"
+_MAX_UNDECIDED = 64 * 1024  # characters of an argument that may be JSON; a longer argument is a text
+
+
+def is_of_name(character: str) -> bool:
+    """Whether a character may stand in the name of a function."""
+    return character.isascii() and (character.isalnum() or character in "_.-")
+
+
+class OwnReader:
+    """A `CallReader` for one family's way of writing calls."""
+
+    may_follow = False  # a call may follow another without a marker
+
+    def __init__(self, texts: Texts = NO_TEXTS) -> None:
+        self.name: str | None = None
+        self.unread = ""
+        self._texts = texts
+        self._arguments: list[str] = []  # as JSON; read, not yet taken
+
+    @staticmethod
+    def begins_with(character: str) -> bool:
+        """Whether a call may begin with this character."""
+        raise NotImplementedError
+
+    def advance(self, character: str) -> Reading:
+        """Take the next character, as `CallReader.advance`."""
+        raise NotImplementedError
+
+    def take_arguments(self) -> str:
+        arguments, self._arguments = "".join(self._arguments), []
+        return arguments
+
+
+class PlainReader(OwnReader):
+    """`f{…}` or `f[ARGS]{…}`, with `[CALL_ID]…` in between: how newer Mistral models write it."""
+
+    def __init__(self, texts: Texts = NO_TEXTS) -> None:
+        super().__init__(texts)
+        self._written_name: list[str] = []
+        self._tag: list[str] = []  # what was read of `[ARGS]` or `[CALL_ID]…`
+        self._end = JsonEnd()
+
+    @staticmethod
+    def begins_with(character: str) -> bool:
+        return is_of_name(character)
+
+    def advance(self, character: str) -> Reading:
+        if self.name is not None:
+            return self._in_arguments(character)
+        if character == "{":
+            return self._begin_arguments(character)
+        if self._tag:
+            return self._in_tag(character)
+        if character == "[":
+            self._tag.append(character)
+        elif is_of_name(character):
+            self._written_name.append(character)
+        else:
+            return Reading.NO_CALL
+        return Reading.MORE
+
+    def _in_tag(self, character: str) -> Reading:
+        self._tag.append(character)
+        if len(self._tag) > len(_CALL_ID):
+            return Reading.MORE  # an identifier
+        begun = "".join(self._tag)
+        is_known = any(tag.startswith(begun) or begun.startswith(tag) for tag in (_ARGS, _CALL_ID))
+        return Reading.MORE if is_known else Reading.NO_CALL
+
+    def _begin_arguments(self, character: str) -> Reading:
+        if self._tag and not "".join(self._tag).rstrip().endswith(_ARGS):
+            return Reading.NO_CALL
+        self.name = "".join(self._written_name)
+        return self._in_arguments(character)
+
+    def _in_arguments(self, character: str) -> Reading:
+        place = self._end.advance(character)
+        if place is JsonPlace.BEYOND:
+            return Reading.BEYOND
+        self._arguments.append(character)
+        return Reading.DONE if place is JsonPlace.LAST else Reading.MORE
+
+
+class TagReader(OwnReader):
+    """`<function=f><parameter=a>…</parameter></function>`: how Qwen3-Coder, Qwen3.5 and Nemotron 3 write it.
+
+    An argument stands between its tags as it is, without quotes; a line end beside a tag belongs to the tag. An
+    argument that can only be a text comes out while it is written. Any other is JSON if it reads as JSON or as a value
+    of Python, which templates write too (`True`), and else a text.
+    """
+
+    _FUNCTION, _FUNCTION_END = "<function=", "</function>"
+    _PARAMETER, _PARAMETER_ENDS = "<parameter=", ("\n</parameter>", "</parameter>")
+
+    def __init__(self, texts: Texts = NO_TEXTS) -> None:
+        super().__init__(texts)
+        self._advance: Callable[[str], Reading] = self._in_function_tag
+        self._function = ""
+        self._held = ""  # may be the beginning of a tag
+        self._num_arguments = 0
+        self._value: list[str] | None = None  # of an argument that may be JSON; None: a text that comes out at once
+        self._num_undecided = 0  # characters of that value
+
+    @staticmethod
+    def begins_with(character: str) -> bool:
+        return character == "<"
+
+    def advance(self, character: str) -> Reading:
+        return self._advance(character)
+
+    def _in_function_tag(self, character: str) -> Reading:
+        self._held += character
+        if not _is_beginning(self._held, self._FUNCTION):
+            return Reading.NO_CALL
+        if character == ">":
+            self._function, self._held = self._held[len(self._FUNCTION) : -1], ""
+            self._advance = self._between_tags
+            return Reading.MORE if self._function else Reading.NO_CALL
+        return Reading.MORE
+
+    def _between_tags(self, character: str) -> Reading:
+        if not self._held and character.isspace():
+            return Reading.MORE
+        self._held += character
+        if self._held == self._FUNCTION_END:
+            return self._close(Reading.DONE)
+        if not (_is_beginning(self._held, self._PARAMETER) or self._FUNCTION_END.startswith(self._held)):
+            return self._broken()
+        if character == ">":
+            self._begin_argument(self._held[len(self._PARAMETER) : -1])
+        return Reading.MORE
+
+    def _begin_argument(self, key: str) -> None:
+        self.name = self._function
+        comma = ", " if self._num_arguments else "{"
+        self._arguments.append(f"{comma}{json.dumps(key, ensure_ascii=False)}: ")
+        self._num_arguments += 1
+        self._held, self._value, self._num_undecided = "", [], 0
+        if key in self._texts.get(self._function, ()):
+            self._begin_text()
+        self._advance = self._before_value
+
+    def _before_value(self, character: str) -> Reading:
+        self._advance = self._in_value
+        return Reading.MORE if character == "\n" else self._in_value(character)
+
+    def _in_value(self, character: str) -> Reading:
+        self._held += character
+        if self._held in self._PARAMETER_ENDS:
+            self._end_argument()
+            return Reading.MORE
+        num_held = max(num_begun(self._held, end) for end in self._PARAMETER_ENDS)
+        said = self._held[: len(self._held) - num_held]
+        self._held = self._held[len(said) :]
+        self._say(said)
+        return Reading.MORE
+
+    def _say(self, text: str) -> None:
+        if self._value is None:
+            self._arguments.append(_escaped(text))
+            return
+        self._value.append(text)
+        self._num_undecided += len(text)
+        if self._num_undecided > _MAX_UNDECIDED:
+            self._begin_text()
+
+    def _begin_text(self) -> None:
+        undecided, self._value = self._value or [], None
+        self._arguments.append('"' + _escaped("".join(undecided)))
+
+    def _end_argument(self) -> None:
+        self._arguments.append('"' if self._value is None else as_json("".join(self._value)))
+        self._held, self._advance = "", self._between_tags
+
+    def _broken(self) -> Reading:
+        """No tag that belongs here. With an argument it is still a call, which ended before this."""
+        if self.name is None:
+            return Reading.NO_CALL
+        self.unread = self._held[:-1]
+        return self._close(Reading.BEYOND)
+
+    def _close(self, reading: Reading) -> Reading:
+        self.name = self._function
+        self._arguments.append("}" if self._num_arguments else "{}")
+        return reading
+
+
+class PythonReader(OwnReader):
+    """`f(a=1, b='x')`: how LFM2 writes it, in a list."""
+
+    may_follow = True
+
+    def __init__(self, texts: Texts = NO_TEXTS) -> None:
+        super().__init__(texts)
+        self._advance: Callable[[str], Reading] = self._in_function
+        self._function: list[str] = []
+        self._key: list[str] = []
+        self._writer = JsonWriter()
+        self._num_arguments = 0
+
+    @staticmethod
+    def begins_with(character: str) -> bool:
+        return is_of_name(character)
+
+    def advance(self, character: str) -> Reading:
+        return self._advance(character)
+
+    def take_arguments(self) -> str:
+        self._arguments.append(self._writer.take())
+        return super().take_arguments()
+
+    def _in_function(self, character: str) -> Reading:
+        if character == "(":
+            self._advance = self._before_key
+        elif is_of_name(character):
+            self._function.append(character)
+        else:
+            return Reading.NO_CALL
+        return Reading.MORE
+
+    def _before_key(self, character: str) -> Reading:
+        if character.isspace():
+            return Reading.MORE
+        if character == ")":
+            return self._close()
+        self._key, self._advance = [], self._in_key
+        return self._in_key(character)
+
+    def _in_key(self, character: str) -> Reading:
+        if is_of_name(character):
+            self._key.append(character)
+        elif character == "=" and self._key:
+            self._begin_argument("".join(self._key))
+        elif not (character.isspace() and self._key):
+            return Reading.NO_CALL if self.name is None else Reading.BEYOND
+        return Reading.MORE
+
+    def _begin_argument(self, key: str) -> None:
+        self.name = "".join(self._function)
+        self._arguments.append(f'{", " if self._num_arguments else "{"}"{key}": ')
+        self._num_arguments += 1
+        self._writer, self._advance = JsonWriter(), self._in_value
+
+    def _in_value(self, character: str) -> Reading:
+        place = self._writer.advance(character)
+        if place is JsonPlace.INSIDE:
+            return Reading.MORE
+        self._arguments.append(self._writer.take())
+        self.unread, self._advance = self._writer.unread, self._after_value
+        return Reading.MORE if place is JsonPlace.LAST else self._after_value(character)
+
+    def _after_value(self, character: str) -> Reading:
+        if character.isspace():
+            return Reading.MORE
+        if character == "," and not self.unread:
+            self._advance = self._before_key
+            return Reading.MORE
+        return self._close() if character == ")" and not self.unread else Reading.BEYOND
+
+    def _close(self) -> Reading:
+        self.name = "".join(self._function)
+        self._arguments.append("}" if self._num_arguments else "{}")
+        return Reading.DONE
+
+
+class GemmaReader(OwnReader):
+    """`call:f{a:1,b:<|"|>x<|"|>}`: how Gemma 4 writes it. A text stands between marks, as it is."""
+
+    _BEGIN = "call:"
+
+    def __init__(self, texts: Texts = NO_TEXTS) -> None:
+        super().__init__(texts)
+        self._written = ""  # before the arguments
+        self._writer = JsonWriter()
+
+    @staticmethod
+    def begins_with(character: str) -> bool:
+        return character == "c"
+
+    def advance(self, character: str) -> Reading:
+        if self.name is None and character != "{":
+            self._written += character
+            is_name = len(self._written) <= len(self._BEGIN) or is_of_name(character)
+            return Reading.MORE if is_name and _is_beginning(self._written, self._BEGIN) else Reading.NO_CALL
+        if self.name is None:
+            if len(self._written) <= len(self._BEGIN):
+                return Reading.NO_CALL
+            self.name = self._written.removeprefix(self._BEGIN)
+        place = self._writer.advance(character)
+        self.unread = self._writer.unread
+        if place is JsonPlace.BEYOND:
+            return Reading.BEYOND
+        return Reading.DONE if place is JsonPlace.LAST else Reading.MORE
+
+    def take_arguments(self) -> str:
+        return self._writer.take()
+
+
+def _is_beginning(text: str, of: str) -> bool:
+    """Whether a text begins with another, or the other with it. What follows has no mark and no line end in it."""
+    return of.startswith(text) or (text.startswith(of) and text[-1] not in "<\n")
+
+
+def _escaped(text: str) -> str:
+    """A text as it stands between the quotes of a string in JSON."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
