@@ -225,7 +225,9 @@ class LinearUpdates:
         self._dtype = next(module.parameters()).dtype
         for name, linear in module.named_modules():
             inputs, outputs = getattr(linear, "in_features", None), getattr(linear, "out_features", None)
-            if name.endswith("_proj") and isinstance(inputs, int) and isinstance(outputs, int):
+            parent = module.get_submodule(name.rpartition(".")[0])
+            is_called = not (name.endswith(".kv_b_proj") and hasattr(parent, "latent_heads"))
+            if name.endswith("_proj") and is_called and isinstance(inputs, int) and isinstance(outputs, int):
                 self.sizes[name] = Sizes(inputs, outputs)
                 linear.register_forward_hook(partial(self._add, name))
 

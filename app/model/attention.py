@@ -19,6 +19,7 @@ from app.engine.batch import StepBatch
 from app.engine.state_pool import NO_STATE
 from app.model.inputs import AttentionRows, DecodeRows, ModelInputs, PrefillChunk, build_attention_rows
 from app.model.kv_cache import ONE_GROUP, KVCache, LayerGroups, LayerShape
+from app.model.latent_attention import LatentHeads
 from app.model.recurrence import Recurrence, StatePieces, TorchRecurrence
 
 ATTENTION_NAME = "carousel_paged"
@@ -92,6 +93,7 @@ class AttentionRules:
     sliding_window: int | None = None  # a token sees itself and this many minus one before it
     softcap: float | None = None
     sinks: torch.Tensor | None = None  # [num_heads], a score per head that takes part in the softmax, without a value
+    is_latent: bool = False  # a key is its value, with further numbers behind it, which alone are stored as the key
     # The earlier layer whose keys and values it attends over, as `ProbeStep` finds it; None: it stores its own.
     stored_by: int | None = None
 
@@ -118,13 +120,17 @@ def paged_attention(
     layer = getattr(module, "layer_idx", None)
     if layer is None:
         raise UnknownAttention("attention layers are not numbered (no layer_idx)")
+    heads: LatentHeads | None = getattr(module, "latent_heads", None)
     rules = AttentionRules(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window=sliding_window,
         softcap=softcap,
         sinks=s_aux,
+        is_latent=heads is not None,
     )
-    output = paged.attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), rules)
+    queries = query[0] if heads is None else heads.queries(query[0])
+    output = paged.attend(layer, queries.transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), rules)
+    output = output if heads is None else heads.values(output)
     return output.contiguous()[None], None  # some models take a view of it
 
 
@@ -202,7 +208,8 @@ class _TorchStep:
     ) -> torch.Tensor:
         group, place = self._groups.place_of(layer)
         rows = self._rows[group]
-        self._cache.write(place, self._slots[group], key, value)
+        stored = key[..., value.shape[-1] :] if rules.is_latent else key
+        self._cache.write(place, self._slots[group], stored, value)
         output = query.new_empty(*query.shape[:2], value.shape[-1])
         if rows.decode is not None:
             at = rows.decode.token_indices
@@ -211,9 +218,13 @@ class _TorchStep:
             output[chunk.tokens] = self._prefill(place, query[chunk.tokens], chunk, rules)
         return output
 
+    def _read(self, place: int, block_tables: torch.Tensor, rules: AttentionRules) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self._cache.read(place, block_tables)
+        return (torch.cat((values, keys), dim=-1) if rules.is_latent else keys), values
+
     def _decode(self, place: int, query: torch.Tensor, rows: DecodeRows, rules: AttentionRules) -> torch.Tensor:
         """Single tokens of many sequences. query: [num_rows, num_heads, key_dim]."""
-        keys, values = self._cache.read(place, rows.block_tables)
+        keys, values = self._read(place, rows.block_tables, rules)
         at = torch.arange(keys.shape[1], device=keys.device)
         visible = at < rows.lengths[:, None]  # [num_rows, max_length]
         if rules.sliding_window is not None:
@@ -224,7 +235,7 @@ class _TorchStep:
 
     def _prefill(self, place: int, query: torch.Tensor, chunk: PrefillChunk, rules: AttentionRules) -> torch.Tensor:
         """Several tokens of one sequence. query: [num_tokens, num_heads, key_dim]."""
-        keys, values = self._cache.read(place, chunk.block_table)
+        keys, values = self._read(place, chunk.block_table, rules)
         # What lies before the window of the first token may be others' by now.
         first = 0 if rules.sliding_window is None else max(0, chunk.start - rules.sliding_window + 1)
         keys, values = keys[first : chunk.length], values[first : chunk.length]
@@ -245,6 +256,11 @@ class ProbeStep:
         """By layer that attends over the keys and values of an earlier one: that layer."""
         return {layer: own.stored_by for layer, own in self.rules.items() if own.stored_by is not None}
 
+    def forget(self) -> None:
+        """Be as if no forward pass had been."""
+        for found in (self.layers, self.rules, self._keys, self.states):
+            found.clear()
+
     def next_slots(self, shape: StateShape, inputs: torch.Tensor) -> Slots:
         """For the next recurrent operator. inputs: [num_tokens, ...]."""
         self.states.append(shape)
@@ -259,7 +275,9 @@ class ProbeStep:
             raise UnknownAttention(f"attention layer {layer} runs more than once in a forward pass")
         stored_by = next((at for at, other in self._keys.items() if _is_same_memory(key, other)), None)
         if stored_by is None:
-            self.layers[layer] = LayerShape(num_kv_heads=key.shape[1], key_dim=key.shape[-1], value_dim=value.shape[-1])
+            value_dim = value.shape[-1]
+            key_dim = key.shape[-1] - value_dim if rules.is_latent else key.shape[-1]
+            self.layers[layer] = LayerShape(num_kv_heads=key.shape[1], key_dim=key_dim, value_dim=value_dim)
             self._keys[layer] = key
         self.rules[layer] = replace(rules, stored_by=stored_by)
         return _causal(query, key, value, start=0, rules=rules)

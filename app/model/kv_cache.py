@@ -18,7 +18,7 @@ _SCALED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """What one attention layer stores for one token."""
+    """What one attention layer stores for one token. With latent attention, `key_dim` is without the latent."""
 
     num_kv_heads: int
     key_dim: int

@@ -111,7 +111,7 @@ def pack_linear_layers(model: nn.Module) -> int:
                     setattr(module, name, JoinedPart(joined, index, linear))  # type: ignore[arg-type]
                 num_replaced += len(names)
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear:
+            if type(child) is nn.Linear and not (name == "kv_b_proj" and hasattr(module, "latent_heads")):  # not called
                 setattr(module, name, PackedLinear(child.weight, child.bias))
                 num_replaced += 1
     return num_replaced

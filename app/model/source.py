@@ -18,8 +18,10 @@ from app.errors import CarouselError, InvalidSetup, UnsupportedModel, first_line
 from app.model.attention import ATTENTION_NAME, UnknownAttention, paged_attention
 from app.model.cpu.checkpoint import Checkpoint, MappedModel
 from app.model.cpu.weights import why_not_native
+from app.model.cuda.attention import TritonAttention
 from app.model.description import read_config
 from app.model.language_model import language_class, language_config, plain_names
+from app.model.latent_attention import store_latents
 from app.model.llama import why_not_llama_like
 from app.model.memory import is_out_of_memory
 from app.model.parallel.split_plan import SplitPlan, check_divisible, shared_numbers
@@ -244,7 +246,7 @@ def module_without_weights(source: ModelSource, dtype: torch.dtype) -> PreTraine
         module: PreTrainedModel = source.model_class._from_config(
             source.found, dtype=dtype, attn_implementation=ATTENTION_NAME
         )
-    use_slots(module)
+    _adapt(source, module)
     if (Path(source.location) / "generation_config.json").is_file():
         module.generation_config = GenerationConfig.from_pretrained(source.location)
     return module.eval()
@@ -308,6 +310,13 @@ def module_on_device(source: ModelSource) -> PreTrainedModel | None:
     return mapped.module
 
 
+def _adapt(source: ModelSource, module: PreTrainedModel) -> None:
+    """Have a model compute with the states and the latents of a step. Latents only on CPUs, in one process."""
+    use_slots(module)
+    if source.device.type == "cpu" and source.group is None and not TritonAttention.fits(source.device):
+        store_latents(module, ATTENTION_NAME)
+
+
 def module_of_transformers(source: ModelSource) -> PreTrainedModel:
     """As transformers loads it, with all its weights on the device.
 
@@ -322,7 +331,7 @@ def module_of_transformers(source: ModelSource) -> PreTrainedModel:
             source.model_class, source.config, source.location, dtype=source.dtype, attention=ATTENTION_NAME,
             config=found, **options,
         )  # fmt: skip
-        use_slots(module)
+        _adapt(source, module)
         return module if "device_map" in options else module.to(source.device)
     except Exception as error:  # each package of quantised weights has its own
         if is_out_of_memory(error):

@@ -48,6 +48,7 @@ struct AttentionShape {
     float scaling, softcap;  // softcap 0: none
     int64_t sliding_window;  // 0: none
     const float* sinks;      // [num_heads] or null
+    int64_t is_latent;       // the first `value_dim` numbers of a key are its value, and stored once
 };
 
 struct Strides {  // in elements; the innermost stride is 1
@@ -89,12 +90,15 @@ template <typename T>
 struct Pages {
     char *keys, *values;
     float* scales;  // null: not in int8
-    int64_t num_kv_heads, key_units, value_dim, block_size, unit_bytes;
+    int64_t num_kv_heads, latent_units, key_units, value_dim, block_size, unit_bytes;  // key_units: behind the latent
 
     Pages(const AttentionShape& shape, void* keys, void* values, void* scales)
         : keys(static_cast<char*>(keys)), values(static_cast<char*>(values)), scales(static_cast<float*>(scales)),
-          num_kv_heads(shape.num_kv_heads), key_units(shape.key_dim / PER_UNIT<T>), value_dim(shape.value_dim),
-          block_size(shape.block_size), unit_bytes(scales ? PER_UNIT<T> : sizeof(uint32_t)) {}
+          num_kv_heads(shape.num_kv_heads), latent_units(shape.is_latent ? shape.value_dim / PER_UNIT<T> : 0),
+          key_units(shape.key_dim / PER_UNIT<T> - latent_units), value_dim(shape.value_dim), block_size(shape.block_size),
+          unit_bytes(scales ? PER_UNIT<T> : sizeof(uint32_t)) {}
+
+    int64_t query_units() const { return latent_units + key_units; }
 
     // The key units of LANES tokens from `slot` on, `block_size` apart.
     const char* key_group(int32_t block, int64_t slot, int64_t kv_head) const {
@@ -113,7 +117,7 @@ struct Pages {
         if (scales) return write_in_int8(int32_t(block), offset, kv_head, key, value);
         auto* column = reinterpret_cast<uint32_t*>(const_cast<char*>(key_group(int32_t(block), offset, kv_head)));
         for (int64_t unit = 0; unit < key_units; ++unit)
-            std::memcpy(column + unit * block_size, key + unit * PER_UNIT<T>, sizeof(uint32_t));
+            std::memcpy(column + unit * block_size, key + (latent_units + unit) * PER_UNIT<T>, sizeof(uint32_t));
         T* row = reinterpret_cast<T*>(const_cast<char*>(value_row(int32_t(block), offset, kv_head)));
         for (int64_t dim = 0; dim < value_dim; ++dim) row[dim * PER_UNIT<T> + offset % PER_UNIT<T>] = value[dim];
     }
@@ -262,12 +266,37 @@ struct Attended {
     }
 };
 
+// The latents of LANES tokens, as values are stored, in the layout of keys: [latent_units][LANES tokens].
+inline void turn_latents(const uint32_t* values, int64_t latent_units, int64_t value_dim, Words* to, float) {
+    auto* units = reinterpret_cast<uint32_t*>(to);
+    for (int64_t first = 0; first < latent_units; first += LANES)
+        for (int token = 0; token < LANES; ++token)
+            for (int64_t unit = first; unit < std::min(first + LANES, latent_units); ++unit)
+                units[unit * LANES + token] = values[token * value_dim + unit];
+}
+inline void turn_latents(const uint32_t* values, int64_t latent_units, int64_t value_dim, Words* to, bf16) {
+    auto* units = reinterpret_cast<uint32_t*>(to);
+    for (int64_t first = 0; first < latent_units; first += LANES)
+        for (int pair = 0; pair < LANES / 2; ++pair)
+            for (int64_t unit = first; unit < std::min(first + LANES, latent_units); ++unit) {
+                const uint32_t *from = values + pair * value_dim + 2 * unit, left = from[0], right = from[1];
+                units[unit * LANES + 2 * pair] = (left & 0xffffu) | right << 16;
+                units[unit * LANES + 2 * pair + 1] = left >> 16 | (right & 0xffff0000u);
+            }
+}
+template <typename T>
+void turn_latents(const uint32_t* values, int64_t latent_units, int64_t value_dim, Words* to) {
+    turn_latents(values, latent_units, value_dim, to, T{});
+}
+
 // The groups of LANES tokens that a thread reads one after the other, and how many groups ahead of their use it fetches
 // them.
 struct Walk {
     std::vector<const uint32_t*> keys, values;  // in int8: of bytes
     std::vector<const float*> scales;           // of keys and values in int8
     std::vector<Words> converted;
+    std::vector<bool> is_made;  // of the keys of latent attention, by group
+    int64_t num_made;           // of the piece
     int64_t keys_ahead, values_ahead, key_stride;  // the last in units
     bool is_int8;
 
@@ -276,6 +305,7 @@ struct Walk {
         keys.clear();
         values.clear();
         scales.clear();
+        is_made.clear();
         key_stride = pages.block_size;
         is_int8 = pages.scales != nullptr;
     }
@@ -305,6 +335,28 @@ struct Walk {
         values_ahead = std::max<int64_t>(PER_UNIT<T>, own_ahead);
         keys.resize(keys.size() + keys_ahead, keys.back());  // so that there is something ahead of the last
         values.resize(values.size() + values_ahead, values.back());
+    }
+    // Puts the keys of some groups together, which are stored apart: the latents as values, then what is behind them.
+    // Those of a piece are made before it is read, into the memory of the piece before.
+    template <typename T>
+    void make_keys(const Pages<T>& pages, int64_t first, int64_t end) {
+        for (int64_t group = first; group < end; ++group) {
+            if (is_made[group]) continue;
+            is_made[group] = true;
+            Words* const to = converted.data() + num_made++ * pages.query_units();
+            turn_latents<T>(values[group], pages.latent_units, pages.value_dim, to);
+            for (int64_t unit = 0; unit < pages.key_units; ++unit)
+                to[pages.latent_units + unit] = load_units(keys[group] + unit * pages.block_size);
+            keys[group] = reinterpret_cast<const uint32_t*>(to);
+        }
+    }
+    // Before the groups of a piece. most: that it has.
+    template <typename T>
+    void begin_keys(const Pages<T>& pages, int64_t most) {
+        num_made = 0;
+        key_stride = LANES;
+        is_made.resize(keys.size(), false);
+        converted.resize(most * pages.query_units());
     }
     // Converts groups [first, end) from int8, those of one piece: from now on there are only such.
     template <typename T>
@@ -548,7 +600,7 @@ inline Scales scales_by_position(const Walk& walk, const Part& part, int64_t num
 // What all rows of some parts attend to in one piece: to the first `num_shared` tokens of the walk, which are read once
 // for all rows that are computed together, and to their own. The walk begins with the shared ones from `walk_begin` on.
 template <typename T>
-void attend_piece(const AttentionShape& shape, const Rows& rows, const Pages<T>& pages, const Walk& walk,
+void attend_piece(const AttentionShape& shape, const Rows& rows, const Pages<T>& pages, Walk& walk,
                   const Part* parts, int64_t num_parts, int64_t num_shared, int64_t walk_begin, Stretch piece,
                   Heads<const T> query, const Attended& result, Scratch& scratch) {
     int64_t num_rows = 0;
@@ -565,11 +617,11 @@ void attend_piece(const AttentionShape& shape, const Rows& rows, const Pages<T>&
     };
     // Rows of a power of two would lie in the same few lines of a core's cache.
     constexpr int64_t STRIDE = PIECE + 2 * LANES, WEIGHT_STRIDE = STRIDE / PER_UNIT<T>;
-    scratch.query.resize(num_rows * pages.key_units);
+    scratch.query.resize(num_rows * pages.query_units());
     scratch.scores.resize(num_rows * STRIDE);
     scratch.weights.resize(num_rows * WEIGHT_STRIDE);
     std::fill_n(result.values, num_rows * shape.value_dim, 0.0f);
-    const auto query_of = [&](int64_t row) { return scratch.query.data() + row * pages.key_units; };
+    const auto query_of = [&](int64_t row) { return scratch.query.data() + row * pages.query_units(); };
     const auto scores_of = [&](int64_t row) { return scratch.scores.data() + row * STRIDE; };
     const auto weights_of = [&](int64_t row) { return scratch.weights.data() + row * WEIGHT_STRIDE; };
 
@@ -581,7 +633,7 @@ void attend_piece(const AttentionShape& shape, const Rows& rows, const Pages<T>&
         const uint32_t* const* keys = walk.keys.data() + group;
         float* const to = scores_of(row) + of.begin - piece.begin;
         if (!walk.is_int8)
-            return tile.score(query_of(row), pages.key_units, keys, of.num_groups(), walk.keys_ahead, walk.key_stride,
+            return tile.score(query_of(row), pages.query_units(), keys, of.num_groups(), walk.keys_ahead, walk.key_stride,
                               to, STRIDE);
         each_converted<T>(keys, of.num_groups(), walk.keys_ahead, pages.block_size, pages.key_units, scratch,
                           [&](const uint32_t* const* converted, int64_t first, int64_t count) {
@@ -608,6 +660,12 @@ void attend_piece(const AttentionShape& shape, const Rows& rows, const Pages<T>&
             if (!own.is_empty()) body(rows.tiles[part.num_rows()], row, part.group_at(own.begin), own);
         });
     };
+    if (shape.is_latent) {
+        if (!shared.is_empty()) walk.make_keys(pages, shared_group, shared_group + shared.num_groups());
+        each_own([&](const Tile&, int64_t, int64_t group, Stretch own) {
+            walk.make_keys(pages, group, group + own.num_groups());
+        });
+    }
     each_tile([&](const Tile& tile, int64_t row) { score(tile, row, shared_group, shared); });
     each_own(score);
     const int64_t first_group = shared.is_empty() ? parts->group_at(own_of(piece, *parts).begin) : shared_group;
@@ -830,10 +888,14 @@ void attend(const AttentionShape& shape, const Pages<T>& pages, Groups& groups, 
         attend_piece(shape, rows, pages, walk, parts.data() + at, count, num_shared, pieces.begin, {piece, piece + PIECE},
                      query, result, scratch);
     };
+    const auto begin_keys = [&] {
+        if (shape.is_latent) walk.begin_keys(pages, std::min(walk.size(), (PIECE / LANES + 1) * (num_parts + 1)));
+    };
     if (share.piece >= 0) {
         const Attended result = groups.attended(share, kv_head, shape);
         if (walk.size() == 0) return result.clear(num_rows);  // all of it lies before a window
         walk.end<T>(num_shared);
+        begin_keys();
         return attend_to(pieces.begin, 0, num_parts, result);
     }
     walk.end<T>(num_shared);
@@ -846,6 +908,7 @@ void attend(const AttentionShape& shape, const Pages<T>& pages, Groups& groups, 
     constexpr int64_t LEAST_PARTS = 4;  // that use what is converted together: it leaves the L1 cache
     const bool converts = walk.is_int8 && together == 1 && num_parts >= LEAST_PARTS;
     for (int64_t piece = pieces.begin; piece < pieces.end; piece += PIECE) {
+        begin_keys();
         if (converts)
             walk.convert(pages, std::max<int64_t>(0, parts[0].group_at(piece)),
                          std::min(num_groups, parts[0].group_at(piece + PIECE)));

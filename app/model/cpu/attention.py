@@ -61,6 +61,7 @@ class _NativeStep:
             num_heads=num_heads, num_kv_heads=key.shape[1], key_dim=key_dim, value_dim=value.shape[-1],
             block_size=pages.block_size, scaling=rules.scaling, softcap=rules.softcap or 0.0,
             sliding_window=rules.sliding_window or 0, sinks=None if sinks is None else sinks.data_ptr(),
+            is_latent=rules.is_latent,
         )  # fmt: skip
         strides = Strides.of(query, key, value)
         attention.function(

@@ -289,7 +289,7 @@ class Decoder {
 
     AttentionShape attention_shape(const LayerWeights& layer, int64_t sliding_window) const {
         return {shape_.num_heads, layer.num_kv_heads, layer.head_dim, layer.head_dim, shape_.block_size,
-                shape_.scaling,   shape_.softcap,     sliding_window, nullptr};
+                shape_.scaling,   shape_.softcap,     sliding_window, nullptr, 0};
     }
 
     // residual → projected → mixed

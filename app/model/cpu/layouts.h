@@ -41,7 +41,7 @@ inline const char* layouts() {
 #define F CAROUSEL_FIELD
     static const std::string lines =
         CAROUSEL_LAYOUT(AttentionShape, F(num_heads), F(num_kv_heads), F(key_dim), F(value_dim), F(block_size),
-                        F(scaling), F(softcap), F(sliding_window), F(sinks)) +
+                        F(scaling), F(softcap), F(sliding_window), F(sinks), F(is_latent)) +
         CAROUSEL_LAYOUT(Strides, F(query_token), F(query_head), F(key_token), F(key_head), F(value_token),
                         F(value_head)) +
         CAROUSEL_LAYOUT(ExpertsShape, F(num_experts), F(per_token), F(intermediate_size), F(weights_sum_to_one),

@@ -111,6 +111,7 @@ class AttentionShape(Filled):
     _fields_ = (
         *_fields(_INT64, "num_heads", "num_kv_heads", "key_dim", "value_dim", "block_size"),
         *_fields(_FLOAT, "scaling", "softcap"), ("sliding_window", _INT64), ("sinks", _POINTER),
+        ("is_latent", _INT64),
     )  # fmt: skip
 
 

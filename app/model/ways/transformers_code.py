@@ -36,6 +36,7 @@ from app.model.device import check_kv_dtype
 from app.model.forward import DeviceForward, TransformersForward
 from app.model.inputs import build_inputs
 from app.model.kv_cache import KVCache, LayerGroups
+from app.model.latent_attention import store_expanded
 from app.model.memory import MemoryNeeds, is_out_of_memory
 from app.model.packed_linear import pack_linear_layers
 from app.model.parallel.split_plan import SizesOfRank, SplitPlan
@@ -232,7 +233,8 @@ class TransformersModel(LoadedModel):
         """On a CPU attention is native where it can be."""
         cache, num_slots = config.cache, self.facts.num_state_slots
         why_not_native = self._why_no_native_attention(config.model, cache.block_size)
-        check_kv_dtype(config, self.device, why_not_native)
+        latents = "its layers store latents" if any(rules.is_latent for rules in self.rules.values()) else None
+        check_kv_dtype(config, self.device, why_not_native or latents)
         if TritonAttention.fits(self.device):
             return verified_graph_runner(config, self, num_blocks)
         if config.model.batch_invariant:
@@ -287,6 +289,11 @@ def _verified_reference(source: ModelSource, module: PreTrainedModel, step: Prob
     path, name = source.config.path, module.config.model_type
     try:
         ours = _probe(module, *tokens_to_try(module, source.device), step)
+        if _has_latents(step) and (difference := Reference.of(path, module, source.device).difference(ours)):
+            logger.warning("%s: keys and values of all heads are stored, not latents: %s", path, difference)
+            store_expanded(module)
+            step.forget()
+            ours = _probe(module, *tokens_to_try(module, source.device), step)
     except (UnknownAttention, TypeError, AttributeError, LookupError) as error:
         raise UnsupportedModel(f"{path} ({name}) cannot run on paged attention: {reason_of(error)}") from error
     except (RuntimeError, ImportError) as error:
@@ -305,6 +312,10 @@ def _verified_reference(source: ModelSource, module: PreTrainedModel, step: Prob
     reference = Reference.of(path, module, source.device)
     reference.verify("with paged attention", ours)
     return reference
+
+
+def _has_latents(step: ProbeStep) -> bool:
+    return any(rules.is_latent for rules in step.rules.values())
 
 
 def _probe(module: PreTrainedModel, token_ids: torch.Tensor, positions: torch.Tensor, step: ProbeStep) -> Output:

@@ -1,0 +1,69 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), computed on the latents themselves.
+
+A token's keys and values of all heads are products of one latent, beside one rotated key that all heads share. Here the
+latent and the rotated key are stored, and the products move to the other side: a query is multiplied with the matrix of
+the keys before attention, and what it attends to with that of the values behind it ("absorbed", section 2.1.2 there).
+DeepSeek-V3 then stores 576 numbers for a token in a layer, and not 40,960.
+
+transformers' modules expand the latents in a method of their own, `expand_kv`, which is replaced here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class LatentHeads:
+    """The matrices of one layer that make keys and values of all heads from a latent."""
+
+    def __init__(self, module: Any) -> None:
+        """module: of transformers, see `store_latents`."""
+        self._nope_dim = module.qk_nope_head_dim
+        weight = module.kv_b_proj.weight.detach()
+        by_head = weight.view(-1, self._nope_dim + module.v_head_dim, weight.shape[1])
+        self._keys, self._values = by_head.split((self._nope_dim, module.v_head_dim), dim=1)  # [num_heads, dim, latent]
+
+    def queries(self, query: torch.Tensor) -> torch.Tensor:
+        """Queries that are multiplied with latents and rotated keys.
+
+        query: [num_heads, num_tokens, nope_dim + rope_dim] → [num_heads, num_tokens, latent_dim + rope_dim].
+        """
+        plain, rotated = query[..., : self._nope_dim], query[..., self._nope_dim :]
+        return torch.cat((torch.bmm(plain, self._keys), rotated), dim=-1)
+
+    def values(self, latents: torch.Tensor) -> torch.Tensor:
+        """latents: [num_tokens, num_heads, latent_dim] → [num_tokens, num_heads, value_dim]."""
+        return torch.bmm(latents.transpose(0, 1), self._values.transpose(1, 2)).transpose(0, 1)
+
+
+def store_latents(module: PreTrainedModel, attention_name: str) -> None:
+    """Have the layers with latent attention store latents where a model runs with the attention of this name."""
+    for part in module.modules():
+        if hasattr(part, "expand_kv") and getattr(part, "kv_b_proj", None) is not None and part.kv_b_proj.bias is None:
+            _store_latents(part, attention_name)
+
+
+def store_expanded(module: PreTrainedModel) -> None:
+    """Undo `store_latents`."""
+    for part in module.modules():
+        if hasattr(part, "latent_heads"):
+            del part.latent_heads, part.expand_kv
+
+
+def _store_latents(part: Any, attention_name: str) -> None:
+    expand = part.expand_kv
+
+    def latents(kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """kv_nope: [1, 1, num_tokens, latent_dim], k_rot: [1, 1, num_tokens, rope_dim]."""
+        if part.config._attn_implementation != attention_name:
+            result: tuple[torch.Tensor, torch.Tensor] = expand(kv_nope, k_rot)
+            return result
+        return torch.cat((kv_nope, k_rot), dim=-1), kv_nope
+
+    part.expand_kv = latents
+    part.latent_heads = LatentHeads(part)
