@@ -323,8 +323,13 @@ def _check_states(source: ModelSource, module: PreTrainedModel, step: ProbeStep)
             f"{path} ({module.config.model_type}) has layers with a state that is not computed here: {kinds}. Short "
             f"convolutions, the gated delta rule and Mamba 2 are"
         )
-    if step.states and source.device.type != "cpu":
-        raise UnsupportedModel(f"{path} has recurrent layers, which run on CPUs only: set model.device: cpu")
+    if step.states and source.device.type == "cuda":
+        raise no_states_on_a_gpu(path)
+
+
+def no_states_on_a_gpu(path: str) -> UnsupportedModel:
+    """path: of a model with recurrent layers."""
+    return UnsupportedModel(f"{path} has recurrent layers, which run on CPUs only: set model.device: cpu")
 
 
 def _verify_numbering(module: PreTrainedModel, reference: Reference) -> None:
