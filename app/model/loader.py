@@ -130,6 +130,7 @@ def _with_kv_memory(config: EngineConfig, model: LoadedModel, num_blocks: int, n
         "" if config.cache.dtype == "auto" else f", KV memory in {config.cache.dtype}",
         num_threads, num_blocks, config.cache.block_size,
     )  # fmt: skip
+    logger.info("%s", model.abilities)
     return LoadedRunner(model, model.runner(config, num_blocks=num_blocks, num_threads=num_threads), num_blocks)
 
 

@@ -16,6 +16,7 @@ from app.disk import cache_folder
 from app.engine.block_pool import BlockPool
 from app.engine.largest_batch import largest_batch
 from app.errors import InvalidSetup, UnsupportedModel, described
+from app.model.abilities import Abilities
 from app.model.adapters import MAX_RANK
 from app.model.cpu.adapters import AdaptedModel
 from app.model.device import device_of, dtype_of, refused_quantization
@@ -38,6 +39,7 @@ class PlannedMemory:
     sequence_blocks: int  # of a sequence of the whole context, with those that its windows keep
     context: int  # tokens of the longest sequence
     dtype: str  # of weights and KV memory that are not quantised
+    abilities: Abilities
     state_bytes: int = 0  # of a slot for the states of recurrent layers; 0 without such layers
 
     @property
@@ -182,5 +184,6 @@ def _planned(config: EngineConfig, model: LoadedModel) -> PlannedMemory:
         sequence_blocks=pool.num_blocks_behind((), facts.max_model_len),
         context=facts.max_model_len,
         dtype=str(model.dtype).removeprefix("torch."),
+        abilities=model.abilities,
         state_bytes=state_bytes(model.states),
     )

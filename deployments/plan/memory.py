@@ -59,7 +59,7 @@ class GpuPlan:
             f"{self._config.model.path} on {self._where}: {gpu.granted / GIB:.2f} GiB, "
             f"{gpu.fraction:g} of {self._share * gpu.total / GIB:.2f} GiB (predicted; not yet measured on a GPU)"
         )
-        return "\n".join([head, *_lines(rows), *self._room(left)])
+        return "\n".join([head, *_lines(rows), *self._room(left), f"  {self._planned.abilities}"])
 
     def check(self) -> None:
         """Raises InvalidSetup if no sequence of the whole context fits, with the smallest card that holds one."""
@@ -152,7 +152,7 @@ class CpuPlan:
         once = "" if self._num_replicas == 1 else ", once for all replicas"
         head = f"{self._config.model.path} on {self._where}, weights in {kind}{once} (predicted)"
         room = f"{_room(self._planned, self._left)} with cache.memory_gib: {most:g}"
-        return "\n".join([head, *_lines(rows), *self._slots(), room])
+        return "\n".join([head, *_lines(rows), *self._slots(), room, f"  {self._planned.abilities}"])
 
     def _num_state_slots(self) -> int:
         """As a replica with this memory has them. A memory that holds no slots is refused by `check`."""

@@ -13,6 +13,7 @@ from app.config import EngineConfig, ModelConfig
 from app.engine.batch import StepBatch
 from app.engine.request import ModelInfo
 from app.errors import InvalidSetup, UnsupportedModel, first_line
+from app.model.abilities import Abilities
 from app.model.architectures import ARCHITECTURES
 from app.model.attention import (
     AttentionRules,
@@ -172,6 +173,15 @@ class TransformersModel(LoadedModel):
             rules=step.rules,
             states=tuple(step.states),
             mapped=mapped,
+        )
+
+    @property
+    def in_one_group(self) -> Abilities:
+        has_windows = any(rules.sliding_window for rules in self.rules.values())
+        return Abilities(
+            architecture=type(self.module).__name__,
+            has_states=bool(self.states),
+            windows="kept" if has_windows else "none",
         )
 
     def giving_back(self) -> TransformersModel:
