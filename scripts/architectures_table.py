@@ -35,26 +35,24 @@ def abilities() -> list[Abilities]:
 
 def _of(config: type[PreTrainedConfig], model: type[PreTrainedModel]) -> Abilities:
     found: Any = config()
-    found.allow_global_per_layer_attribute_access = True  # those that differ have names of their own beside them
     kinds = getattr(found, "layer_types", None) or ()
     window = getattr(found, "sliding_window", None)
     has_states = has_operators(model)
     if "sliding_attention" not in kinds and not (window and not kinds):
         return Abilities(architecture=model.__name__, has_states=has_states, windows="none")
-    layers = {
-        layer: LayerShape(num_kv_heads=1, key_dim=size, value_dim=size)
-        for layer, size in enumerate(_head_dim(found, kind) for kind in kinds or ("",) * found.num_hidden_layers)
-    }
+    layers = {layer: _shape(found, layer) for layer in range(found.num_hidden_layers)}
     windows = {layer: window if not kinds or kinds[layer] == "sliding_attention" else None for layer in layers}
-    groups = LayerGroups.of(layers, windows, max_model_len=found.max_position_embeddings)
+    groups = LayerGroups.of(layers, windows, max_model_len=2 * window)
     is_freed = groups.num_groups > 1 and not has_states
     return Abilities(architecture=model.__name__, has_states=has_states, windows="freed" if is_freed else "kept")
 
 
-def _head_dim(config: Any, kind: str) -> int:
+def _shape(config: Any, layer: int) -> LayerShape:
     """Some models have heads of another size in layers with full attention."""
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int((getattr(config, "global_head_dim", None) or size) if kind == "full_attention" else size)
+    by_layer = getattr(config, "per_layer_config", None)
+    own = by_layer[layer] if by_layer else config
+    size = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
+    return LayerShape(num_kv_heads=own.num_key_value_heads, key_dim=size, value_dim=size)
 
 
 def table() -> str:

@@ -1,6 +1,6 @@
 """Which abilities of the engine work with which architecture, and why the others do not.
 
-The page that is served to readers, the log line of a replica and `carousel plan memory` all ask here. The reasons
+The guide for readers, the log line of a replica and `carousel plan memory` all ask here. The reasons
 follow from the descriptions of our decoders and from the types of a model's layers.
 """
 
@@ -20,14 +20,14 @@ _STATES_ON_A_CPU = "recurrent layers run on CPUs only"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
-    """Those of one model, or of an architecture."""
+    """The abilities that work with one model, or with an architecture."""
 
     architecture: str  # the class of transformers
     has_states: bool  # of recurrent layers
     windows: Literal["none", "kept", "freed"]  # of its attention: whether blocks behind them are given back
 
     def why_not(self) -> dict[Ability, str]:
-        """What does not work with it, each with the reason."""
+        """The abilities that do not work with it, each with the reason."""
         no_decoder = {backend: self._why_no_decoder(backend) for backend in ("cpu", "cuda")}
         reasons: dict[Ability, str | None] = {
             "C++ on a CPU": no_decoder["cpu"],
@@ -58,5 +58,5 @@ class Abilities:
 
     def _why_windows_are_kept(self) -> str | None:
         if self.windows == "kept":
-            return "its blocks lie in one group, as without full attention beside windows, with tiers or fetches"
+            return "its blocks lie in one group: groups need layers of one shape, with and without one window"
         return "it has no windows" if self.windows == "none" else None
