@@ -21,7 +21,7 @@ from app.config import ApiConfig, ApplicationConfig, KeysConfig, leaves
 from app.metrics import exposition
 from benchmarks.clients import with_codex
 from deployments.serve.settings import parse
-from scripts import configuration_page, draw_pictures
+from scripts import architectures_table, configuration_page, draw_pictures
 from scripts.draw_pictures import imported
 from tests.doc_pages import COMMANDS, GUIDES, OUTPUT, PAGES, PROJECT, Block, blocks
 from tests.metrics.test_exposition import after_one_request
@@ -114,6 +114,12 @@ def test_the_configuration_of_codex_is_that_of_its_checks() -> None:
 def test_the_configuration_page_is_that_of_the_settings() -> None:
     assert configuration_page.PAGE.read_text() == configuration_page.page(), (
         "run `python -m scripts.configuration_page`"
+    )
+
+
+def test_the_table_of_architectures_follows_from_the_code() -> None:
+    assert architectures_table.PAGE.read_text() == architectures_table.page(), (
+        "run `python -m scripts.architectures_table`"
     )
 
 

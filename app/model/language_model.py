@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import re
+from collections.abc import Collection, Mapping
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from app.errors import UnsupportedModel
 from app.model.architectures import TEXT_MODELS, TextModel
 
 if TYPE_CHECKING:
@@ -44,6 +48,58 @@ def plain_names(whole: PreTrainedConfig) -> dict[str, str]:
         if type(each) is WeightRenaming and len(each._original_source_patterns) == 1
     }
     return own | _PREFIXES
+
+
+def check_files_of_text(path: str, folder: Path, whole: PreTrainedConfig, expected: Collection[str]) -> None:
+    """Look, before any weight is read, whether all files of a checkpoint are there, with weights of its language model.
+
+    path: of the model, for messages. expected: the names of the language model's weights. Weights that are missing
+    beside others are found when all are read: which names transformers changes is known to it alone.
+
+    Raises UnsupportedModel, with the numbers.
+    """
+    names = _names_of_weights(path, folder)
+    found = {_renamed(name, plain_names(whole)) for name in names}
+    if names and found.isdisjoint(expected) and names.isdisjoint(expected):
+        raise UnsupportedModel(
+            f"{path} cannot be loaded: its files lack {len(expected)} weights, such as {min(expected)}: they have "
+            f"none of the language model and {len(names)} others, such as {min(names)}"
+        )
+
+
+def _names_of_weights(path: str, folder: Path) -> set[str]:
+    """Of all weights in safetensors files; none where there are no such files. Raises as `check_files_of_text`."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return {name for file in folder.glob("*.safetensors") for name in _header(file)}
+    places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    missing = sorted(file for file in set(places.values()) if not (folder / file).is_file())
+    if missing:
+        num_weights = sum(file in missing for file in places.values())
+        raise UnsupportedModel(
+            f"{path} cannot be loaded: {index.name} names {len(set(places.values()))} files, and {len(missing)} of "
+            f"them with {num_weights} weights are not there, such as {missing[0]}. Download them again"
+        )
+    return set(places)
+
+
+def _header(file: Path) -> set[str]:
+    """The names of the weights in a safetensors file; none if it is no such file, as is said when it is read."""
+    max_header_bytes = 100 * 10**6  # as the format has it
+    with file.open("rb") as opened:
+        num_bytes = int.from_bytes(opened.read(8), "little")
+        try:
+            return (
+                set(json.loads(opened.read(num_bytes))) - {"__metadata__"} if num_bytes <= max_header_bytes else set()
+            )
+        except ValueError:
+            return set()
+
+
+def _renamed(name: str, changes: Mapping[str, str]) -> str:
+    for pattern, replacement in changes.items():
+        name = re.sub(pattern, replacement, name)
+    return name
 
 
 def language_config(whole: PreTrainedConfig) -> PreTrainedConfig:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from app.model.abilities import Abilities
 from app.model.architectures import ARCHITECTURES, MIXERS, Architecture, Backend, Mixer, computed_by
 from app.model.attention import AttentionRules, StateShape
 from app.model.kv_cache import LayerShape
@@ -122,6 +123,14 @@ class DecoderSettings:
     @property
     def described(self) -> Architecture:
         return ARCHITECTURES[self.architecture]
+
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(
+            architecture=self.architecture,
+            has_states=any(layer.mixer != "attention" for layer in self.layers),
+            windows="kept" if any(layer.sliding_window for layer in self.layers) else "none",
+        )
 
     def of_rank(self, size: int) -> DecoderSettings:
         """The part that each of `size` ranks has: some heads, and some inner numbers of each MLP and each expert."""

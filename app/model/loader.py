@@ -6,7 +6,9 @@ Its runner comes with KV memory of a size that fits.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,15 +16,17 @@ import torch
 from app.config import EngineConfig, ModelConfig
 from app.cores import num_cores
 from app.disk import cache_folder
+from app.model.attention import StateShape
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.graph_runner import GraphModelRunner
 from app.model.device import ChosenDtype, check_kv_device, device_of, dtype_of, refused_quantization, warn_of_turns
 from app.model.kv_cache import block_bytes, check_host_memory, num_blocks_that_fit, num_state_slots_that_fit
+from app.model.language_model import check_files_of_text
 from app.model.location import resolve_model_path
-from app.model.memory import refusing_to_run_short
+from app.model.memory import refusing_to_run_short, state_bytes
 from app.model.parallel.group import RankGroup
 from app.model.runner import TorchModelRunner
-from app.model.source import ModelSource, refusing_what_fails
+from app.model.source import ModelSource, module_without_weights, refusing_what_fails
 from app.model.ways.cuda_decoder import CudaModel
 from app.model.ways.gpu import bytes_for_kv
 from app.model.ways.loaded_model import LoadedModel
@@ -32,6 +36,9 @@ from app.model.ways.transformers_code import TransformersModel
 logger = logging.getLogger(__name__)
 
 MIN_INTERVAL_TOKENS = 256  # between two snapshots of the states of a long prompt
+
+
+CheckStates = Callable[[Sequence[StateShape]], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +93,21 @@ def load_runner(
 
 def _with_state_slots(config: EngineConfig, model: LoadedModel) -> tuple[LoadedModel, int]:
     """The model with slots for the states of its recurrent layers, if it has any, and the bytes of all slots."""
-    of_state = sum(shape.num_bytes for shape in model.states)
+    number, of_state = _num_state_slots(config, model.states), state_bytes(model.states)
     if not of_state:
         return model, 0
-    number = num_state_slots_that_fit(config.cache, of_state, max_running=config.scheduler.max_running)
     # A snapshot for so many tokens of a long prompt that their keys and values take as much memory as the state.
     block_size, of_block = config.cache.block_size, block_bytes(config.cache, model.in_block, dtype=model.dtype)
     num_blocks = max(-(-MIN_INTERVAL_TOKENS // block_size), of_state // of_block)
     facts = replace(model.facts, num_state_slots=number, state_interval_tokens=num_blocks * block_size)
     return replace(model, facts=facts), number * of_state
+
+
+def _num_state_slots(config: EngineConfig, states: Sequence[StateShape]) -> int:
+    """Raises InvalidSetup if the slots of one sequence do not fit."""
+    if not states:
+        return 0
+    return num_state_slots_that_fit(config.cache, state_bytes(states), max_running=config.scheduler.max_running)
 
 
 def _load(config: EngineConfig, group: RankGroup | None) -> LoadedModel:
@@ -105,6 +118,7 @@ def _load(config: EngineConfig, group: RankGroup | None) -> LoadedModel:
             block_size=config.cache.block_size,
             checks=cache_folder(),
             group=group,
+            check_states=partial(_num_state_slots, config),
         )
 
 
@@ -116,6 +130,7 @@ def _with_kv_memory(config: EngineConfig, model: LoadedModel, num_blocks: int, n
         "" if config.cache.dtype == "auto" else f", KV memory in {config.cache.dtype}",
         num_threads, num_blocks, config.cache.block_size,
     )  # fmt: skip
+    logger.info("%s", model.abilities)
     return LoadedRunner(model, model.runner(config, num_blocks=num_blocks, num_threads=num_threads), num_blocks)
 
 
@@ -127,6 +142,7 @@ def load_model(
     block_size: int = 16,
     checks: Path | None = None,
     group: RankGroup | None = None,
+    check_states: CheckStates | None = None,
 ) -> LoadedModel:
     """Load weights from safetensors and try one short forward pass. Code from a model repository never runs.
 
@@ -134,6 +150,7 @@ def load_model(
     checks: a folder that keeps which models in local folders have been verified; they are not tried again. It also has
         the locks of weights that are shared with other processes.
     group: the ranks that have a part of the model each; all call this function.
+    check_states: gets the states of a model with recurrent layers before its weights are read, and may raise.
 
     Raises:
         InvalidSetup: there is no such model, or no such device, or the model cannot be quantised as asked.
@@ -145,10 +162,10 @@ def load_model(
         cache=checks, group=group,
     )  # fmt: skip
     with refusing_what_fails(config.path, group):
-        return _by_first_way(source, chosen)
+        return _by_first_way(source, chosen, check_states)
 
 
-def _by_first_way(source: ModelSource, chosen: ChosenDtype) -> LoadedModel:
+def _by_first_way(source: ModelSource, chosen: ChosenDtype, check_states: CheckStates | None) -> LoadedModel:
     """The model as the first way that can compute it has it. chosen: the type, and why."""
     config = source.config
     way = _decoder_for(config, source.device)
@@ -157,9 +174,11 @@ def _by_first_way(source: ModelSource, chosen: ChosenDtype) -> LoadedModel:
         raise refused_quantization(config, reason)
     logger.info("%s: the type is %s: %s", config.path, chosen.name, chosen.reason)
     if reason is not None:
+        _check_before_weights(source, check_states)
         return _on_transformers_code(source, TransformersModel.load(source), reason)
     if way is NativeModel and (verified := NativeModel.verified_before(source)) is not None:
         return verified
+    _check_before_weights(source, check_states)
     own = TransformersModel.load(source, from_files=way is NativeModel or config.quantization == "fp8")
     reason = way.why_not(source, own)
     if reason is None:
@@ -167,6 +186,17 @@ def _by_first_way(source: ModelSource, chosen: ChosenDtype) -> LoadedModel:
     if config.quantization != "none":
         raise refused_quantization(config, reason)
     return _on_transformers_code(source, own, reason)
+
+
+def _check_before_weights(source: ModelSource, check_states: CheckStates | None) -> None:
+    """Refuse a checkpoint that its configuration and the names of its weights show to be wrong."""
+    folder = Path(source.location)
+    if source.whole.get_text_config() is not source.whole and folder.is_dir():
+        module = module_without_weights(source, source.dtype)
+        tied = getattr(module, "all_tied_weights_keys", None) or {}
+        check_files_of_text(source.config.path, folder, source.whole, module.state_dict().keys() - set(tied))
+    if source.layers_with_states and check_states is not None and source.device.type == "cpu":
+        check_states(TransformersModel.planned(replace(source, device=torch.device("meta"))).states)
 
 
 def _decoder_for(config: ModelConfig, device: torch.device) -> type[CudaModel | NativeModel]:

@@ -6,7 +6,7 @@ They work on numbers alone and run on any machine. None of the constants has bee
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,6 +14,7 @@ import torch
 
 from app.config import GIB
 from app.errors import InvalidSetup, first_line
+from app.model.attention import StateShape
 
 # The CUDA context with the code of all kernels, outside of torch's allocator: 0.5 GiB on an A100 (the baseline in
 # https://github.com/JBjoernskov/Twin4Build/issues/134), and some for kernels that are compiled later.
@@ -104,6 +105,11 @@ def graph_bytes(*, step: int, num_kernels: int, num_graphs: int) -> int:
     # One kernel in a graph that can be replayed (https://github.com/NVIDIA/cccl/pull/3768).
     graph_node_bytes = 10 * 1024
     return step + num_graphs * num_kernels * graph_node_bytes
+
+
+def state_bytes(states: Iterable[StateShape]) -> int:
+    """What a slot takes, which holds the states of all recurrent layers for one sequence; 0 without such layers."""
+    return sum(shape.num_bytes for shape in states)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

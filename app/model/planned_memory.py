@@ -16,17 +16,18 @@ from app.disk import cache_folder
 from app.engine.block_pool import BlockPool
 from app.engine.largest_batch import largest_batch
 from app.errors import InvalidSetup, UnsupportedModel, described
+from app.model.abilities import Abilities
 from app.model.adapters import MAX_RANK
 from app.model.cpu.adapters import AdaptedModel
 from app.model.device import device_of, dtype_of, refused_quantization
 from app.model.kv_cache import block_bytes
 from app.model.location import resolve_model_path
-from app.model.memory import MemoryNeeds
+from app.model.memory import MemoryNeeds, state_bytes
 from app.model.source import ModelSource, refusing_what_fails
 from app.model.ways.cuda_decoder import CudaModel
 from app.model.ways.loaded_model import LoadedModel
 from app.model.ways.native_decoder import NativeModel
-from app.model.ways.transformers_code import TransformersModel
+from app.model.ways.transformers_code import TransformersModel, no_states_on_a_gpu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,8 @@ class PlannedMemory:
     sequence_blocks: int  # of a sequence of the whole context, with those that its windows keep
     context: int  # tokens of the longest sequence
     dtype: str  # of weights and KV memory that are not quantised
+    abilities: Abilities
+    state_bytes: int = 0  # of a slot for the states of recurrent layers; 0 without such layers
 
     @property
     def sequence_bytes(self) -> int:
@@ -135,6 +138,8 @@ def planned_gpu_model(config: EngineConfig, *, dtype: torch.dtype, num_ranks: in
     source = _source(config, dtype)
     with refusing_what_fails(config.model.path):
         own = TransformersModel.planned(source, num_ranks=num_ranks)
+    if own.states:
+        raise no_states_on_a_gpu(config.model.path)
     reason = CudaModel.why_not(source, own)
     if config.model.quantization == "fp8" and reason is not None:
         raise refused_quantization(config.model, reason)
@@ -179,4 +184,6 @@ def _planned(config: EngineConfig, model: LoadedModel) -> PlannedMemory:
         sequence_blocks=pool.num_blocks_behind((), facts.max_model_len),
         context=facts.max_model_len,
         dtype=str(model.dtype).removeprefix("torch."),
+        abilities=model.abilities,
+        state_bytes=state_bytes(model.states),
     )

@@ -82,6 +82,11 @@ def use_slots(module: PreTrainedModel) -> None:
                 setattr(code, name, _with_slots(own, compute))
 
 
+def has_operators(model: type[PreTrainedModel]) -> bool:
+    """Whether the code of a class has functions that compute with slots: whether its layers may be recurrent."""
+    return any(hasattr(sys.modules[model.__module__], name) for name in _OPERATORS)
+
+
 def _with_slots(own: Callable[..., Any], compute: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def operator(*given: Any, paged: Any = None, **named: Any) -> Any:

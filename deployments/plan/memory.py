@@ -8,6 +8,7 @@ from app.config import GIB, EngineConfig
 from app.cores import available_memory
 from app.errors import InvalidSetup
 from app.model.cuda.fp8 import LEAST_CAPABILITY
+from app.model.kv_cache import num_state_slots_that_fit
 from app.model.memory import GpuMemory
 from app.model.planned_memory import PlannedAdapters, PlannedMemory, planned_cpu_memory, planned_memory
 from deployments.plan.cards import CARDS, Card, bytes_of
@@ -58,7 +59,7 @@ class GpuPlan:
             f"{self._config.model.path} on {self._where}: {gpu.granted / GIB:.2f} GiB, "
             f"{gpu.fraction:g} of {self._share * gpu.total / GIB:.2f} GiB (predicted; not yet measured on a GPU)"
         )
-        return "\n".join([head, *_lines(rows), *self._room(left)])
+        return "\n".join([head, *_lines(rows), *self._room(left), f"  {self._planned.abilities}"])
 
     def check(self) -> None:
         """Raises InvalidSetup if no sequence of the whole context fits, with the smallest card that holds one."""
@@ -130,7 +131,9 @@ class CpuPlan:
         self._planned: PlannedMemory = planned_cpu_memory(config, adapters)
         needs = self._planned.needs
         self._num_replicas = num_replicas
-        self._left = (num_bytes - needs.weights) // num_replicas - (needs.total - needs.weights)
+        self._given = (num_bytes - needs.weights) // num_replicas - (needs.total - needs.weights)
+        self._num_slots = self._num_state_slots()
+        self._left = self._given - self._num_slots * self._planned.state_bytes
 
     def table(self) -> str:
         """All parts in GiB, and what the rest holds; for a terminal."""
@@ -141,17 +144,36 @@ class CpuPlan:
             (f"largest step{of_each}", needs.step),
             *([(f"adapters{of_each}", needs.adapters)] if needs.adapters else ()),
             (f"process{of_each}", needs.context),
+            *([(f"states{of_each}", self._num_slots * self._planned.state_bytes)] if self._num_slots else ()),
             (f"KV memory{of_each}", max(0, self._left)),
         ]
-        most, quantization = max(0, self._left * 100 // GIB) / 100, self._config.model.quantization
+        most, quantization = max(0, self._given * 100 // GIB) / 100, self._config.model.quantization
         kind = self._planned.dtype if quantization == "none" else quantization
         once = "" if self._num_replicas == 1 else ", once for all replicas"
         head = f"{self._config.model.path} on {self._where}, weights in {kind}{once} (predicted)"
-        return "\n".join([head, *_lines(rows), f"{_room(self._planned, self._left)} with cache.memory_gib: {most:g}"])
+        room = f"{_room(self._planned, self._left)} with cache.memory_gib: {most:g}"
+        return "\n".join([head, *_lines(rows), *self._slots(), room, f"  {self._planned.abilities}"])
+
+    def _num_state_slots(self) -> int:
+        """As a replica with this memory has them. A memory that holds no slots is refused by `check`."""
+        if not self._planned.state_bytes or self._given <= 0:
+            return 0
+        cache = self._config.cache.model_copy(update={"memory_gib": self._given / GIB})
+        running = self._config.scheduler.max_running
+        return num_state_slots_that_fit(cache, self._planned.state_bytes, max_running=running)
+
+    def _slots(self) -> list[str]:
+        if not self._num_slots:
+            return []
+        return [
+            f"  {self._num_slots:,} slots of {self._planned.state_bytes / 2**20:.1f} MiB for the states of recurrent "
+            f"layers: two for each running sequence, one for each snapshot"
+        ]
 
     def check(self) -> None:
         """Raises InvalidSetup if no sequence of the whole context fits."""
-        missing = self._planned.sequence_bytes - self._left
+        missing = self._planned.sequence_bytes + 2 * self._planned.state_bytes - self._given
+        missing = max(missing, self._planned.sequence_bytes - self._left)
         if missing > 0:
             smaller = "" if self._config.model.quantization == "int4" else "--quantization int8 or int4, or "
             fewer = "" if self._num_replicas == 1 else ", --replicas"

@@ -195,6 +195,26 @@ def test_a_draft_model_takes_of_a_cpus_memory(model: Path, planned: Callable[...
 
 
 @pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+@pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+def test_states_of_recurrent_layers_are_shown_beside_the_keys_and_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two attention layers and two convolutions: (3 - 1) inputs of 1,024 channels in each."""
+    config = {
+        "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "hidden_size": 1024, "intermediate_size": 2048,
+        "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 8, "conv_L_cache": 3,
+        "block_auto_adjust_ff_dim": False, "max_position_embeddings": 4096, "vocab_size": 65536,
+        "layer_types": ["conv", "full_attention"] * 2, "eos_token_id": 7, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert plan(tmp_path, "--cpu", "8GiB", "--dtype", "bfloat16") == 0
+    shown = capsys.readouterr().out
+    state_mib = 2 * 2 * 1024 * 2 / 2**20
+    assert f"32 slots of {state_mib:.1f} MiB for the states of recurrent layers" in shown
+    assert re.search(r"states +0\.00 GiB", shown)
+    assert plan(tmp_path, "--cpu", "1GiB", "--dtype", "bfloat16", "--max-running", "100000") == 1
+
+
 def test_replicas_of_a_machine_with_cpus_share_their_weights(planned: Callable[..., str]) -> None:
     shown = planned("--cpu", "32GiB", "--dtype", "bfloat16", "--replicas", "4")
     weights, *of_each = (float(part) for part in re.findall(r"([\d.]+) GiB$", shown, re.MULTILINE))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from app.build import build_sync_engine
 from app.errors import UnsupportedModel
 from app.model.language_model import plain_name, plain_names
 from app.model.planned_memory import planned_memory
+from app.model.ways.transformers_code import TransformersModel
 from tests.kit.engine import run_to_end
 from tests.kit.models import config_of, generate_plainly, load
 from tests.model.test_equivalence import random_requests
@@ -102,6 +104,34 @@ def test_a_checkpoint_without_text_is_refused(tmp_path: Path) -> None:
     (file,) = tmp_path.glob("*.safetensors")
     save_file({name: weight for name, weight in load_file(file).items() if "vis" in name}, file)
     with pytest.raises(UnsupportedModel, match=r"its files lack 21 weights, such as lm_head\.weight"):
+        load(tmp_path)
+
+
+def test_a_checkpoint_without_text_is_refused_before_a_weight_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_whole(tmp_path, "llava")
+    (file,) = tmp_path.glob("*.safetensors")
+    towers = {name: weight for name, weight in load_file(file).items() if "vis" in name}
+    save_file(towers, file)
+    monkeypatch.setattr(TransformersModel, "load", None)
+    with pytest.raises(UnsupportedModel, match=f"none of the language model and {len(towers)} others, such as"):
+        load(tmp_path)
+
+
+def test_a_checkpoint_that_lacks_a_file_is_refused_before_a_weight_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one of towers: a half of a download may lack more than one thinks."""
+    save_whole(tmp_path, "llava")
+    (file,) = tmp_path.glob("*.safetensors")
+    weights = load_file(file)
+    towers = {name for name in weights if "vis" in name}
+    places = {name: "towers.safetensors" if name in towers else file.name for name in weights}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    monkeypatch.setattr(TransformersModel, "load", None)
+    words = f"names 2 files, and 1 of them with {len(towers)} weights are not there, such as towers.safetensors"
+    with pytest.raises(UnsupportedModel, match=words):
         load(tmp_path)
 
 

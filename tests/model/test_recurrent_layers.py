@@ -14,6 +14,7 @@ from app.engine.engine import Engine
 from app.errors import InvalidSetup, UnsupportedModel
 from app.model.loader import load_runner
 from app.model.source import ModelSource
+from app.model.ways.transformers_code import TransformersModel
 from tests.kit.engine import run_to_end
 from tests.kit.models import CPU, config_of, generate_plainly, load
 from tests.model.test_equivalence import random_requests
@@ -99,3 +100,12 @@ def test_the_memory_settings_hold_states_and_keys_and_values_together(tmp_path: 
     of_states = 8 * sum(shape.num_bytes for shape in loaded.model.states)
     of_token = sum(layer.bytes_per_token(loaded.model.dtype) for layer in loaded.model.layers.values())
     assert 0.95 * 2**20 * 1.024 < of_states + loaded.num_blocks * 16 * of_token <= 0.001 * 2**30
+
+
+def test_states_that_do_not_fit_are_refused_before_a_weight_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_random_model(tmp_path, "lfm2", layer_types=["conv", "full_attention"])
+    monkeypatch.setattr(TransformersModel, "load", None)
+    with pytest.raises(InvalidSetup, match=r"memory_gib=1e-06: 8 slots of 0\.0 MiB for the states of recurrent layers"):
+        load_runner(config_of(path, cache={"memory_gib": 1e-6}, num_threads=1, dtype="float32"))

@@ -9,6 +9,7 @@ import torch
 
 from app.config import EngineConfig
 from app.engine.batch import StepBatch
+from app.model.abilities import Abilities
 from app.model.attention import PagedAttention
 from app.model.cpu.checkpoint import add_positions
 from app.model.cuda.adapters import AdapterSlots
@@ -103,6 +104,10 @@ class CudaModel(LoadedModel):
     def when_verified(self, source: ModelSource, own: TransformersModel) -> CudaModel:
         """As it is served: its steps are verified once more, with all of its KV memory."""
         return self
+
+    @property
+    def in_one_group(self) -> Abilities:
+        return self.weights.settings.abilities
 
     def tensors(self) -> Iterator[torch.Tensor]:
         yield from self.weights.tensors()

@@ -13,6 +13,7 @@ import torch
 from app.config import EngineConfig
 from app.engine.batch import StepBatch
 from app.engine.request import ModelInfo
+from app.model.abilities import Abilities
 from app.model.attention import StateShape
 from app.model.cpu.verification_cache import digest_of_files
 from app.model.cuda.adapters import AdapterSlots
@@ -92,6 +93,17 @@ class LoadedModel(ABC):
             config.cache.block_size,
         )
         return bytes.fromhex(digest_of_files(folder, self.dtype, *kinds))
+
+    @property
+    def abilities(self) -> Abilities:
+        """What of the engine works with it, and what does not."""
+        own = self.in_one_group
+        return own if self.groups.num_groups == 1 else replace(own, windows="freed")
+
+    @property
+    @abstractmethod
+    def in_one_group(self) -> Abilities:
+        """Its abilities while all blocks lie in one group."""
 
     @abstractmethod
     def tensors(self) -> Iterator[torch.Tensor]:

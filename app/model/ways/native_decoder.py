@@ -12,6 +12,7 @@ import torch
 from app.config import EngineConfig
 from app.engine.batch import StepBatch
 from app.errors import UnsupportedModel
+from app.model.abilities import Abilities
 from app.model.allocated_bytes import num_bytes_of
 from app.model.cpu.checkpoint import add_positions
 from app.model.cpu.decoder import NativeDecoder, buffer_bytes
@@ -161,6 +162,10 @@ class NativeModel(LoadedModel):
     def giving_back(self) -> NativeModel:
         windows = {index: layer.sliding_window for index, layer in enumerate(self.weights.settings.layers)}
         return self if self.states else self.with_groups(windows)
+
+    @property
+    def in_one_group(self) -> Abilities:
+        return self.weights.settings.abilities
 
     def when_verified(self, source: ModelSource, own: TransformersModel) -> NativeModel:
         """As it is served. That is kept, but not of weights that transformers changes when it reads them."""

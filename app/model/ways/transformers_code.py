@@ -13,6 +13,7 @@ from app.config import EngineConfig, ModelConfig
 from app.engine.batch import StepBatch
 from app.engine.request import ModelInfo
 from app.errors import InvalidSetup, UnsupportedModel, first_line
+from app.model.abilities import Abilities
 from app.model.architectures import ARCHITECTURES
 from app.model.attention import (
     AttentionRules,
@@ -175,6 +176,15 @@ class TransformersModel(LoadedModel):
             mapped=mapped,
         )
 
+    @property
+    def in_one_group(self) -> Abilities:
+        has_windows = any(rules.sliding_window for rules in self.rules.values())
+        return Abilities(
+            architecture=type(self.module).__name__,
+            has_states=bool(self.states),
+            windows="kept" if has_windows else "none",
+        )
+
     def giving_back(self) -> TransformersModel:
         if self.group is not None or self.states:
             return self
@@ -334,8 +344,13 @@ def _check_states(source: ModelSource, module: PreTrainedModel, step: ProbeStep)
             f"{path} ({module.config.model_type}) has layers with a state that is not computed here: {kinds}. Short "
             f"convolutions, the gated delta rule and Mamba 2 are"
         )
-    if step.states and source.device.type != "cpu":
-        raise UnsupportedModel(f"{path} has recurrent layers, which run on CPUs only: set model.device: cpu")
+    if step.states and source.device.type == "cuda":
+        raise no_states_on_a_gpu(path)
+
+
+def no_states_on_a_gpu(path: str) -> UnsupportedModel:
+    """path: of a model with recurrent layers."""
+    return UnsupportedModel(f"{path} has recurrent layers, which run on CPUs only: set model.device: cpu")
 
 
 def _verify_numbering(module: PreTrainedModel, reference: Reference) -> None:

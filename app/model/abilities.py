@@ -1,0 +1,62 @@
+"""Which abilities of the engine work with which architecture, and why the others do not.
+
+The guide for readers, the log line of a replica and `carousel plan memory` all ask here. The reasons
+follow from the descriptions of our decoders and from the types of a model's layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from app.model.architectures import ARCHITECTURES, Backend
+
+Ability = Literal[
+    "C++ on a CPU", "int8 and int4", "LoRA on a CPU", "freed windows", "tiers and fetches", "lookup drafts",
+    "draft model", "ranks", "GPU", "own decoder on a GPU",
+]  # fmt: skip
+_STATES_ON_A_CPU = "recurrent layers run on CPUs only"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abilities:
+    """The abilities that work with one model, or with an architecture."""
+
+    architecture: str  # the class of transformers
+    has_states: bool  # of recurrent layers
+    windows: Literal["none", "kept", "freed"]  # of its attention: whether blocks behind them are given back
+
+    def why_not(self) -> dict[Ability, str]:
+        """The abilities that do not work with it, each with the reason."""
+        no_decoder = {backend: self._why_no_decoder(backend) for backend in ("cpu", "cuda")}
+        reasons: dict[Ability, str | None] = {
+            "C++ on a CPU": no_decoder["cpu"],
+            "int8 and int4": no_decoder["cpu"] and "only the C++ decoder packs weights",
+            "LoRA on a CPU": no_decoder["cpu"] and "only the C++ decoder adds adapters",
+            "freed windows": self._why_windows_are_kept(),
+            "draft model": "a draft would need slots for states of its own" if self.has_states else None,
+            "ranks": "recurrent layers are not divided" if self.has_states else None,
+            "GPU": _STATES_ON_A_CPU if self.has_states else None,
+            "own decoder on a GPU": _STATES_ON_A_CPU if self.has_states else no_decoder["cuda"],
+        }
+        return {ability: reason for ability, reason in reasons.items() if reason is not None}
+
+    def __str__(self) -> str:
+        """One line for a log and a terminal."""
+        refused = "; ".join(f"{ability} ({reason})" for ability, reason in self.why_not().items())
+        return f"{self.architecture}: not with {refused}" if refused else f"{self.architecture}: all works with it"
+
+    def _why_no_decoder(self, backend: Backend) -> str | None:
+        described = ARCHITECTURES.get(self.architecture)
+        if described is None:
+            return "transformers' code computes it"
+        if backend in described.backends:
+            return None
+        if described.experts is not None and described.experts.has_shared:
+            return "the C++ decoder has no shared expert"
+        return "the decoder for CUDA does not compute it"
+
+    def _why_windows_are_kept(self) -> str | None:
+        if self.windows == "kept":
+            return "its blocks lie in one group: groups need layers of one shape, with and without one window"
+        return "it has no windows" if self.windows == "none" else None

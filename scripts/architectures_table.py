@@ -1,0 +1,84 @@
+"""Writes the table of architectures in docs/guide/serve-a-model.md: `python -m scripts.architectures_table`.
+
+Its rows follow from `app.model.abilities`. Whether an architecture has recurrent layers follows from the code that
+transformers has for it, and whether it has windows from its default configuration.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from app.model.abilities import Abilities, Ability
+from app.model.architectures import ARCHITECTURES
+from app.model.kv_cache import LayerGroups, LayerShape
+from app.model.recurrent_layers import has_operators
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "guide" / "serve-a-model.md"
+_BEGIN = "<!-- Written by `python -m scripts.architectures_table`. Change app/model/abilities.py, not this table. -->"
+_END = "<!-- The end of the table. -->"
+# Beside those of our decoders: hybrids, and models that many people serve. Others are as GPT-2.
+_ON_TRANSFORMERS_CODE = (
+    "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM", "Lfm2MoeForCausalLM", "GraniteMoeHybridForCausalLM",
+    "BambaForCausalLM", "FalconH1ForCausalLM", "NemotronHForCausalLM", "GptOssForCausalLM", "Phi3ForCausalLM",
+    "GPT2LMHeadModel",
+)  # fmt: skip
+
+
+def abilities() -> list[Abilities]:
+    """Of each architecture in the table."""
+    classes = {each.__name__: (config, each) for config, each in AutoModelForCausalLM._model_mapping.items()}
+    return [_of(*classes[name]) for name in (*ARCHITECTURES, *_ON_TRANSFORMERS_CODE)]
+
+
+def _of(config: type[PreTrainedConfig], model: type[PreTrainedModel]) -> Abilities:
+    found: Any = config()
+    kinds = getattr(found, "layer_types", None) or ()
+    window = getattr(found, "sliding_window", None)
+    has_states = has_operators(model)
+    if "sliding_attention" not in kinds and not (window and not kinds):
+        return Abilities(architecture=model.__name__, has_states=has_states, windows="none")
+    layers = {layer: _shape(found, layer) for layer in range(found.num_hidden_layers)}
+    windows = {layer: window if not kinds or kinds[layer] == "sliding_attention" else None for layer in layers}
+    groups = LayerGroups.of(layers, windows, max_model_len=2 * window)
+    is_freed = groups.num_groups > 1 and not has_states
+    return Abilities(architecture=model.__name__, has_states=has_states, windows="freed" if is_freed else "kept")
+
+
+def _shape(config: Any, layer: int) -> LayerShape:
+    """Some models have heads of another size in layers with full attention."""
+    by_layer = getattr(config, "per_layer_config", None)
+    own = by_layer[layer] if by_layer else config
+    size = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
+    return LayerShape(num_kv_heads=own.num_key_value_heads, key_dim=size, value_dim=size)
+
+
+def table() -> str:
+    names = get_args(Ability)
+    lines = [f"| Architecture | {' | '.join(names)} |", f"|{'---|' * (1 + len(names))}"]
+    reasons: list[str] = []
+    for each in abilities():
+        refused = each.why_not()
+        cells = ["yes" if name not in refused else _numbered(refused[name], reasons) for name in names]
+        lines.append(f"| {each.architecture} | {' | '.join(cells)} |")
+    notes = "; ".join(f"{number}: {reason}" for number, reason in enumerate(reasons, start=1))
+    return "\n".join([*lines, "", f"The numbers say why not. {notes}."])
+
+
+def _numbered(reason: str, reasons: list[str]) -> str:
+    if reason not in reasons:
+        reasons.append(reason)
+    return f"no ({reasons.index(reason) + 1})"
+
+
+def page() -> str:
+    """The page with the table as it should be."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    return f"{before}{_BEGIN}\n\n{table()}\n\n{_END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
