@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +15,7 @@ import torch
 
 from app.config import ModelConfig
 from app.errors import CarouselError, InvalidSetup, UnsupportedModel, first_line
-from app.model.attention import ATTENTION_NAME, UnknownAttention, paged_attention
+from app.model.attention import ATTENTION_NAME, UnknownAttention, number_layers, paged_attention
 from app.model.cpu.checkpoint import Checkpoint, MappedModel
 from app.model.cpu.weights import why_not_native
 from app.model.description import read_config
@@ -43,8 +43,6 @@ def reason_of(error: BaseException) -> str:
     """Why code of transformers or ours cannot compute a model, in one line, with the place in the code."""
     if isinstance(error, UnknownAttention):
         return str(error)
-    if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
-        return "its code in transformers takes its attention from a list of its own, which paged attention is not in"
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__qualname__} at {PurePath(frame.filename).name}:{frame.lineno}: {first_line(error)}"
 
@@ -241,13 +239,28 @@ def module_without_weights(source: ModelSource, dtype: torch.dtype) -> PreTraine
     from transformers import GenerationConfig
 
     with torch.device("meta"):
-        module: PreTrainedModel = source.model_class._from_config(
-            source.found, dtype=dtype, attn_implementation=ATTENTION_NAME
+        module = _with_our_attention(
+            lambda name: source.model_class._from_config(source.found, dtype=dtype, attn_implementation=name)
         )
     use_slots(module)
+    number_layers(module)
     if (Path(source.location) / "generation_config.json").is_file():
         module.generation_config = GenerationConfig.from_pretrained(source.location)
     return module.eval()
+
+
+def _with_our_attention(make: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
+    """What `make` gives for our attention. Where the code has a list of its own, which our attention is not in, that
+    is a model with its own attention: see `own_attention`.
+
+    make: takes the name of an attention function.
+    """
+    try:
+        return make(ATTENTION_NAME)
+    except KeyError as error:
+        if error.args != (ATTENTION_NAME,):
+            raise
+        return make("eager")
 
 
 def mapped_model(source: ModelSource, device: torch.device | None = None) -> MappedModel | None:
@@ -318,11 +331,14 @@ def module_of_transformers(source: ModelSource) -> PreTrainedModel:
         options = {} if quantised is None else loading_options(quantised, source.device)
         if found is not source.whole:
             options["key_mapping"] = plain_names(source.whole)
-        module = pretrained(
-            source.model_class, source.config, source.location, dtype=source.dtype, attention=ATTENTION_NAME,
-            config=found, **options,
+        module = _with_our_attention(
+            lambda name: pretrained(
+                source.model_class, source.config, source.location, dtype=source.dtype, attention=name, config=found,
+                **options,
+            )
         )  # fmt: skip
         use_slots(module)
+        number_layers(module)
         return module if "device_map" in options else module.to(source.device)
     except Exception as error:  # each package of quantised weights has its own
         if is_out_of_memory(error):
