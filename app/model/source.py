@@ -38,6 +38,21 @@ logger = logging.getLogger(__name__)
 LAYERS_WITH_STATES = frozenset({"conv", "linear_attention", "mamba", "hybrid"})  # see `recurrent_layers`
 _SERVABLE_LAYERS = LAYERS_WITH_STATES | {"full_attention", "sliding_attention", "attention", "mlp", "moe"}
 
+# By the type of a model: the recurrence of its layers, for which there is no operator in `recurrence`.
+STATES_NOT_COMPUTED = {
+    "bailing_hybrid": "Kimi Delta Attention (KDA)",
+    "kimi_linear": "Kimi Delta Attention (KDA)",
+    "minimax": "lightning attention",
+    "recurrent_gemma": "the RG-LRU of Griffin",
+    "rwkv": "the time mixing of RWKV",
+    "xlstm": "the matrix memory of xLSTM",
+}
+_OTHER_LAYERS = {
+    "indexed_attention": "an indexer picks the tokens that a token sees",
+    "compressed_sparse_attention": "several tokens share one compressed key and value",
+    "heavily_compressed_attention": "several tokens share one compressed key and value",
+}
+
 
 def reason_of(error: BaseException) -> str:
     """Why code of transformers or ours cannot compute a model, in one line, with the place in the code."""
@@ -105,9 +120,14 @@ class ModelSource:
             language_class(found)
         except ValueError as error:
             raise UnsupportedModel(f"{path} ({name}) {error}") from error
-        kinds = _layer_types(found) - _SERVABLE_LAYERS
+        if name in STATES_NOT_COMPUTED:
+            raise UnsupportedModel(f"{path} ({name}) {not_computed(STATES_NOT_COMPUTED[name])}")
+        kinds = [
+            f"{kind} ({_OTHER_LAYERS[kind]})" if kind in _OTHER_LAYERS else kind
+            for kind in sorted(_layer_types(found) - _SERVABLE_LAYERS)
+        ]
         if kinds:
-            raise UnsupportedModel(f"{path} ({name}) has layers without paged attention: {', '.join(sorted(kinds))}")
+            raise UnsupportedModel(f"{path} ({name}) has layers without paged attention: {', '.join(kinds)}")
         return found
 
     @property
@@ -170,6 +190,14 @@ class ModelSource:
                 f"({', '.join(sorted(self.layers_with_states))}), which are not divided among ranks: set it to 1"
             )
         check_divisible(shared_numbers(self.found), size, of=self.config.path)
+
+
+def not_computed(recurrence: str) -> str:
+    """Why a model is refused that has layers with such a recurrence."""
+    return (
+        f"has layers with a state that is not computed here: {recurrence}. Short convolutions, the gated delta rule, "
+        f"Mamba 1 and Mamba 2 are"
+    )
 
 
 def _layer_types(found: PreTrainedConfig) -> set[str]:

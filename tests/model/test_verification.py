@@ -55,6 +55,7 @@ def test_layers_that_keep_a_state_are_refused_by_what_they_compute_whatever_thei
 ) -> None:
     path = save_random_model(tmp_path, model_type, **WITH_A_STATE[model_type])
     monkeypatch.setattr(source, "LAYERS_WITH_STATES", frozenset())
+    monkeypatch.setattr(source, "STATES_NOT_COMPUTED", {})
     monkeypatch.setattr(source, "_SERVABLE_LAYERS", frozenset({*LINEAR, "conv", "hybrid", "mlp", "moe"}))
     monkeypatch.delattr(attention.ProbeStep, "next_slots")  # nothing computes with states then
     for backend, name in (("auto", "NativeAttention|TorchAttention"), ("torch", "TorchAttention")):

@@ -51,6 +51,7 @@ from app.model.source import (
     length_limit,
     mapped_model,
     module_without_weights,
+    not_computed,
     part_of_rank,
     read_module,
     reason_of,
@@ -361,10 +362,7 @@ def _check_states(source: ModelSource, module: PreTrainedModel, step: ProbeStep)
     """Raises UnsupportedModel for recurrent layers that cannot be computed, with the reason."""
     path, kinds = source.config.path, ", ".join(sorted(source.layers_with_states))
     if kinds and not step.states:
-        raise UnsupportedModel(
-            f"{path} ({module.config.model_type}) has layers with a state that is not computed here: {kinds}. Short "
-            f"convolutions, the gated delta rule and Mamba 2 are"
-        )
+        raise UnsupportedModel(f"{path} ({module.config.model_type}) {not_computed(kinds)}")
     if step.states and source.device.type != "cpu":
         raise UnsupportedModel(f"{path} has recurrent layers, which run on CPUs only: set model.device: cpu")
 
