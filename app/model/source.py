@@ -46,8 +46,10 @@ STATES_NOT_COMPUTED = {
     "recurrent_gemma": "the RG-LRU of Griffin",
     "rwkv": "the time mixing of RWKV",
     "xlstm": "the matrix memory of xLSTM",
+    "zaya": "Compressed Convolutional Attention (CCA)",
 }
 _OTHER_LAYERS = {
+    "hybrid_sliding": "attention adds relative positions to its scores, and short convolutions change its inputs",
     "indexed_attention": "an indexer picks the tokens that a token sees",
     "compressed_sparse_attention": "several tokens share one compressed key and value",
     "heavily_compressed_attention": "several tokens share one compressed key and value",
