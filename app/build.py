@@ -252,6 +252,8 @@ def _why_blocks_stay(loaded: LoadedRunner, replicas: ReplicasConfig) -> str:
     """Why the runner of a model lets no other thread copy its KV memory."""
     if replicas.tensor_parallel > 1:
         return f"replicas.tensor_parallel is {replicas.tensor_parallel}, and only one process may have the KV memory"
+    if not loaded.model.layers:
+        return "the model has recurrent layers alone, so its blocks hold nothing that a prefix could be found by"
     return f"on {loaded.model.device.type} the kernels for it are missing"
 
 

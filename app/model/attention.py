@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
@@ -162,6 +163,17 @@ def hand_steps_on(module: torch.nn.Module) -> None:
     for part in module.modules():
         if hasattr(part, "layer_idx") and hasattr(part, "scaling"):
             part.register_forward_pre_hook(add, with_kwargs=True)
+
+
+def number_layers(module: torch.nn.Module) -> None:
+    """Have attention that several layers share know by which layer it is called: that is an argument of its forward."""
+
+    def number(part: torch.nn.Module, _inputs: Any, named: dict[str, Any]) -> None:
+        part.layer_idx = named["layer_idx"]
+
+    for part in module.modules():
+        if hasattr(part, "scaling") and "layer_idx" in signature(part.forward).parameters:
+            part.register_forward_pre_hook(number, with_kwargs=True)
 
 
 class PagedAttention(Protocol):

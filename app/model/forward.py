@@ -10,7 +10,8 @@ import torch
 from app.engine.batch import StepBatch
 from app.model.adapters import AdapterWeights, LinearUpdates, Sizes
 from app.model.attention import AttentionStep, PagedAttention
-from app.model.inputs import ModelInputs
+from app.model.inputs import ModelInputs, build_inputs
+from app.model.own_attention import run_forward
 from app.model.pooling import LastHiddenStates
 
 if TYPE_CHECKING:
@@ -105,11 +106,25 @@ class TransformersForward:
         adapted: None = None,
     ) -> Prediction:
         with self._last_hidden.kept(hidden_indices) as kept:
-            output = self._module(
+            output = run_forward(
+                self._module,
+                step,
                 input_ids=token_ids,
                 position_ids=positions,
-                use_cache=False,
                 logits_to_keep=0 if logits_indices is None else logits_indices,
-                paged=step,
             )
         return Prediction(output.logits[0], hidden=kept.hidden)
+
+
+class ForwardOneByOne(TransformersForward):
+    """The same for a model that attends by its own code: the sequences of a step run one after another."""
+
+    def predict(self, batch: StepBatch, inputs: ModelInputs) -> Prediction:
+        device, predictions = inputs.token_ids.device, []
+        for at in range(len(batch.scheduled)):
+            part = batch.part(slice(at, at + 1))
+            of_part = build_inputs(part, block_size=self.block_size, device=device)
+            predictions.append(super().predict(part, of_part))
+        hidden = [each.hidden for each in predictions if each.hidden is not None]
+        logits = torch.cat([each.logits for each in predictions])
+        return Prediction(logits, hidden=torch.cat(hidden) if hidden else None)

@@ -16,6 +16,11 @@ from app.errors import InvalidSetup
 _SCALED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
+# A model of recurrent layers alone stores nothing in its blocks. They still count the tokens of its sequences and find
+# its prefixes, and the objects for that take about so much memory.
+BOOKKEEPING_BYTES = 4096
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
     """What one attention layer stores for one token. With latent attention, `key_dim` is without the latent."""
@@ -149,9 +154,13 @@ def stored_dtype(config: CacheConfig, dtype: torch.dtype) -> torch.dtype:
 
 
 def block_bytes(config: CacheConfig, layers: dict[int, LayerShape], *, dtype: torch.dtype) -> int:
-    """What one block takes in all layers together. dtype: of the model."""
+    """What one block takes in all layers together. dtype: of the model.
+
+    Without attention layers that is what the bookkeeping of the block takes.
+    """
     stored = stored_dtype(config, dtype)
-    return config.block_size * sum(layer.bytes_per_token(stored) for layer in layers.values())
+    num_bytes = config.block_size * sum(layer.bytes_per_token(stored) for layer in layers.values())
+    return num_bytes if layers else BOOKKEEPING_BYTES
 
 
 def num_state_slots_that_fit(config: CacheConfig, state_bytes: int, *, max_running: int) -> int:

@@ -152,6 +152,11 @@ def language_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
             found: type[PreTrainedModel] = _get_model_class(config, kind._model_mapping)
             is_plain = kind is AutoModelForCausalLM and config.get_text_config() is config
             return found if is_plain else _without_towers(found)  # type: ignore[arg-type]  # a class can be hashed
+    import transformers
+
+    for name in config.architectures or ():
+        if issubclass(getattr(transformers, name, object), transformers.GenerationMixin):
+            raise ValueError(f"is none of the models of text, images or video that transformers lists: {name}")
     raise ValueError("is not a model that generates text")
 
 

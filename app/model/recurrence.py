@@ -1,4 +1,4 @@
-"""Operators with a recurrent state: the short convolution, the gated delta rule and Mamba 2.
+"""Operators with a recurrent state: the short convolution, the gated delta rule, Mamba 1 and Mamba 2.
 
 The tokens of all sequences of a step stand in one packed row. The states of a layer lie in slots of one tensor. Every
 operator computes one token after the other, so the bits of a token depend on nothing but the tokens before it in its
@@ -114,6 +114,34 @@ class Recurrence(Protocol):
         """
         ...
 
+    def mamba1(
+        self,
+        inputs: torch.Tensor,
+        time_steps: torch.Tensor,
+        decay: torch.Tensor,
+        inputs_to_state: torch.Tensor,
+        state_to_outputs: torch.Tensor,
+        skip: torch.Tensor,
+        states: torch.Tensor,
+        pieces: StatePieces,
+    ) -> torch.Tensor:
+        """The selective state space of Mamba (Gu & Dao, arXiv 2312.00752), as Jamba and Falcon Mamba compute it.
+
+        As in Mamba 2, but each channel has a time step of its own, and each number of its state decays by a factor of
+        its own: by exp(time step × decay).
+
+        Args:
+            inputs: [num_tokens, num_channels].
+            time_steps: [num_tokens, num_channels] float32, after softplus.
+            decay: [num_channels, state_size] float32, negative (A).
+            inputs_to_state, state_to_outputs: [num_tokens, state_size], the same for all channels (B and C).
+            skip: [num_channels] float32 (D).
+            states: [num_slots, num_channels, state_size] float32.
+
+        Returns: [num_tokens, num_channels].
+        """
+        ...
+
     def mamba2(
         self,
         inputs: torch.Tensor,
@@ -195,6 +223,28 @@ class TorchRecurrence:
                 change = (value[token].float() - found) * beta[token].float()[:, None]
                 state = state + own_key[:, :, None] * change[:, None, :]
                 outputs[token] = (state * (own_query * scale)[:, :, None]).sum(dim=1)
+            states[piece.written_slot] = state
+        return outputs
+
+    def mamba1(
+        self,
+        inputs: torch.Tensor,
+        time_steps: torch.Tensor,
+        decay: torch.Tensor,
+        inputs_to_state: torch.Tensor,
+        state_to_outputs: torch.Tensor,
+        skip: torch.Tensor,
+        states: torch.Tensor,
+        pieces: StatePieces,
+    ) -> torch.Tensor:
+        outputs = torch.empty_like(inputs, memory_format=torch.contiguous_format)
+        for piece in pieces:
+            state = _read(states, piece)
+            for token in range(piece.tokens.start, piece.tokens.stop):
+                own, time_step = inputs[token].float(), time_steps[token][:, None]
+                change = own[:, None] * time_step * inputs_to_state[token].float()
+                state = state * (time_step * decay).exp() + change
+                outputs[token] = (state * state_to_outputs[token].float()).sum(dim=1) + own * skip
             states[piece.written_slot] = state
         return outputs
 

@@ -1,8 +1,9 @@
 """Recurrent layers of transformers' models, computed with states in slots.
 
 transformers writes each of these layers around a few functions, which the module of a model looks up by name. The
-functions are replaced once. They get the step as the forward keyword argument `paged`, as attention does, and a call
-without a step goes to the function of transformers. So a model runs unmodified.
+functions are replaced once. Many layers hand no keyword arguments to these functions, so the functions take the step
+from the forward pass that is running: hooks of the model keep the keyword argument `paged` for so long. A call outside
+of a step goes to the function of transformers. So a model runs unmodified.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +24,9 @@ from app.model.recurrence import Recurrence, StatePieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+_RUNNING_STEP: ContextVar[object] = ContextVar("running_step", default=None)  # of the forward pass in this thread
 
 
 class StatefulAttention:
@@ -75,11 +80,25 @@ def pieces_of(batch: StepBatch) -> StatePieces:
 
 def use_slots(module: PreTrainedModel) -> None:
     """Have the recurrent layers of a model compute with the slots of a step, if it has any."""
+    replaced = False
     for code in {sys.modules[type(part).__module__] for part in module.modules()}:
         for name, compute in _OPERATORS.items():
-            own = getattr(code, name, None)
-            if own is not None and not hasattr(own, "computes_with_slots"):
+            if (own := getattr(code, name, None)) is None:
+                continue
+            replaced = True
+            if not hasattr(own, "computes_with_slots"):
                 setattr(code, name, _with_slots(own, compute))
+    if replaced:
+        module.register_forward_pre_hook(_keep_step, with_kwargs=True)
+        module.register_forward_hook(_forget_step, always_call=True)
+
+
+def _keep_step(_module: torch.nn.Module, _inputs: Any, named: dict[str, Any]) -> None:
+    _RUNNING_STEP.set(named.get("paged"))
+
+
+def _forget_step(_module: torch.nn.Module, _inputs: Any, _output: Any) -> None:
+    _RUNNING_STEP.set(None)
 
 
 def has_operators(model: type[PreTrainedModel]) -> bool:
@@ -90,8 +109,8 @@ def has_operators(model: type[PreTrainedModel]) -> bool:
 def _with_slots(own: Callable[..., Any], compute: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def operator(*given: Any, paged: Any = None, **named: Any) -> Any:
-        has_slots = hasattr(paged, "next_slots")
-        return compute(paged, *given, **named) if has_slots else own(*given, **named)
+        step = _RUNNING_STEP.get()
+        return compute(step, *given, **named) if hasattr(step, "next_slots") else own(*given, **named)
 
     operator.computes_with_slots = True  # type: ignore[attr-defined]
     return operator
@@ -130,6 +149,29 @@ def _gated_delta_rule(
     return output[None], None
 
 
+def _mamba1(
+    step: RecurrentStep,
+    hidden_states: torch.Tensor,  # [1, num_channels, num_tokens]
+    dt: torch.Tensor,  # [1, num_channels, num_tokens]
+    decay: torch.Tensor,  # [num_channels, state_size], A in the paper
+    inputs_to_state: torch.Tensor,  # [1, state_size, num_tokens], B
+    state_to_outputs: torch.Tensor,  # [1, state_size, num_tokens], C
+    z: torch.Tensor | None = None,  # [1, num_channels, num_tokens], a gate
+    delta_bias: torch.Tensor | None = None,  # [num_channels]
+    delta_softplus: bool = False,
+    **others: Any,  # of these, D is what skips the state, [num_channels]
+) -> torch.Tensor:
+    inputs, time_steps, into, out = (each[0].t() for each in (hidden_states, dt, inputs_to_state, state_to_outputs))
+    time_steps = time_steps if delta_bias is None else time_steps + delta_bias.to(dt.dtype)
+    time_steps = functional.softplus(time_steps) if delta_softplus else time_steps
+    slots = step.next_slots(StateShape((inputs.shape[1], into.shape[1]), torch.float32), inputs)
+    output = slots.recurrence.mamba1(
+        inputs, time_steps.float(), decay.float(), into, out, others["D"].float(), slots.states, slots.pieces
+    )
+    output = output.t()[None]
+    return output if z is None else output * functional.silu(z)
+
+
 def _mamba2(
     step: RecurrentStep,
     hidden_states: torch.Tensor,  # [1, num_tokens, num_heads, head_dim]
@@ -158,5 +200,6 @@ def _mamba2(
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _gated_delta_rule,
+    "mamba_selective_scan": _mamba1,
     "mamba2_chunk_scan": _mamba2,
 }

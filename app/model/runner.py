@@ -110,7 +110,7 @@ class TorchModelRunner(LeadingRunner):
         return adapting.prepare(weights)
 
     def kv_memory(self) -> HostBlocks | None:
-        if self._device.type != "cpu" or isinstance(self._ranks, Ranks):
+        if self._device.type != "cpu" or isinstance(self._ranks, Ranks) or not self.forward.kv_tensors:
             return None
         if self._kv_memory is None:
             self._kv_memory = HostBlocks(self.forward.kv_tensors, self._states)

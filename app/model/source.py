@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +15,7 @@ import torch
 
 from app.config import ModelConfig
 from app.errors import CarouselError, InvalidSetup, UnsupportedModel, first_line
-from app.model.attention import ATTENTION_NAME, UnknownAttention, paged_attention
+from app.model.attention import ATTENTION_NAME, UnknownAttention, number_layers, paged_attention
 from app.model.cpu.checkpoint import Checkpoint, MappedModel
 from app.model.cpu.weights import why_not_native
 from app.model.cuda.attention import TritonAttention
@@ -40,13 +40,28 @@ logger = logging.getLogger(__name__)
 LAYERS_WITH_STATES = frozenset({"conv", "linear_attention", "mamba", "hybrid"})  # see `recurrent_layers`
 _SERVABLE_LAYERS = LAYERS_WITH_STATES | {"full_attention", "sliding_attention", "attention", "mlp", "moe"}
 
+# By the type of a model: the recurrence of its layers, for which there is no operator in `recurrence`.
+STATES_NOT_COMPUTED = {
+    "bailing_hybrid": "Kimi Delta Attention (KDA)",
+    "kimi_linear": "Kimi Delta Attention (KDA)",
+    "minimax": "lightning attention",
+    "recurrent_gemma": "the RG-LRU of Griffin",
+    "rwkv": "the time mixing of RWKV",
+    "xlstm": "the matrix memory of xLSTM",
+    "zaya": "Compressed Convolutional Attention (CCA)",
+}
+_OTHER_LAYERS = {
+    "hybrid_sliding": "attention adds relative positions to its scores, and short convolutions change its inputs",
+    "indexed_attention": "an indexer picks the tokens that a token sees",
+    "compressed_sparse_attention": "several tokens share one compressed key and value",
+    "heavily_compressed_attention": "several tokens share one compressed key and value",
+}
+
 
 def reason_of(error: BaseException) -> str:
     """Why code of transformers or ours cannot compute a model, in one line, with the place in the code."""
     if isinstance(error, UnknownAttention):
         return str(error)
-    if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
-        return "its code in transformers takes its attention from a list of its own, which paged attention is not in"
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__qualname__} at {PurePath(frame.filename).name}:{frame.lineno}: {first_line(error)}"
 
@@ -109,9 +124,14 @@ class ModelSource:
             language_class(found)
         except ValueError as error:
             raise UnsupportedModel(f"{path} ({name}) {error}") from error
-        kinds = _layer_types(found) - _SERVABLE_LAYERS
+        if name in STATES_NOT_COMPUTED:
+            raise UnsupportedModel(f"{path} ({name}) {not_computed(STATES_NOT_COMPUTED[name])}")
+        kinds = [
+            f"{kind} ({_OTHER_LAYERS[kind]})" if kind in _OTHER_LAYERS else kind
+            for kind in sorted(_layer_types(found) - _SERVABLE_LAYERS)
+        ]
         if kinds:
-            raise UnsupportedModel(f"{path} ({name}) has layers without paged attention: {', '.join(sorted(kinds))}")
+            raise UnsupportedModel(f"{path} ({name}) has layers without paged attention: {', '.join(kinds)}")
         return found
 
     @property
@@ -174,6 +194,14 @@ class ModelSource:
                 f"({', '.join(sorted(self.layers_with_states))}), which are not divided among ranks: set it to 1"
             )
         check_divisible(shared_numbers(self.found), size, of=self.config.path)
+
+
+def not_computed(recurrence: str) -> str:
+    """Why a model is refused that has layers with such a recurrence."""
+    return (
+        f"has layers with a state that is not computed here: {recurrence}. Short convolutions, the gated delta rule, "
+        f"Mamba 1 and Mamba 2 are"
+    )
 
 
 def _layer_types(found: PreTrainedConfig) -> set[str]:
@@ -243,13 +271,27 @@ def module_without_weights(source: ModelSource, dtype: torch.dtype) -> PreTraine
     from transformers import GenerationConfig
 
     with torch.device("meta"):
-        module: PreTrainedModel = source.model_class._from_config(
-            source.found, dtype=dtype, attn_implementation=ATTENTION_NAME
+        module = _with_our_attention(
+            lambda name: source.model_class._from_config(source.found, dtype=dtype, attn_implementation=name)
         )
     _adapt(source, module)
     if (Path(source.location) / "generation_config.json").is_file():
         module.generation_config = GenerationConfig.from_pretrained(source.location)
     return module.eval()
+
+
+def _with_our_attention(make: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
+    """What `make` gives for our attention. Where the code has a list of its own, which our attention is not in, that
+    is a model with its own attention: see `own_attention`.
+
+    make: takes the name of an attention function.
+    """
+    try:
+        return make(ATTENTION_NAME)
+    except KeyError as error:
+        if error.args != (ATTENTION_NAME,):
+            raise
+        return make("eager")
 
 
 def mapped_model(source: ModelSource, device: torch.device | None = None) -> MappedModel | None:
@@ -313,6 +355,7 @@ def module_on_device(source: ModelSource) -> PreTrainedModel | None:
 def _adapt(source: ModelSource, module: PreTrainedModel) -> None:
     """Have a model compute with the states and the latents of a step. Latents only on CPUs, in one process."""
     use_slots(module)
+    number_layers(module)
     if source.device.type == "cpu" and source.group is None and not TritonAttention.fits(source.device):
         store_latents(module, ATTENTION_NAME)
 
@@ -327,9 +370,11 @@ def module_of_transformers(source: ModelSource) -> PreTrainedModel:
         options = {} if quantised is None else loading_options(quantised, source.device)
         if found is not source.whole:
             options["key_mapping"] = plain_names(source.whole)
-        module = pretrained(
-            source.model_class, source.config, source.location, dtype=source.dtype, attention=ATTENTION_NAME,
-            config=found, **options,
+        module = _with_our_attention(
+            lambda name: pretrained(
+                source.model_class, source.config, source.location, dtype=source.dtype, attention=name, config=found,
+                **options,
+            )
         )  # fmt: skip
         _adapt(source, module)
         return module if "device_map" in options else module.to(source.device)

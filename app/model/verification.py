@@ -12,8 +12,9 @@ from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.request import SamplingParams
 from app.engine.state_pool import NO_STATE, StatePath
 from app.errors import UnsupportedModel
-from app.model.attention import ATTENTION_NAME, AttentionStep
+from app.model.attention import AttentionStep
 from app.model.llama import described_as
+from app.model.own_attention import CacheProbe, run_forward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -104,15 +105,16 @@ def step_of(*pieces: ScheduledSequence) -> StepBatch:
 
 
 def run_module(
-    module: PreTrainedModel, token_ids: torch.Tensor, positions: torch.Tensor | None, step: AttentionStep | None
+    module: PreTrainedModel,
+    token_ids: torch.Tensor,
+    positions: torch.Tensor | None,
+    step: AttentionStep | CacheProbe | None,
 ) -> Output:
     """The outputs of transformers' code. token_ids, positions: [1, num_tokens]. step: of our attention.
 
     positions: None for those that the model chooses by itself.
     """
-    output = module(
-        input_ids=token_ids, position_ids=positions, use_cache=False, output_hidden_states=True, paged=step
-    )  # fmt: skip
+    output = run_forward(module, step, input_ids=token_ids, position_ids=positions, output_hidden_states=True)
     is_mixture = any(name.endswith(".experts") for name, _ in module.named_modules())
     first_layer = output.hidden_states[1]
     if first_layer.shape[0] > 1:  # several streams of hidden states: [num_streams, 1, num_tokens, hidden_size]
@@ -143,9 +145,10 @@ class Reference:
     def of(cls, path: str, module: PreTrainedModel, device: torch.device) -> Reference:
         """Computed by the module, which has numbers on the device."""
         token_ids, positions = tokens_to_try(module, device)
+        ours = module.config._attn_implementation
         module.set_attn_implementation("eager")
         own = run_module(module, token_ids, positions, None)
-        module.set_attn_implementation(ATTENTION_NAME)
+        module.set_attn_implementation(ours)
         return cls(path, token_ids, positions, own)
 
     def to(self, device: torch.device) -> Reference:

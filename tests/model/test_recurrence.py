@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from transformers.models.bamba.modeling_bamba import mamba2_chunk_scan
+from transformers.models.jamba.modeling_jamba import mamba_selective_scan
 from transformers.models.qwen3_5.modeling_qwen3_5 import causal_conv1d_fn, torch_recurrent_gated_delta_rule
 
 from app.model.recurrence import Recurrence, StatePieces, TorchRecurrence
@@ -95,6 +96,26 @@ def delta_rule(
     return Operator((query, key, value, decay, beta), (), torch.empty(value_heads, key_dim, value_dim), call)
 
 
+def mamba1(
+    dtype: torch.dtype = torch.float32,
+    *,
+    num_channels: int = 37,
+    state_size: int = 13,
+    num_tokens: int = NUM_TOKENS,
+) -> Operator:
+    torch.manual_seed(0)
+    sizes = num_channels, state_size, state_size
+    inputs, into, out = torch.randn(num_tokens, sum(sizes)).to(dtype).split(sizes, dim=1)
+    time_steps = torch.rand(num_tokens, num_channels)
+    decay, skip = -torch.rand(num_channels, state_size) * 4, torch.randn(num_channels)
+
+    def call(recurrence: Recurrence, rows: Tensors, states: torch.Tensor, pieces: StatePieces) -> torch.Tensor:
+        inputs, time_steps, into, out = rows
+        return recurrence.mamba1(inputs, time_steps, decay, into, out, skip, states, pieces)
+
+    return Operator((inputs, time_steps, into, out), (decay, skip), torch.empty(num_channels, state_size), call)
+
+
 def mamba2(
     dtype: torch.dtype = torch.float32,
     *,
@@ -119,7 +140,7 @@ def mamba2(
     return Operator((inputs, time_steps, into, out), (decay, skip), torch.empty(num_heads, head_dim, state_size), call)
 
 
-OPERATORS: tuple[Callable[..., Operator], ...] = (convolution, delta_rule, mamba2)
+OPERATORS: tuple[Callable[..., Operator], ...] = (convolution, delta_rule, mamba1, mamba2)
 
 
 def check_bits_depend_on_nothing_else(recurrence: Recurrence, operator: Operator, *, seed: int) -> None:
@@ -191,6 +212,18 @@ def test_the_gated_delta_rule_is_that_of_transformers(normalises: bool) -> None:
         *(each[None] for each in operator.rows), output_final_state=True, use_qk_l2norm_in_kernel=normalises
     )
     assert torch.allclose(outputs, expected[0], atol=1e-5)
+    assert torch.allclose(state, expected_state[0], atol=1e-5)
+
+
+def test_mamba1_is_that_of_transformers() -> None:
+    operator = mamba1()
+    inputs, time_steps, into, out = (each.t()[None] for each in operator.rows)
+    decay, skip = operator.weights
+    outputs, state = operator.whole(TorchRecurrence())
+    expected, expected_state = mamba_selective_scan(
+        inputs, time_steps, decay, into, out, D=skip, return_last_state=True
+    )
+    assert torch.allclose(outputs, expected[0].t(), atol=1e-5)
     assert torch.allclose(state, expected_state[0], atol=1e-5)
 
 

@@ -12,6 +12,7 @@ from app.build import build_sync_engine
 from app.config import ModelConfig
 from app.engine.engine import Engine
 from app.errors import InvalidSetup, UnsupportedModel
+from app.model.kv_cache import BOOKKEEPING_BYTES
 from app.model.loader import load_runner
 from app.model.source import ModelSource
 from app.model.ways.transformers_code import TransformersModel
@@ -33,6 +34,15 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 32,
     },
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 128},  # attention and Mamba 2 side by side in each layer
+    "jamba": {
+        "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 0,
+        "mamba_d_state": 16, "mamba_dt_rank": 4, "num_experts": 4,
+    },
+    "zamba2": {  # attention blocks that several layers share; while it generates, transformers has no least time step
+        "num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"], "mamba_d_state": 16,
+        "num_mem_blocks": 1, "use_mem_rope": True, "chunk_size": 16, "time_step_min": 1e-9,
+    },
+    "falcon_mamba": {"state_size": 8, "time_step_rank": 4},  # recurrent layers alone
 }  # fmt: skip
 
 
@@ -40,7 +50,7 @@ def build(path: Path, *, num_blocks: int, num_state_slots: int) -> Engine:
     return build_sync_engine(
         config_of(
             path, cache={"num_blocks": num_blocks, "num_state_slots": num_state_slots}, num_threads=1, dtype="float32",
-            scheduler={"max_running": 33, "max_step_tokens": 40, "prefill_chunk_tokens": 7},
+            max_model_len=256, scheduler={"max_running": 33, "max_step_tokens": 40, "prefill_chunk_tokens": 7},
         )
     )  # fmt: skip
 
@@ -77,14 +87,17 @@ def test_a_state_that_is_not_computed_here_is_refused_by_name(tmp_path: Path) ->
     path = save_random_model(
         tmp_path, "minimax", layer_types=DELTA["layer_types"], head_dim=16, num_local_experts=4, block_size=16
     )
-    with pytest.raises(UnsupportedModel, match=r"has layers with a state that is not computed here: linear_attention"):
+    with pytest.raises(
+        UnsupportedModel, match=r"has layers with a state that is not computed here: lightning attention"
+    ):
         load(path)
 
 
-def test_a_model_of_recurrent_layers_alone_is_refused(tmp_path: Path) -> None:
+def test_blocks_of_a_model_without_attention_layers_count_as_their_bookkeeping(tmp_path: Path) -> None:
     path = save_random_model(tmp_path, "lfm2", layer_types=["conv", "conv"])
-    with pytest.raises(UnsupportedModel, match="has recurrent layers alone"):
-        load(path)
+    loaded = load_runner(config_of(path, cache={"memory_gib": 0.01}))
+    of_states = loaded.model.facts.num_state_slots * sum(shape.num_bytes for shape in loaded.model.states)
+    assert loaded.num_blocks == (int(0.01 * 2**30) - of_states) // BOOKKEEPING_BYTES
 
 
 def test_states_that_do_not_fit_are_refused_with_the_numbers(tmp_path: Path) -> None:

@@ -250,6 +250,7 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "attention_step_{}": ((_POINTER,) * 7 + (_INT64,) + (_POINTER,) * 4 + (_INT64,) + (_POINTER,) * 2, None),
     "short_convolution_{}": ((_POINTER,) * 7 + (_INT64, _POINTER), None),
     "gated_delta_rule_{}": ((_POINTER,) * 10 + (_INT64, _POINTER), None),
+    "mamba1_{}": ((_POINTER,) * 11 + (_INT64, _POINTER), None),
     "mamba2_{}": ((_POINTER,) * 11 + (_INT64, _POINTER), None),
     "decoder_new_{}": ((_POINTER,) * 6, _POINTER),
     "decoder_run_{}": ((_POINTER,) * 2, None),

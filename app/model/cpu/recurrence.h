@@ -229,9 +229,10 @@ void convolve_in(ThreadPool& threads, const ConvolutionShape& shape, const T* in
     });
 }
 
-// ---- Heads: the gated delta rule and Mamba 2.
+// ---- Heads: the gated delta rule, Mamba 1 and Mamba 2.
 
-// Of Mamba 2, C is the query, B the key and the input the value (Dao & Gu, arXiv 2405.21060).
+// Of Mamba, C is the query, B the key and the input the value (Gu & Dao, arXiv 2312.00752; Dao & Gu, arXiv 2405.21060).
+// Mamba 1 has one head, whose value has a number for each channel.
 struct RecurrenceShape {
     int64_t num_key_heads, num_value_heads, key_dim, value_dim;
     int64_t slot;  // stride in elements
@@ -394,14 +395,14 @@ void delta_rule_in(ThreadPool& threads, const RecurrenceShape& shape, const Head
     });
 }
 
-// Rows of a state of Mamba 2 that are computed together: they stay in the L1 cache, their sums in registers.
+// Rows of a state of Mamba that are computed together: they stay in the L1 cache, their sums in registers.
 constexpr int64_t STATE_ROWS = 16;
 constexpr int ROWS_OF_SUMS = 4;
 
-// One token of Mamba 2 for the rows of a state [STATE_ROWS][size]. numbers: what each row takes in × the key, then its
-// product with the query.
-inline __attribute__((noinline)) void mamba2_token(float* state, int64_t size, const float* query, const float* key,
-                                                   float decay, float* numbers) {
+// One token for the rows of a state [STATE_ROWS][size]. numbers: what each row takes in × the key, then its product with
+// the query. decay(row, at): of a register of a row.
+template <typename Decay>
+inline void scan_token(float* state, int64_t size, const float* query, const float* key, Decay&& decay, float* numbers) {
     for (int64_t first = 0; first < STATE_ROWS; first += ROWS_OF_SUMS) {
         FloatPart sums[ROWS_OF_SUMS] = {}, change[ROWS_OF_SUMS];
 #pragma GCC unroll 4
@@ -411,7 +412,7 @@ inline __attribute__((noinline)) void mamba2_token(float* state, int64_t size, c
 #pragma GCC unroll 4
             for (int row = 0; row < ROWS_OF_SUMS; ++row) {
                 float* const place = state + (first + row) * size + at;
-                const FloatPart next = load_part(place) * decay + change[row] * own_key;
+                const FloatPart next = load_part(place) * decay(first + row, at) + change[row] * own_key;
                 store_part(next, place);
                 sums[row] += next * own_query;
             }
@@ -420,16 +421,84 @@ inline __attribute__((noinline)) void mamba2_token(float* state, int64_t size, c
         for (int row = 0; row < ROWS_OF_SUMS; ++row) numbers[first + row] = sum_of_part(sums[row]);
     }
 }
+inline __attribute__((noinline)) void mamba1_token(float* state, int64_t size, const float* query, const float* key,
+                                                   const float* decay, const float* time_steps, float* numbers) {
+    scan_token(state, size, query, key, [&](int64_t row, int64_t at) {
+        return exponential(load_part(decay + row * size + at) * time_steps[row]);
+    }, numbers);
+}
+inline __attribute__((noinline)) void mamba2_token(float* state, int64_t size, const float* query, const float* key,
+                                                   float decay, float* numbers) {
+    scan_token(state, size, query, key, [=](int64_t, int64_t) { return decay; }, numbers);
+}
 
-// What each head has of its own; time_steps: [num_tokens][num_value_heads], decay and skip: [num_value_heads].
-struct Mamba2Heads {
+// Of Mamba 1: time_steps [num_tokens][num_channels], decay [num_channels][state_size], skip [num_channels].
+struct Mamba1 {
     const float *time_steps, *decay, *skip;
+
+    // Some rows of the state.
+    class Rows {
+      public:
+        Rows(const Mamba1& own, const RecurrenceShape& shape, int64_t, int64_t begin, int64_t count, int64_t size)
+            : own_(own), num_channels_(shape.value_dim), begin_(begin), count_(count) {
+            static thread_local Lines lines;
+            decay_ = lines.resized(STATE_ROWS * size);
+            for (int64_t row = 0; row < STATE_ROWS; ++row)
+                load_numbers(row < count ? own.decay + (begin + row) * shape.key_dim : nullptr, shape.key_dim,
+                             decay_ + row * size, size);
+            load_numbers(own.skip + begin, count, skip_, STATE_ROWS);
+        }
+        // numbers: the inputs, then the outputs.
+        void compute(int64_t token, float* state, int64_t size, const float* query, const float* key,
+                     float* numbers) const {
+            float steps[STATE_ROWS], skipped[STATE_ROWS];
+            load_numbers(own_.time_steps + token * num_channels_ + begin_, count_, steps, STATE_ROWS);
+            for (int64_t row = 0; row < STATE_ROWS; ++row) {
+                skipped[row] = numbers[row] * skip_[row];
+                numbers[row] *= steps[row];
+            }
+            mamba1_token(state, size, query, key, decay_, steps, numbers);
+            for (int64_t row = 0; row < STATE_ROWS; ++row) numbers[row] += skipped[row];
+        }
+
+      private:
+        const Mamba1& own_;
+        const int64_t num_channels_, begin_, count_;
+        float* decay_;
+        float skip_[STATE_ROWS];
+    };
+};
+
+// Of Mamba 2: time_steps [num_tokens][num_value_heads], decay and skip [num_value_heads].
+struct Mamba2 {
+    const float *time_steps, *decay, *skip;
+
+    class Rows {
+      public:
+        Rows(const Mamba2& own, const RecurrenceShape& shape, int64_t head, int64_t, int64_t, int64_t)
+            : own_(own), num_heads_(shape.num_value_heads), head_(head) {}
+        void compute(int64_t token, float* state, int64_t size, const float* query, const float* key,
+                     float* numbers) const {
+            const float time_step = own_.time_steps[token * num_heads_ + head_], skip = own_.skip[head_];
+            float inputs[STATE_ROWS];
+            for (int64_t row = 0; row < STATE_ROWS; ++row) {
+                inputs[row] = numbers[row];
+                numbers[row] *= time_step;
+            }
+            mamba2_token(state, size, query, key, exponential(broadcast_part(time_step * own_.decay[head_]))[0], numbers);
+            for (int64_t row = 0; row < STATE_ROWS; ++row) numbers[row] += inputs[row] * skip;
+        }
+
+      private:
+        const Mamba2& own_;
+        const int64_t num_heads_, head_;
+    };
 };
 
 // Some rows of one head.
-template <typename T>
-void mamba2_rows(const RecurrenceShape& shape, const HeadRows<T>& rows, const Mamba2Heads& heads, States<float> states,
-                 const Pieces& pieces, int64_t head, int64_t first, int64_t end, Heads<T> outputs) {
+template <typename T, typename Mamba>
+void scan_rows(const RecurrenceShape& shape, const HeadRows<T>& rows, const Mamba& own, States<float> states,
+               const Pieces& pieces, int64_t head, int64_t first, int64_t end, Heads<T> outputs) {
     static thread_local PreparedRows<T> prepared;
     static thread_local Lines lines;
     in_parts<T>(pieces, [&](const Piece& tokens) {
@@ -443,15 +512,12 @@ void mamba2_rows(const RecurrenceShape& shape, const HeadRows<T>& rows, const Ma
             for (int64_t row = 0; row < STATE_ROWS; ++row)
                 load_numbers(source && row < count ? source + row * shape.key_dim : nullptr, shape.key_dim,
                              state + row * size, size);
+            const typename Mamba::Rows own_rows(own, shape, head, begin, count, size);
             for (int64_t at = 0; at < tokens.num_tokens; ++at) {
                 const int64_t token = tokens.first_token + at;
-                const float time_step = heads.time_steps[token * shape.num_value_heads + head];
-                float inputs[STATE_ROWS], numbers[STATE_ROWS];
-                load_numbers(rows.value.at(token, head) + begin, count, inputs, STATE_ROWS);
-                for (int64_t row = 0; row < STATE_ROWS; ++row) numbers[row] = inputs[row] * time_step;
-                mamba2_token(state, size, prepared.query(at), prepared.key(at),
-                             exponential(broadcast_part(time_step * heads.decay[head]))[0], numbers);
-                for (int64_t row = 0; row < STATE_ROWS; ++row) numbers[row] += inputs[row] * heads.skip[head];
+                float numbers[STATE_ROWS];
+                load_numbers(rows.value.at(token, head) + begin, count, numbers, STATE_ROWS);
+                own_rows.compute(token, state, size, prepared.query(at), prepared.key(at), numbers);
                 store_numbers(numbers, count, outputs.at(token, head) + begin);
             }
             float* const target = states.written(tokens, offset);
@@ -462,13 +528,25 @@ void mamba2_rows(const RecurrenceShape& shape, const HeadRows<T>& rows, const Ma
     end_streams();
 }
 
-template <typename T>
-void mamba2_in(ThreadPool& threads, const RecurrenceShape& shape, const HeadRows<T>& rows, const Mamba2Heads& own,
-               float* states, const Pieces& pieces, T* outputs) {
+template <typename T, typename Mamba>
+void scan_in(ThreadPool& threads, const RecurrenceShape& shape, const HeadRows<T>& rows, const Mamba& own, float* states,
+             const Pieces& pieces, T* outputs) {
     const Heads<T> heads{outputs, shape.num_value_heads * shape.value_dim, shape.value_dim};
     share_heads(threads, shape, STATE_ROWS, [&](int64_t head, int64_t first, int64_t end) {
-        mamba2_rows<T>(shape, rows, own, {states, shape.slot}, pieces, head, first, end, heads);
+        scan_rows<T>(shape, rows, own, {states, shape.slot}, pieces, head, first, end, heads);
     });
+}
+
+template <typename T>
+void mamba1_in(ThreadPool& threads, const RecurrenceShape& shape, const HeadRows<T>& rows, const Mamba1& own,
+               float* states, const Pieces& pieces, T* outputs) {
+    scan_in(threads, shape, rows, own, states, pieces, outputs);
+}
+
+template <typename T>
+void mamba2_in(ThreadPool& threads, const RecurrenceShape& shape, const HeadRows<T>& rows, const Mamba2& own,
+               float* states, const Pieces& pieces, T* outputs) {
+    scan_in(threads, shape, rows, own, states, pieces, outputs);
 }
 
 }  // namespace carousel

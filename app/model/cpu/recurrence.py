@@ -78,6 +78,24 @@ class NativeRecurrence:
         )  # fmt: skip
         return outputs
 
+    def mamba1(
+        self,
+        inputs: torch.Tensor,
+        time_steps: torch.Tensor,
+        decay: torch.Tensor,
+        inputs_to_state: torch.Tensor,
+        state_to_outputs: torch.Tensor,
+        skip: torch.Tensor,
+        states: torch.Tensor,
+        pieces: StatePieces,
+    ) -> torch.Tensor:
+        _check_slots(states, inputs.shape[1], inputs_to_state.shape[1])
+        output = self._scan(
+            "mamba1", inputs[:, None], time_steps, decay, inputs_to_state[:, None], state_to_outputs[:, None], skip,
+            states, pieces,
+        )  # fmt: skip
+        return output[:, 0]
+
     def mamba2(
         self,
         inputs: torch.Tensor,
@@ -89,13 +107,27 @@ class NativeRecurrence:
         states: torch.Tensor,
         pieces: StatePieces,
     ) -> torch.Tensor:
+        _check_slots(states, *inputs.shape[1:], inputs_to_state.shape[2])
+        return self._scan("mamba2", inputs, time_steps, decay, inputs_to_state, state_to_outputs, skip, states, pieces)
+
+    def _scan(
+        self,
+        name: str,
+        inputs: torch.Tensor,
+        time_steps: torch.Tensor,
+        decay: torch.Tensor,
+        inputs_to_state: torch.Tensor,
+        state_to_outputs: torch.Tensor,
+        skip: torch.Tensor,
+        states: torch.Tensor,
+        pieces: StatePieces,
+    ) -> torch.Tensor:
+        """Mamba 1 or 2. The tensors of tokens have heads: Mamba 1 has one, and its channels are the head's numbers."""
         query, key, value = map(with_contiguous_rows, (state_to_outputs, inputs_to_state, inputs))
         time_steps, decay, skip = (each.float().contiguous() for each in (time_steps, decay, skip))
-        num_heads, head_dim = value.shape[1:]
-        _check_slots(states, num_heads, head_dim, key.shape[2])
         shape = _recurrence_shape(key, value, states)
         outputs = value.new_empty(value.shape)
-        self._function("mamba2", value.dtype)(
+        self._function(name, value.dtype)(
             self._threads.handle, ctypes.byref(shape), ctypes.byref(Strides.of(query, key, value)),
             query.data_ptr(), key.data_ptr(), value.data_ptr(), time_steps.data_ptr(), decay.data_ptr(),
             skip.data_ptr(), states.data_ptr(), *_pointer_and_length(pieces), outputs.data_ptr(),

@@ -79,6 +79,16 @@ void OF_TYPE(gated_delta_rule)(void* threads, const RecurrenceShape* shape, cons
     });
 }
 
+void OF_TYPE(mamba1)(void* threads, const RecurrenceShape* shape, const Strides* strides, const void* state_to_outputs,
+                     const void* inputs_to_state, const void* inputs, const float* time_steps, const float* decay,
+                     const float* skip, float* states, const Piece* pieces, int64_t num_pieces, void* outputs) {
+    ThreadPool& members = *static_cast<ThreadPool*>(threads);
+    members.run([&] {
+        mamba1_in<T>(members, *shape, head_rows(*strides, state_to_outputs, inputs_to_state, inputs),
+                     {time_steps, decay, skip}, states, {pieces, num_pieces}, static_cast<T*>(outputs));
+    });
+}
+
 void OF_TYPE(mamba2)(void* threads, const RecurrenceShape* shape, const Strides* strides, const void* state_to_outputs,
                      const void* inputs_to_state, const void* inputs, const float* time_steps, const float* decay,
                      const float* skip, float* states, const Piece* pieces, int64_t num_pieces, void* outputs) {

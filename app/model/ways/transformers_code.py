@@ -34,11 +34,12 @@ from app.model.cuda.attention import LARGEST_TILE, TritonAttention
 from app.model.cuda.graph_runner import GraphModelRunner
 from app.model.description import as_token_ids, max_model_len
 from app.model.device import check_kv_dtype
-from app.model.forward import DeviceForward, TransformersForward
+from app.model.forward import DeviceForward, ForwardOneByOne, TransformersForward
 from app.model.inputs import build_inputs
 from app.model.kv_cache import KVCache, LayerGroups
 from app.model.latent_attention import store_expanded
 from app.model.memory import MemoryNeeds, is_out_of_memory
+from app.model.own_attention import CacheProbe, OwnAttention, attend_by_own_code
 from app.model.packed_linear import pack_linear_layers
 from app.model.parallel.split_plan import SizesOfRank, SplitPlan
 from app.model.positions import fix_positions, why_places_matter
@@ -52,6 +53,7 @@ from app.model.source import (
     length_limit,
     mapped_model,
     module_without_weights,
+    not_computed,
     part_of_rank,
     read_module,
     reason_of,
@@ -73,6 +75,7 @@ class TransformersModel(LoadedModel):
     module: PreTrainedModel
     rules: dict[int, AttentionRules]  # by layer index: what it asks of its attention
     mapped: MappedModel | None = None  # has the weights, where the module does not hold them
+    attends_itself: bool = False  # see `own_attention`
 
     @classmethod
     def load(cls, source: ModelSource, *, from_files: bool = False) -> TransformersModel:
@@ -93,16 +96,15 @@ class TransformersModel(LoadedModel):
         if mapped is not None:
             mapped.compute_from_files()
             fix_positions_of(source, module)
-        step = ProbeStep()
-        reference = _verified_reference(source, module, step)
+        step, reference = _verified_reference(source, module)
         if whole is not None:
             whole.verify("divided among ranks", reference.own)
         model = cls._of(source, module, step, reference, mapped)
         if reason := why_places_matter(module, model.facts.max_model_len):
             raise UnsupportedModel(f"{config.path} cannot run on paged attention: {reason}")
         if source.found.get_text_config() is not source.found:  # code for images too, which may count otherwise
-            _verify_numbering(module, reference)
-        if mapped is None:
+            _verify_numbering(module, reference, type(step)())
+        if mapped is None and not model.attends_itself:
             _verify_positions(module, reference, model.facts.max_model_len)
         return model
 
@@ -150,7 +152,7 @@ class TransformersModel(LoadedModel):
         cls,
         source: ModelSource,
         module: PreTrainedModel,
-        step: ProbeStep,
+        step: ProbeStep | CacheProbe,
         reference: Reference,
         mapped: MappedModel | None,
     ) -> TransformersModel:
@@ -174,6 +176,7 @@ class TransformersModel(LoadedModel):
             rules=step.rules,
             states=tuple(step.states),
             mapped=mapped,
+            attends_itself=isinstance(step, CacheProbe),
         )
 
     @property
@@ -186,7 +189,7 @@ class TransformersModel(LoadedModel):
         )
 
     def giving_back(self) -> TransformersModel:
-        if self.group is not None or self.states:
+        if self.group is not None or self.states or self.attends_itself:
             return self
         # The kernels for CUDA read from the tile on in which a window begins.
         has_tiles = self.device.type != "cpu" or TritonAttention.fits(self.device)
@@ -210,6 +213,10 @@ class TransformersModel(LoadedModel):
         """As it is served, but with KV memory of its own: a model is refused before memory is taken for its KV."""
         served, block_size = self.giving_back(), source.block_size
         blocks = BlocksToTry.enough(block_size, num_groups=served.groups.num_groups)
+        if self.attends_itself:
+            own = OwnAttention(self._torch_cache(blocks.num_blocks, block_size), self.layers, self.device)
+            self.verify_steps(own, blocks, source.config.quantization)
+            return
         num_blocks = blocks.num_blocks * blocks.num_groups
         attention: PagedAttention
         threads = None
@@ -223,6 +230,9 @@ class TransformersModel(LoadedModel):
         served.verify_steps(attention, blocks, source.config.quantization)
 
     def output_of_step(self, attention: PagedAttention, batch: StepBatch) -> Output:
+        if self.attends_itself and len(batch.scheduled) > 1:
+            parts = [batch.part(slice(at, at + 1)) for at in range(len(batch.scheduled))]
+            return Output.joined([self.output_of_step(attention, part) for part in parts])
         inputs = build_inputs(batch, block_size=attention.block_size, device=self.device)
         return run_module(self.module, inputs.token_ids, inputs.positions, attention.begin_step(batch, inputs))
 
@@ -254,6 +264,9 @@ class TransformersModel(LoadedModel):
                 f"the native decoder (model.backend auto, a Llama-like model, cache.block_size a multiple of 16); the "
                 f"log says why it was not chosen"
             )
+        if self.attends_itself:
+            own = OwnAttention(self._torch_cache(num_blocks, cache.block_size), self.layers, self.device)
+            return TorchModelRunner(ForwardOneByOne(self.module, own), self.device)
         if why_not_native is None:
             threads = ThreadPool(num_threads)
             pages = NativeKVCache.provided(cache, self.in_block, threads, num_blocks=num_blocks, dtype=self.dtype)
@@ -275,14 +288,18 @@ class TransformersModel(LoadedModel):
         return StatefulAttention(attention, self.states, recurrence, num_slots=num_slots)
 
     def _torch_attention(self, num_blocks: int, block_size: int) -> TorchAttention:
-        cache = KVCache(
+        return TorchAttention(self._torch_cache(num_blocks, block_size), self.device, self.groups)
+
+    def _torch_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        return KVCache(
             self.in_block, num_blocks=num_blocks, block_size=block_size, dtype=self.dtype, device=self.device
         )  # fmt: skip
-        return TorchAttention(cache, self.device, self.groups)
 
     def _why_no_native_attention(self, config: ModelConfig, block_size: int) -> str | None:
         if config.backend == "torch":
             return "model.backend is torch"
+        if self.attends_itself:
+            return "the model attends by its own code"
         return NativeKVCache.why_not(self.layers, block_size=block_size, dtype=self.dtype, device=self.device)
 
     def device_forward(self, attention: TritonAttention, *, num_layers: int = 0) -> DeviceForward:
@@ -294,34 +311,64 @@ class TransformersModel(LoadedModel):
         return 4 * len(self.layers)  # of attention in a layer of a mixed step
 
 
-def _verified_reference(source: ModelSource, module: PreTrainedModel, step: ProbeStep) -> Reference:
-    """What the model gives, and our attention too. step: of our attention."""
-    path, name = source.config.path, module.config.model_type
+def _verified_reference(source: ModelSource, module: PreTrainedModel) -> tuple[ProbeStep | CacheProbe, Reference]:
+    """What the model gives, and our attention too, with the step of our attention.
+
+    On a CPU a model that our attention does not fit is tried with its own: see `own_attention`.
+    """
+    step, path = ProbeStep(), source.config.path
+    reason, ours = _why_not_paged(source, module, step)
+    if ours is not None:
+        _check_states(source, module, step)
+        reference = Reference.of(path, module, source.device)
+        reference.verify("with paged attention", ours)
+        return step, reference
+    refusal = f"{path} ({module.config.model_type}) {reason}"
+    if source.device.type != "cpu" or source.group is not None:
+        raise UnsupportedModel(f"{refusal}. With its own attention it may run on a CPU alone: set model.device: cpu")
+    return _with_own_attention(source, module, refusal)
+
+
+def _why_not_paged(source: ModelSource, module: PreTrainedModel, step: ProbeStep) -> tuple[str, Output | None]:
+    """The reason, or the output with our attention. step: of our attention."""
     try:
         ours = _probe(module, *tokens_to_try(module, source.device), step)
-        if _has_latents(step) and (difference := Reference.of(path, module, source.device).difference(ours)):
-            logger.warning("%s: keys and values of all heads are stored, not latents: %s", path, difference)
+        if _has_latents(step) and (
+            difference := Reference.of(source.config.path, module, source.device).difference(ours)
+        ):
+            logger.warning(
+                "%s: keys and values of all heads are stored, not latents: %s", source.config.path, difference
+            )
             store_expanded(module)
             step.forget()
             ours = _probe(module, *tokens_to_try(module, source.device), step)
     except (UnknownAttention, TypeError, AttributeError, LookupError) as error:
-        raise UnsupportedModel(f"{path} ({name}) cannot run on paged attention: {reason_of(error)}") from error
+        return f"cannot run on paged attention: {reason_of(error)}", None
     except (RuntimeError, ImportError) as error:
         if not getattr(module, "is_quantized", False) or is_out_of_memory(error):
             raise
         raise UnsupportedModel(
-            f"the quantised layers of {path} cannot be computed on {source.device.type}: {first_line(error)}. Serve "
-            f"the checkpoint that is not quantised"
+            f"the quantised layers of {source.config.path} cannot be computed on {source.device.type}: "
+            f"{first_line(error)}. Serve the checkpoint that is not quantised"
         ) from error
-    if not step.layers:
-        reason = "ignores the attention it is given, so its KV cannot be paged"
-        if step.states:
-            reason = "has recurrent layers alone; models that have attention layers beside them are served"
-        raise UnsupportedModel(f"{path} ({name}) {reason}")
-    _check_states(source, module, step)
-    reference = Reference.of(path, module, source.device)
-    reference.verify("with paged attention", ours)
-    return reference
+    has_attention = bool(step.layers) or bool(step.states)
+    return ("", ours) if has_attention else ("ignores the attention it is given", None)
+
+
+def _with_own_attention(source: ModelSource, module: PreTrainedModel, refusal: str) -> tuple[CacheProbe, Reference]:
+    """refusal: why our attention does not fit. Raises UnsupportedModel if the keys and values cannot be paged."""
+    path, probe = source.config.path, CacheProbe()
+    attend_by_own_code(module)
+    try:
+        reference = Reference.of(path, module, source.device)
+        ours = run_module(module, reference.token_ids, reference.positions, probe)
+    except (UnknownAttention, TypeError, AttributeError, LookupError, RuntimeError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise UnsupportedModel(f"{refusal}; with its own attention: {reason_of(error)}") from error
+    reference.verify("with its keys and values in a cache object", ours)
+    logger.info("%s: the sequences of a step run one after another, with the model's own attention", refusal)
+    return probe, reference
 
 
 def _has_latents(step: ProbeStep) -> bool:
@@ -340,10 +387,7 @@ def _check_states(source: ModelSource, module: PreTrainedModel, step: ProbeStep)
     """Raises UnsupportedModel for recurrent layers that cannot be computed, with the reason."""
     path, kinds = source.config.path, ", ".join(sorted(source.layers_with_states))
     if kinds and not step.states:
-        raise UnsupportedModel(
-            f"{path} ({module.config.model_type}) has layers with a state that is not computed here: {kinds}. Short "
-            f"convolutions, the gated delta rule and Mamba 2 are"
-        )
+        raise UnsupportedModel(f"{path} ({module.config.model_type}) {not_computed(kinds)}")
     if step.states and source.device.type == "cuda":
         raise no_states_on_a_gpu(path)
 
@@ -353,9 +397,9 @@ def no_states_on_a_gpu(path: str) -> UnsupportedModel:
     return UnsupportedModel(f"{path} has recurrent layers, which run on CPUs only: set model.device: cpu")
 
 
-def _verify_numbering(module: PreTrainedModel, reference: Reference) -> None:
+def _verify_numbering(module: PreTrainedModel, reference: Reference, step: ProbeStep | CacheProbe) -> None:
     """Refuse a model that by itself gives its tokens other positions than 0, 1, 2, …, which it has here."""
-    found = run_module(module, reference.token_ids, None, ProbeStep())
+    found = run_module(module, reference.token_ids, None, step)
     reference.verify("with positions from 0 on", found)
 
 

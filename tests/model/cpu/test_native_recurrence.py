@@ -20,6 +20,7 @@ from tests.model.test_recurrence import (
     check_only_what_is_written_changes,
     convolution,
     delta_rule,
+    mamba1,
     mamba2,
 )
 
@@ -37,6 +38,9 @@ SIZES: list[tuple[Build, dict[str, Any]]] = [
     (delta_rule, {"key_heads": 1, "value_heads": 1, "key_dim": 16, "num_tokens": 300}),
     (delta_rule, {"key_heads": 1, "value_heads": 1, "key_dim": 1, "value_dim": 1}),
     (delta_rule, {"key_heads": 3, "value_heads": 3, "key_dim": 32, "value_dim": 64}),
+    (mamba1, {}),
+    (mamba1, {"num_channels": 128, "state_size": 16, "num_tokens": 300}),
+    (mamba1, {"num_channels": 1, "state_size": 1}),
     (mamba2, {}),
     (mamba2, {"num_heads": 6, "num_groups": 1, "head_dim": 64, "state_size": 128}),
     (mamba2, {"num_heads": 1, "num_groups": 1, "head_dim": 1, "state_size": 1, "num_tokens": 300}),

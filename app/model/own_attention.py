@@ -1,0 +1,139 @@
+"""Models whose attention is code of their own, which ignores the attention function that it is given.
+
+Such code still takes the keys and values of earlier tokens from a cache object of transformers. That object is filled
+here from the blocks of one sequence, and what a forward pass adds to it is written back to blocks. So ALiBi, masks and
+every other rule of the model hold. The code knows nothing of packed rows: the sequences of a step run one after
+another, and each of them reads all weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from app.engine.batch import StepBatch
+from app.model.attention import AttentionRules, AttentionStep, StateShape, UnknownAttention
+from app.model.inputs import ModelInputs, to_device
+from app.model.kv_cache import KVCache, LayerShape
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel
+
+
+def attend_by_own_code(module: PreTrainedModel) -> None:
+    """Have a model use its own attention. transformers has a method for this, which old code does not obey."""
+    from transformers import PreTrainedConfig
+
+    for part in module.modules():
+        if isinstance(getattr(part, "config", None), PreTrainedConfig):
+            part.config._attn_implementation = "eager"
+
+
+def run_forward(module: PreTrainedModel, step: AttentionStep | CacheProbe | None, **given: Any) -> Any:
+    """The output of a model in a step. given: keyword arguments beside those that bring the step to its attention."""
+    if isinstance(step, CacheProbe | OwnStep):
+        return step.run(module, **given)
+    return module(**given, use_cache=False, paged=step)
+
+
+class CacheProbe:
+    """A forward pass over one sequence from its start; records what the layers keep in a cache object."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, LayerShape] = {}
+        self.rules: dict[int, AttentionRules] = {}  # stays empty: the model's code has them
+        self.states: list[StateShape] = []  # stays empty
+        self.stored_by: dict[int, int] = {}  # stays empty
+
+    def run(self, module: PreTrainedModel, **given: Any) -> Any:
+        """The output of the module. given: its keyword arguments."""
+        cache = _cache()
+        output = _call(module, cache, given)
+        if not cache.layers:
+            raise UnknownAttention("its code keeps no keys and values in the cache object that it is given")
+        for layer, (keys, values) in enumerate(_added(cache, given["input_ids"].shape[1], num_before=0)):
+            self.layers[layer] = LayerShape(
+                num_kv_heads=keys.shape[1], key_dim=keys.shape[2], value_dim=values.shape[2]
+            )
+        return output
+
+
+class OwnAttention:
+    """KV memory in blocks for a model that attends by its own code. A step has tokens of one sequence."""
+
+    def __init__(self, cache: KVCache, layers: Mapping[int, LayerShape], device: torch.device) -> None:
+        self.block_size = cache.block_size
+        self.kv_tensors = cache.tensors
+        self.cache = cache
+        self.layers = sorted(layers)
+        self.device = device
+
+    def begin_step(self, batch: StepBatch, inputs: ModelInputs) -> OwnStep:
+        (item,) = batch.scheduled
+        num_blocks = -(-item.start // self.block_size)
+        return OwnStep(self, to_device(list(item.block_ids[:num_blocks]), self.device), item.start, inputs.slots[0])
+
+
+class OwnStep:
+    """One step of one sequence."""
+
+    def __init__(self, attention: OwnAttention, blocks: torch.Tensor, num_before: int, slots: torch.Tensor) -> None:
+        """blocks: that hold the earlier tokens, of which there are `num_before`. slots: of the new tokens."""
+        self._attention = attention
+        self._blocks = blocks
+        self._num_before = num_before
+        self._slots = slots
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules
+    ) -> torch.Tensor:
+        raise UnknownAttention("the model attends by its own code")
+
+    def run(self, module: PreTrainedModel, **given: Any) -> Any:
+        """The output of the module. given: its keyword arguments."""
+        memory, cache = self._attention.cache, _cache()
+        if self._num_before:
+            for layer in self._attention.layers:
+                kept = (each[: self._num_before].transpose(0, 1)[None] for each in memory.read(layer, self._blocks))
+                cache.update(*kept, layer)
+        output = _call(module, cache, given)
+        added = _added(cache, len(self._slots), num_before=self._num_before)
+        for layer, (keys, values) in zip(self._attention.layers, added, strict=True):
+            memory.write(layer, self._slots, keys, values)
+        return output
+
+
+def _cache() -> Cache:
+    from transformers import DynamicCache
+
+    return DynamicCache()
+
+
+def _call(module: PreTrainedModel, cache: Cache, given: dict[str, Any]) -> Any:
+    """The output of a module, with logits for the wanted tokens alone."""
+    known = signature(module.forward).parameters
+    wanted = given.get("logits_to_keep", 0)
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in known.values())
+    named = {name: value for name, value in given.items() if takes_all or name in known}
+    output = module(**named, past_key_values=cache, use_cache=True)
+    if "logits_to_keep" not in known and isinstance(wanted, torch.Tensor):
+        output.logits = output.logits[:, wanted]
+    return output
+
+
+def _added(cache: Cache, num_tokens: int, *, num_before: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """By layer the keys and values of the new tokens, [num_tokens, num_kv_heads, dim] each.
+
+    Raises UnknownAttention if a layer keeps anything else than a key and a value for each token.
+    """
+    added = []
+    for layer in cache.layers:
+        kept = [each for each in (getattr(layer, "keys", None), getattr(layer, "values", None)) if each is not None]
+        if [each.shape[2] for each in kept if each.dim() == 4] != [num_before + num_tokens] * 2:
+            raise UnknownAttention("a layer does not keep one key and one value for each token in its cache object")
+        keys, values = (each[0, :, num_before:].transpose(0, 1) for each in kept)
+        added.append((keys, values))
+    return added
