@@ -264,9 +264,11 @@ def settings_of(model: PreTrainedModel, rules: dict[int, AttentionRules]) -> Dec
 
 def _layers_of(model: PreTrainedModel, rules: dict[int, AttentionRules], kinds: list[str]) -> Iterator[LayerSettings]:
     """kinds: those of layers that have rotary positions of their own."""
-    config, gate = model.config, described_as(model).names.gate
+    config, described = model.config, described_as(model)
+    # The module of one of several ranks has a part of each weight, so there the configuration tells.
+    gate = "" if "cuda" in described.backends else described.names.gate
     for index, (mixer, layer) in enumerate(zip(layers_of(model), model.model.layers, strict=True)):
-        mlp = _part(layer, gate)
+        mlp = _part(layer, gate) if gate else None
         general = LayerSettings(
             mixer=mixer,
             intermediate_size=config.intermediate_size if mlp is None else mlp.weight.shape[0],

@@ -58,6 +58,7 @@ def test_layers_that_keep_a_state_are_refused_by_what_they_compute_whatever_thei
     monkeypatch.setattr(source, "STATES_NOT_COMPUTED", {})
     monkeypatch.setattr(source, "_SERVABLE_LAYERS", frozenset({*LINEAR, "conv", "hybrid", "mlp", "moe"}))
     monkeypatch.delattr(attention.ProbeStep, "next_slots")  # nothing computes with states then
+    monkeypatch.setattr(NativeModel, "why_not_here", staticmethod(lambda _: "a test"))
     for backend, name in (("auto", "NativeAttention|TorchAttention"), ("torch", "TorchAttention")):
         with pytest.raises(UnsupportedModel, match=rf"with ({name}), of a later piece of a prompt, .* differs by"):
             load(path, backend=backend)
