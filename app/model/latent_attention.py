@@ -44,7 +44,9 @@ class LatentHeads:
 def store_latents(module: PreTrainedModel, attention_name: str) -> None:
     """Have the layers with latent attention store latents where a model runs with the attention of this name."""
     for part in module.modules():
-        if hasattr(part, "expand_kv") and getattr(part, "kv_b_proj", None) is not None and part.kv_b_proj.bias is None:
+        linear = getattr(part, "kv_b_proj", None)
+        # A quantised layer has other weights, and the latents of a layer with a bias give no keys by a product alone.
+        if hasattr(part, "expand_kv") and type(linear) is torch.nn.Linear and linear.bias is None:
             _store_latents(part, attention_name)
 
 
