@@ -15,7 +15,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from app.engine.async_engine import AsyncEngine
 from app.engine.request import FinishReason, Request, TokenDelta, TokenLogprobs
-from app.text import ReasoningMarks, Tokenizer
+from app.text import Tokenizer
+from app.text.reasoning import MARKS
 from tests.kit.service import Answer, Service, Step, bearer, entry, openai_client
 from tests.text.small_tokenizers import build_byte_level
 
@@ -156,7 +157,7 @@ def test_messages_are_one_input(service: Service) -> None:
 
 def test_reasoning_that_the_template_begins_is_closed() -> None:
     begun = build_byte_level("{{ messages[0].content }}<|end|><think>", ("<think>", "</think>"))
-    service = Service(begun, likely, reasoning_marks=ReasoningMarks("<think>", "</think>"))
+    service = Service(begun, likely, reasoning_marks=MARKS[0])
     assert ask(service, questions=[SCORE]).status == 200
     prompt = begun.decode(service.request.prompt_token_ids, skip_special_tokens=False)
     assert prompt.endswith("level.<|end|><think></think>\n\n")
