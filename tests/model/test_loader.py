@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from msgspec import structs
-from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, MambaConfig, T5Config, ViTConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, OpenAIGPTConfig, RwkvConfig, T5Config, ViTConfig
 
 from app.config import ModelConfig
 from app.engine.batch import StepBatch
@@ -93,8 +93,8 @@ def test_a_folder_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
     [
         (T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, vocab_size=50), "encoder-decoder"),
         (ViTConfig(hidden_size=16), "generates text"),
-        (MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=50, state_size=4), "paged"),
-        (BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=50), "paged|loaded"),
+        (RwkvConfig(hidden_size=16, num_hidden_layers=2, vocab_size=50), "time mixing"),
+        (OpenAIGPTConfig(n_embd=16, n_layer=1, n_head=2, vocab_size=50), "paged|cache object"),
     ],
 )
 def test_a_model_that_cannot_be_served_is_refused_with_the_reason(config, reason, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
