@@ -110,7 +110,7 @@ class BlockStore(ABC):
     def lookup(self, names: Iterable[bytes], request: Request, *, num_before: int) -> int:
         """How many of the first of these blocks of a request it probably can give, as far as is known at once.
 
-        Of a model with recurrent layers these are the blocks up to the last snapshot that it can give.
+        For a model with recurrent layers, the store counts the blocks up to the last snapshot that it can give.
 
         num_before: blocks of the request before these.
         """

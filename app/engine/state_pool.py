@@ -162,10 +162,9 @@ class StatePool:
         return StatePath(states.current, tuple((number - start, written[number]) for number in sorted(written)))
 
     def advance(self, states: SequenceStates, end: int, prefixes: Sequence[Prefix], *, generates: bool) -> None:
-        """A step has succeeded: it has computed all tokens up to `end`, the drafts behind them are wrong.
+        """A step has succeeded. The sequence keeps the tokens up to `end`; the drafts behind `end` are wrong.
 
-        prefixes: of the tokens up to `end` behind which the step has made a snapshot, see `SequenceStates.new`. They
-        are cached.
+        prefixes: one for each snapshot of the step up to `end`, see `SequenceStates.new`. The prefixes are cached.
         generates: whether the step computed a token that the sequence has generated.
         """
         new = [each for each in states.new if each[0] <= end]

@@ -268,11 +268,6 @@ class ProbeStep:
         """By layer that attends over the keys and values of an earlier one: that layer."""
         return {layer: own.stored_by for layer, own in self.rules.items() if own.stored_by is not None}
 
-    def forget(self) -> None:
-        """Be as if no forward pass had been."""
-        for found in (self.layers, self.rules, self._keys, self.states):
-            found.clear()
-
     def next_slots(self, shape: StateShape, inputs: torch.Tensor) -> Slots:
         """For the next recurrent operator. inputs: [num_tokens, ...]."""
         self.states.append(shape)

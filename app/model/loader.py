@@ -173,12 +173,11 @@ def _by_first_way(source: ModelSource, chosen: ChosenDtype, check_states: CheckS
     if reason is not None and config.quantization != "none":
         raise refused_quantization(config, reason)
     logger.info("%s: the type is %s: %s", config.path, chosen.name, chosen.reason)
-    if reason is not None:
-        _check_before_weights(source, check_states)
-        return _on_transformers_code(source, TransformersModel.load(source), reason)
-    if way is NativeModel and (verified := NativeModel.verified_before(source)) is not None:
+    if reason is None and way is NativeModel and (verified := NativeModel.verified_before(source)) is not None:
         return verified
     _check_before_weights(source, check_states)
+    if reason is not None:
+        return _on_transformers_code(source, TransformersModel.load(source), reason)
     own = TransformersModel.load(source, from_files=way is NativeModel or config.quantization == "fp8")
     reason = way.why_not(source, own)
     if reason is None:

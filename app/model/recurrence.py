@@ -9,7 +9,7 @@ The operators below are plain torch: the reference for the faster ones (`cpu/rec
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -212,18 +212,19 @@ class TorchRecurrence:
         normalises: bool,
     ) -> torch.Tensor:
         outputs = torch.empty_like(value, memory_format=torch.contiguous_format)
-        for piece in pieces:
-            state = _read(states, piece)
-            for token in range(piece.tokens.start, piece.tokens.stop):
-                own_query, own_key = (_for_heads(each[token].float(), states.shape[1]) for each in (query, key))
-                if normalises:
-                    own_query, own_key = _normalised(own_query), _normalised(own_key)
-                state = state * decay[token].float().exp()[:, None, None]
-                found = (state * own_key[:, :, None]).sum(dim=1)
-                change = (value[token].float() - found) * beta[token].float()[:, None]
-                state = state + own_key[:, :, None] * change[:, None, :]
-                outputs[token] = (state * (own_query * scale)[:, :, None]).sum(dim=1)
-            states[piece.written_slot] = state
+
+        def advance(state: torch.Tensor, token: int) -> torch.Tensor:
+            own_query, own_key = (_for_heads(each[token].float(), states.shape[1]) for each in (query, key))
+            if normalises:
+                own_query, own_key = _normalised(own_query), _normalised(own_key)
+            state = state * decay[token].float().exp()[:, None, None]
+            found = (state * own_key[:, :, None]).sum(dim=1)
+            change = (value[token].float() - found) * beta[token].float()[:, None]
+            state = state + own_key[:, :, None] * change[:, None, :]
+            outputs[token] = (state * (own_query * scale)[:, :, None]).sum(dim=1)
+            return state
+
+        _each_token(states, pieces, advance)
         return outputs
 
     def mamba1(
@@ -238,14 +239,15 @@ class TorchRecurrence:
         pieces: StatePieces,
     ) -> torch.Tensor:
         outputs = torch.empty_like(inputs, memory_format=torch.contiguous_format)
-        for piece in pieces:
-            state = _read(states, piece)
-            for token in range(piece.tokens.start, piece.tokens.stop):
-                own, time_step = inputs[token].float(), time_steps[token][:, None]
-                change = own[:, None] * time_step * inputs_to_state[token].float()
-                state = state * (time_step * decay).exp() + change
-                outputs[token] = (state * state_to_outputs[token].float()).sum(dim=1) + own * skip
-            states[piece.written_slot] = state
+
+        def advance(state: torch.Tensor, token: int) -> torch.Tensor:
+            own, time_step = inputs[token].float(), time_steps[token][:, None]
+            change = own[:, None] * time_step * inputs_to_state[token].float()
+            state = state * (time_step * decay).exp() + change
+            outputs[token] = (state * state_to_outputs[token].float()).sum(dim=1) + own * skip
+            return state
+
+        _each_token(states, pieces, advance)
         return outputs
 
     def mamba2(
@@ -260,18 +262,30 @@ class TorchRecurrence:
         pieces: StatePieces,
     ) -> torch.Tensor:
         outputs = torch.empty_like(inputs, memory_format=torch.contiguous_format)
-        for piece in pieces:
-            state = _read(states, piece)
-            for token in range(piece.tokens.start, piece.tokens.stop):
-                into, out = (
-                    _for_heads(each[token].float(), states.shape[1]) for each in (inputs_to_state, state_to_outputs)
-                )
-                own = inputs[token].float()
-                change = own * time_steps[token][:, None]
-                state = state * (time_steps[token] * decay).exp()[:, None, None] + change[:, :, None] * into[:, None, :]
-                outputs[token] = (state * out[:, None, :]).sum(dim=2) + own * skip[:, None]
-            states[piece.written_slot] = state
+
+        def advance(state: torch.Tensor, token: int) -> torch.Tensor:
+            into, out = (
+                _for_heads(each[token].float(), states.shape[1]) for each in (inputs_to_state, state_to_outputs)
+            )
+            own = inputs[token].float()
+            change = own * time_steps[token][:, None]
+            state = state * (time_steps[token] * decay).exp()[:, None, None] + change[:, :, None] * into[:, None, :]
+            outputs[token] = (state * out[:, None, :]).sum(dim=2) + own * skip[:, None]
+            return state
+
+        _each_token(states, pieces, advance)
         return outputs
+
+
+def _each_token(
+    states: torch.Tensor, pieces: StatePieces, advance: Callable[[torch.Tensor, int], torch.Tensor]
+) -> None:
+    """Take the state of each piece through its tokens. advance: gives the state behind a token of the packed row."""
+    for piece in pieces:
+        state = _read(states, piece)
+        for token in range(piece.tokens.start, piece.tokens.stop):
+            state = advance(state, token)
+        states[piece.written_slot] = state
 
 
 def _read(states: torch.Tensor, piece: StatePiece) -> torch.Tensor:

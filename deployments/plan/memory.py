@@ -6,6 +6,7 @@ from typing import Any
 
 from app.config import GIB, EngineConfig
 from app.cores import available_memory
+from app.engine.state_pool import SLOTS_OF_SEQUENCE
 from app.errors import InvalidSetup
 from app.model.cuda.fp8 import LEAST_CAPABILITY
 from app.model.kv_cache import num_state_slots_that_fit
@@ -172,7 +173,7 @@ class CpuPlan:
 
     def check(self) -> None:
         """Raises InvalidSetup if no sequence of the whole context fits."""
-        missing = self._planned.sequence_bytes + 2 * self._planned.state_bytes - self._given
+        missing = self._planned.sequence_bytes + SLOTS_OF_SEQUENCE * self._planned.state_bytes - self._given
         missing = max(missing, self._planned.sequence_bytes - self._left)
         if missing > 0:
             smaller = "" if self._config.model.quantization == "int4" else "--quantization int8 or int4, or "

@@ -14,6 +14,7 @@ from app.model.cpu.attention import NativeAttention
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import ThreadPool, is_fast
 from app.model.kv_cache import KVCache, LayerShape
+from app.model.latent_attention import LatentHeads
 from app.model.loader import load_runner
 from app.model.ways.transformers_code import TransformersModel
 from tests.kit.engine import run_to_end
@@ -53,6 +54,16 @@ def test_a_token_stores_its_latent_and_one_rotated_key(tmp_path: Path) -> None:
     model = load(save_random_model(tmp_path, "deepseek_v3", **MODELS["deepseek_v3"]))
     assert isinstance(model, TransformersModel)
     assert all(layer.bytes_per_token(torch.float32) == 4 * (LATENT + ROPE) for layer in model.layers.values())
+
+
+def test_where_latents_give_other_results_keys_of_all_heads_are_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = LatentHeads.values
+    monkeypatch.setattr(LatentHeads, "values", lambda self, latents: 2 * right(self, latents))
+    model = load(save_random_model(tmp_path, "deepseek_v3", **MODELS["deepseek_v3"]))
+    assert "keys and values of all heads are stored" in caplog.text
+    assert {layer.num_kv_heads for layer in model.layers.values()} == {4}
 
 
 def test_latents_in_int8_are_refused(tmp_path: Path) -> None:

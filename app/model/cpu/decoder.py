@@ -87,6 +87,7 @@ class NativeDecoder:
         self._preparer = MatcherPreparer()
         # By kind of rotary positions, in float32: [num_positions, 2, size / 2].
         self._rotary = [torch.empty(0) for _ in weights.settings.rotary]
+        self._rotary_pointers = _pointers(self._rotary)
 
     def predict(self, batch: StepBatch, inputs: ModelInputs) -> Prediction:
         """Logits in float32, rounded to the model's type where weights are in it. Matchers are prepared meanwhile."""
@@ -101,14 +102,14 @@ class NativeDecoder:
         likeliest = torch.empty(num_logits, dtype=torch.long)
         wanted = _wanted_rows(inputs)
         hidden = None if wanted.hidden is None else torch.empty(len(wanted.rows), self._weights.settings.hidden_size)
-        slots, tables, rotary = map(_pointers, (inputs.slots, segments.tables, self._rotary))
+        slots, tables = map(_pointers, (inputs.slots, segments.tables))
         step = DecoderStep(
             num_tokens=inputs.token_ids.shape[1], num_segments=segments.segments.shape[0],
             num_pieces=0 if pieces is None else len(pieces), num_rows=len(wanted.rows), num_logits=num_logits,
             token_ids=inputs.token_ids.data_ptr(), positions=inputs.positions.data_ptr(),
             slots=ctypes.addressof(slots), segments=segments.segments.data_ptr(), tables=ctypes.addressof(tables),
             pieces=_pointer(pieces), rows=wanted.rows.data_ptr(), logits_rows=wanted.logits.data_ptr(),
-            rotary=ctypes.addressof(rotary), logits=logits.data_ptr(), likeliest=likeliest.data_ptr(),
+            rotary=ctypes.addressof(self._rotary_pointers), logits=logits.data_ptr(), likeliest=likeliest.data_ptr(),
             hidden=_pointer(hidden),
             num_adapters=0 if adapters is None else len(adapters.adapters),
             adapters=None if adapters is None else ctypes.addressof(adapters.adapters),
@@ -125,6 +126,7 @@ class NativeDecoder:
             settings, positions = self._weights.settings, torch.arange(_num_rotary(num_positions))
             rounded = self._weights.dtype if settings.described.rounds_rotary else torch.float32
             self._rotary = [each.table(positions, rounded).float() for each in settings.rotary]
+            self._rotary_pointers = _pointers(self._rotary)
 
     def _all_pointers(self, num_layers: int) -> Iterator[LayerWeights]:
         """Of the first layers; each recurrent one takes the next states."""

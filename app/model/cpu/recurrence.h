@@ -537,16 +537,4 @@ void scan_in(ThreadPool& threads, const RecurrenceShape& shape, const HeadRows<T
     });
 }
 
-template <typename T>
-void mamba1_in(ThreadPool& threads, const RecurrenceShape& shape, const HeadRows<T>& rows, const Mamba1& own,
-               float* states, const Pieces& pieces, T* outputs) {
-    scan_in(threads, shape, rows, own, states, pieces, outputs);
-}
-
-template <typename T>
-void mamba2_in(ThreadPool& threads, const RecurrenceShape& shape, const HeadRows<T>& rows, const Mamba2& own,
-               float* states, const Pieces& pieces, T* outputs) {
-    scan_in(threads, shape, rows, own, states, pieces, outputs);
-}
-
 }  // namespace carousel

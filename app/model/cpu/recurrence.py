@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -65,18 +66,10 @@ class NativeRecurrence:
         scale: float,
         normalises: bool,
     ) -> torch.Tensor:
-        query, key, value = map(with_contiguous_rows, (query, key, value))
-        decay, beta = decay.float().contiguous(), beta.float().contiguous()
-        num_heads, value_dim = value.shape[1:]
-        _check_slots(states, num_heads, key.shape[2], value_dim)
-        shape = _recurrence_shape(key, value, states, scale=scale, normalises=normalises)
-        outputs = value.new_empty(value.shape)
-        self._function("gated_delta_rule", value.dtype)(
-            self._threads.handle, ctypes.byref(shape), ctypes.byref(Strides.of(query, key, value)),
-            query.data_ptr(), key.data_ptr(), value.data_ptr(), decay.data_ptr(), beta.data_ptr(),
-            states.data_ptr(), *_pointer_and_length(pieces), outputs.data_ptr(),
-        )  # fmt: skip
-        return outputs
+        _check_slots(states, value.shape[1], key.shape[2], value.shape[2])
+        return self._over_heads(
+            "gated_delta_rule", query, key, value, (decay, beta), states, pieces, scale=scale, normalises=normalises
+        )
 
     def mamba1(
         self,
@@ -90,10 +83,9 @@ class NativeRecurrence:
         pieces: StatePieces,
     ) -> torch.Tensor:
         _check_slots(states, inputs.shape[1], inputs_to_state.shape[1])
-        output = self._scan(
-            "mamba1", inputs[:, None], time_steps, decay, inputs_to_state[:, None], state_to_outputs[:, None], skip,
-            states, pieces,
-        )  # fmt: skip
+        # One head, of which the channels are the numbers.
+        query, key, value = (each[:, None] for each in (state_to_outputs, inputs_to_state, inputs))
+        output = self._over_heads("mamba1", query, key, value, (time_steps, decay, skip), states, pieces)
         return output[:, 0]
 
     def mamba2(
@@ -108,29 +100,35 @@ class NativeRecurrence:
         pieces: StatePieces,
     ) -> torch.Tensor:
         _check_slots(states, *inputs.shape[1:], inputs_to_state.shape[2])
-        return self._scan("mamba2", inputs, time_steps, decay, inputs_to_state, state_to_outputs, skip, states, pieces)
+        numbers = (time_steps, decay, skip)
+        return self._over_heads("mamba2", state_to_outputs, inputs_to_state, inputs, numbers, states, pieces)
 
-    def _scan(
+    def _over_heads(
         self,
         name: str,
-        inputs: torch.Tensor,
-        time_steps: torch.Tensor,
-        decay: torch.Tensor,
-        inputs_to_state: torch.Tensor,
-        state_to_outputs: torch.Tensor,
-        skip: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        numbers: Sequence[torch.Tensor],
         states: torch.Tensor,
         pieces: StatePieces,
+        *,
+        scale: float = 1.0,
+        normalises: bool = False,
     ) -> torch.Tensor:
-        """Mamba 1 or 2. The tensors of tokens have heads: Mamba 1 has one, and its channels are the head's numbers."""
-        query, key, value = map(with_contiguous_rows, (state_to_outputs, inputs_to_state, inputs))
-        time_steps, decay, skip = (each.float().contiguous() for each in (time_steps, decay, skip))
-        shape = _recurrence_shape(key, value, states)
+        """Compute one of the operators on heads. See `HeadRows` in recurrence.h.
+
+        query, key, value: [num_tokens, num_heads, dim] each. numbers: the other tensors, in the order of the C++, which
+        reads them as float32.
+        """
+        query, key, value = map(with_contiguous_rows, (query, key, value))
+        kept = [each.float().contiguous() for each in numbers]
+        shape = _recurrence_shape(key, value, states, scale=scale, normalises=normalises)
         outputs = value.new_empty(value.shape)
         self._function(name, value.dtype)(
             self._threads.handle, ctypes.byref(shape), ctypes.byref(Strides.of(query, key, value)),
-            query.data_ptr(), key.data_ptr(), value.data_ptr(), time_steps.data_ptr(), decay.data_ptr(),
-            skip.data_ptr(), states.data_ptr(), *_pointer_and_length(pieces), outputs.data_ptr(),
+            query.data_ptr(), key.data_ptr(), value.data_ptr(), *(each.data_ptr() for each in kept),
+            states.data_ptr(), *_pointer_and_length(pieces), outputs.data_ptr(),
         )  # fmt: skip
         return outputs
 
@@ -139,7 +137,7 @@ class NativeRecurrence:
 
 
 def _recurrence_shape(
-    key: torch.Tensor, value: torch.Tensor, states: torch.Tensor, *, scale: float = 1.0, normalises: bool = False
+    key: torch.Tensor, value: torch.Tensor, states: torch.Tensor, *, scale: float, normalises: bool
 ) -> RecurrenceShape:
     assert states.dtype is torch.float32, f"states are float32, not {states.dtype}"
     assert value.shape[1] % key.shape[1] == 0, f"{value.shape[1]} heads cannot share {key.shape[1]} keys evenly"

@@ -43,6 +43,14 @@ HeadRows<T> head_rows(const Strides& strides, const void* query, const void* key
             {static_cast<const T*>(value), strides.value_token, strides.value_head}};
 }
 
+// own: of Mamba 1 or 2.
+template <typename Mamba>
+void scan(void* threads, const RecurrenceShape& shape, const HeadRows<T>& rows, const Mamba& own, float* states,
+          const Pieces& pieces, void* outputs) {
+    ThreadPool& members = *static_cast<ThreadPool*>(threads);
+    members.run([&] { scan_in(members, shape, rows, own, states, pieces, static_cast<T*>(outputs)); });
+}
+
 }  // namespace
 
 #pragma GCC visibility push(default)
@@ -82,21 +90,15 @@ void OF_TYPE(gated_delta_rule)(void* threads, const RecurrenceShape* shape, cons
 void OF_TYPE(mamba1)(void* threads, const RecurrenceShape* shape, const Strides* strides, const void* state_to_outputs,
                      const void* inputs_to_state, const void* inputs, const float* time_steps, const float* decay,
                      const float* skip, float* states, const Piece* pieces, int64_t num_pieces, void* outputs) {
-    ThreadPool& members = *static_cast<ThreadPool*>(threads);
-    members.run([&] {
-        mamba1_in<T>(members, *shape, head_rows(*strides, state_to_outputs, inputs_to_state, inputs),
-                     {time_steps, decay, skip}, states, {pieces, num_pieces}, static_cast<T*>(outputs));
-    });
+    scan(threads, *shape, head_rows(*strides, state_to_outputs, inputs_to_state, inputs), Mamba1{time_steps, decay, skip},
+         states, {pieces, num_pieces}, outputs);
 }
 
 void OF_TYPE(mamba2)(void* threads, const RecurrenceShape* shape, const Strides* strides, const void* state_to_outputs,
                      const void* inputs_to_state, const void* inputs, const float* time_steps, const float* decay,
                      const float* skip, float* states, const Piece* pieces, int64_t num_pieces, void* outputs) {
-    ThreadPool& members = *static_cast<ThreadPool*>(threads);
-    members.run([&] {
-        mamba2_in<T>(members, *shape, head_rows(*strides, state_to_outputs, inputs_to_state, inputs),
-                     {time_steps, decay, skip}, states, {pieces, num_pieces}, static_cast<T*>(outputs));
-    });
+    scan(threads, *shape, head_rows(*strides, state_to_outputs, inputs_to_state, inputs), Mamba2{time_steps, decay, skip},
+         states, {pieces, num_pieces}, outputs);
 }
 
 void* OF_TYPE(decoder_new)(const DecoderShape* shape, const LayerWeights* layers, const void* embedding,

@@ -321,6 +321,10 @@ def _verified_reference(source: ModelSource, module: PreTrainedModel) -> tuple[P
     if ours is not None:
         _check_states(source, module, step)
         reference = Reference.of(path, module, source.device)
+        if any(rules.is_latent for rules in step.rules.values()) and (difference := reference.difference(ours)):
+            logger.warning("%s: keys and values of all heads are stored, not latents: %s", path, difference)
+            store_expanded(module)
+            return _verified_reference(source, module)
         reference.verify("with paged attention", ours)
         return step, reference
     refusal = f"{path} ({module.config.model_type}) {reason}"
@@ -333,15 +337,6 @@ def _why_not_paged(source: ModelSource, module: PreTrainedModel, step: ProbeStep
     """The reason, or the output with our attention. step: of our attention."""
     try:
         ours = _probe(module, *tokens_to_try(module, source.device), step)
-        if _has_latents(step) and (
-            difference := Reference.of(source.config.path, module, source.device).difference(ours)
-        ):
-            logger.warning(
-                "%s: keys and values of all heads are stored, not latents: %s", source.config.path, difference
-            )
-            store_expanded(module)
-            step.forget()
-            ours = _probe(module, *tokens_to_try(module, source.device), step)
     except (UnknownAttention, TypeError, AttributeError, LookupError) as error:
         return f"cannot run on paged attention: {reason_of(error)}", None
     except (RuntimeError, ImportError) as error:
@@ -369,10 +364,6 @@ def _with_own_attention(source: ModelSource, module: PreTrainedModel, refusal: s
     reference.verify("with its keys and values in a cache object", ours)
     logger.info("%s: the sequences of a step run one after another, with the model's own attention", refusal)
     return probe, reference
-
-
-def _has_latents(step: ProbeStep) -> bool:
-    return any(rules.is_latent for rules in step.rules.values())
 
 
 def _probe(module: PreTrainedModel, token_ids: torch.Tensor, positions: torch.Tensor, step: ProbeStep) -> Output:

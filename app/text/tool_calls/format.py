@@ -45,13 +45,13 @@ LLAMA3 = ToolFormat(
     arguments_key="parameters",
     special_texts=("<|python_tag|>",),
 )
+# How calls are written when structured output makes sure that there is nothing else.
+LIST = ToolFormat(name="list", lead="[", separators=",]", may_follow_bare=True)
 # Mistral: [TOOL_CALLS][{"name": …, "arguments": …}, …], and newer [TOOL_CALLS]f[ARGS]{…}. Templates want short ids.
-MISTRAL = ToolFormat(
+MISTRAL = replace(
+    LIST,
     name="mistral",
     begin="[TOOL_CALLS]",
-    lead="[",
-    separators=",]",
-    may_follow_bare=True,
     own=PlainReader,
     special_texts=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
     id_prefix="",
@@ -60,33 +60,27 @@ MISTRAL = ToolFormat(
 # Alibaba's Qwen3-Coder and Qwen3.5, and NVIDIA's Nemotron 3: <tool_call><function=f><parameter=a>…</parameter>…
 QWEN3_CODER = replace(HERMES, name="qwen3_coder", own=TagReader)
 # Liquid's LFM2: <|tool_call_start|>[f(a=1), …]<|tool_call_end|>, or objects in the list if a system message asks so.
-LFM2 = ToolFormat(
+LFM2 = replace(
+    LIST,
     name="lfm2",
     begin="<|tool_call_start|>",
     end="<|tool_call_end|>",
-    lead="[",
-    separators=",]",
-    may_follow_bare=True,
     own=PythonReader,
     special_texts=("<|tool_call_start|>", "<|tool_call_end|>"),
 )
 # IBM's Granite 3: <|tool_call|>[{"name": …, "arguments": …}, …]. Granite 4 writes as Hermes.
-GRANITE = ToolFormat(
+GRANITE = replace(
+    LIST,
     name="granite",
     begin="<|tool_call|>",
-    lead="[",
-    separators=",]",
-    may_follow_bare=True,
     special_texts=("<|tool_call|>",),
 )
 # NVIDIA's Nemotron Nano 2: <TOOLCALL>[{"name": …, "arguments": …}, …]</TOOLCALL>.
-NEMOTRON = ToolFormat(
+NEMOTRON = replace(
+    LIST,
     name="nemotron",
     begin="<TOOLCALL>",
     end="</TOOLCALL>",
-    lead="[",
-    separators=",]",
-    may_follow_bare=True,
     special_texts=("<TOOLCALL>", "</TOOLCALL>"),
 )
 # Google's Gemma 4: <|tool_call>call:f{a:1,b:<|"|>x<|"|>}<tool_call|>.
@@ -98,5 +92,3 @@ GEMMA4 = ToolFormat(
     special_texts=("<|tool_call>", "<tool_call|>", '<|"|>'),
 )
 FORMATS = {form.name: form for form in (HERMES, LLAMA3, MISTRAL, QWEN3_CODER, LFM2, GRANITE, NEMOTRON, GEMMA4)}
-# How calls are written when structured output makes sure that there is nothing else.
-LIST = ToolFormat(name="list", lead="[", separators=",]", may_follow_bare=True)

@@ -36,6 +36,7 @@ class OwnReader:
         self.unread = ""
         self._texts = texts
         self._arguments: list[str] = []  # as JSON; read, not yet taken
+        self._num_arguments = 0  # that were begun, in formats that write them one by one
 
     @staticmethod
     def begins_with(character: str) -> bool:
@@ -49,6 +50,17 @@ class OwnReader:
     def take_arguments(self) -> str:
         arguments, self._arguments = "".join(self._arguments), []
         return arguments
+
+    def _begin_key(self, function: str, key: str) -> None:
+        """An argument begins, so this is a call."""
+        self.name = function
+        comma = ", " if self._num_arguments else "{"
+        self._arguments.append(f"{comma}{json.dumps(key, ensure_ascii=False)}: ")
+        self._num_arguments += 1
+
+    def _end_arguments(self, function: str) -> None:
+        self.name = function
+        self._arguments.append("}" if self._num_arguments else "{}")
 
 
 class PlainReader(OwnReader):
@@ -117,7 +129,6 @@ class TagReader(OwnReader):
         self._advance: Callable[[str], Reading] = self._in_function_tag
         self._function = ""
         self._held = ""  # may be the beginning of a tag
-        self._num_arguments = 0
         self._value: list[str] | None = None  # of an argument that may be JSON; None: a text that comes out at once
         self._num_undecided = 0  # characters of that value
 
@@ -151,10 +162,7 @@ class TagReader(OwnReader):
         return Reading.MORE
 
     def _begin_argument(self, key: str) -> None:
-        self.name = self._function
-        comma = ", " if self._num_arguments else "{"
-        self._arguments.append(f"{comma}{json.dumps(key, ensure_ascii=False)}: ")
-        self._num_arguments += 1
+        self._begin_key(self._function, key)
         self._held, self._value, self._num_undecided = "", [], 0
         if key in self._texts.get(self._function, ()):
             self._begin_text()
@@ -200,8 +208,7 @@ class TagReader(OwnReader):
         return self._close(Reading.BEYOND)
 
     def _close(self, reading: Reading) -> Reading:
-        self.name = self._function
-        self._arguments.append("}" if self._num_arguments else "{}")
+        self._end_arguments(self._function)
         return reading
 
 
@@ -216,7 +223,6 @@ class PythonReader(OwnReader):
         self._function: list[str] = []
         self._key: list[str] = []
         self._writer = JsonWriter()
-        self._num_arguments = 0
 
     @staticmethod
     def begins_with(character: str) -> bool:
@@ -256,9 +262,7 @@ class PythonReader(OwnReader):
         return Reading.MORE
 
     def _begin_argument(self, key: str) -> None:
-        self.name = "".join(self._function)
-        self._arguments.append(f'{", " if self._num_arguments else "{"}"{key}": ')
-        self._num_arguments += 1
+        self._begin_key("".join(self._function), key)
         self._writer, self._advance = JsonWriter(), self._in_value
 
     def _in_value(self, character: str) -> Reading:
@@ -278,8 +282,7 @@ class PythonReader(OwnReader):
         return self._close() if character == ")" and not self.unread else Reading.BEYOND
 
     def _close(self) -> Reading:
-        self.name = "".join(self._function)
-        self._arguments.append("}" if self._num_arguments else "{}")
+        self._end_arguments("".join(self._function))
         return Reading.DONE
 
 
