@@ -254,6 +254,8 @@ def _why_blocks_stay(loaded: LoadedRunner, replicas: ReplicasConfig) -> str:
         return f"replicas.tensor_parallel is {replicas.tensor_parallel}, and only one process may have the KV memory"
     if not loaded.model.layers:
         return "the model has recurrent layers alone, so its blocks hold nothing that a prefix could be found by"
+    if loaded.model.states:
+        return "the states of recurrent layers are not copied from a GPU, and blocks without a state cannot be resumed"
     return f"on {loaded.model.device.type} the kernels for it are missing"
 
 

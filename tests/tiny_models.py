@@ -105,7 +105,6 @@ def _configs() -> dict[str, PreTrainedConfig]:
 
 ALL = tuple(_configs())
 ARCHITECTURES = tuple(name for name in ALL if name != "qwen2_moe")  # that one is only for the decoder for CUDA
-RECURRENT = ("lfm2", "qwen3_5")
 # Those that the C++ decoder computes.
 NATIVE = tuple(
     name

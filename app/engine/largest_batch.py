@@ -7,10 +7,12 @@ from app.engine.batch import MAX_SCORED_TOKENS, ScheduledSequence, StepBatch
 from app.engine.logit_adjustments import LogitAdjustments
 from app.engine.matcher import TokenSet
 from app.engine.request import ModelInfo, Pooling, SamplingParams
+from app.engine.state_pool import NO_STATE, StatePath
 
 
 def largest_batch(limits: SchedulerConfig, facts: ModelInfo, *, block_size: int) -> StepBatch:
-    """As many sequences and tokens as a step may have, each with what costs most; all of them in block 0.
+    """As many sequences and tokens as a step may have, each with what costs most; all of them in block 0 and with
+    states in slot 0.
 
     Every sequence draws a token with top-p, a penalty, a grammar and log-probabilities. The longest scores its prompt
     and wants an embedding, too, where the model gives any.
@@ -35,6 +37,7 @@ def largest_batch(limits: SchedulerConfig, facts: ModelInfo, *, block_size: int)
                 targets=(0,) * min(length - 1, MAX_SCORED_TOKENS) if index == 0 else (),
                 first_target=1,
                 pooling=Pooling.MEAN if index == 0 and facts.embedding_size is not None else None,
+                states=StatePath(NO_STATE, ((length, 0),)),
                 window_ids=([0] * -(-length // block_size),) * facts.num_window_groups,
             )
             for index, length in enumerate(lengths)

@@ -13,9 +13,8 @@ from app.model.architectures import ARCHITECTURES, Backend
 
 Ability = Literal[
     "C++ on a CPU", "int8 and int4", "LoRA on a CPU", "freed windows", "tiers and fetches", "lookup drafts",
-    "draft model", "ranks", "GPU", "own decoder on a GPU",
+    "draft model", "ranks", "own decoder on a GPU",
 ]  # fmt: skip
-_STATES_ON_A_CPU = "recurrent layers run on CPUs only"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +35,7 @@ class Abilities:
             "freed windows": self._why_windows_are_kept(),
             "draft model": "a draft would need slots for states of its own" if self.has_states else None,
             "ranks": "recurrent layers are not divided" if self.has_states else None,
-            "GPU": _STATES_ON_A_CPU if self.has_states else None,
-            "own decoder on a GPU": _STATES_ON_A_CPU if self.has_states else no_decoder["cuda"],
+            "own decoder on a GPU": no_decoder["cuda"],
         }
         return {ability: reason for ability, reason in reasons.items() if reason is not None}
 

@@ -163,21 +163,34 @@ def block_bytes(config: CacheConfig, layers: dict[int, LayerShape], *, dtype: to
     return num_bytes if layers else BOOKKEEPING_BYTES
 
 
-def num_state_slots_that_fit(config: CacheConfig, state_bytes: int, *, max_running: int) -> int:
+def num_state_slots(config: CacheConfig, state_bytes: int, *, max_running: int, memory_bytes: int) -> int:
+    """Slots for the states of recurrent layers, as configured or by the memory, whether or not they fit into it.
+
+    state_bytes: of one slot. memory_bytes: for the slots and the KV memory together.
+    """
+    if config.num_state_slots is not None:
+        return config.num_state_slots
+    return min(4 * max_running, max(memory_bytes // 2 // state_bytes, 8))
+
+
+def num_state_slots_that_fit(
+    config: CacheConfig, state_bytes: int, *, max_running: int, gpu_bytes: int | None = None
+) -> int:
     """Slots for the states of recurrent layers: as configured, or what the memory settings leave room for.
 
-    state_bytes: of one slot.
+    state_bytes: of one slot. gpu_bytes: as in `num_blocks_that_fit`.
 
     Raises:
         InvalidSetup: the slots of one sequence do not fit.
     """
-    if config.num_state_slots is not None:
-        return config.num_state_slots
-    memory_bytes = int(config.memory_gib * GIB)
-    number = min(4 * max_running, max(memory_bytes // 2 // state_bytes, 8))
-    if number * state_bytes >= memory_bytes:
+    memory_bytes = int(config.memory_gib * GIB) if gpu_bytes is None else gpu_bytes
+    number = num_state_slots(config, state_bytes, max_running=max_running, memory_bytes=memory_bytes)
+    if config.num_state_slots is None and number * state_bytes >= memory_bytes:
+        given = f"memory_gib={config.memory_gib:g}"
+        if gpu_bytes is not None:
+            given = f"gpu_memory_fraction={config.gpu_memory_fraction:g} leaves {gpu_bytes / GIB:.3f} GiB"
         raise InvalidSetup(
-            f"cache.memory_gib={config.memory_gib:g}: {number} slots of {state_bytes / 2**20:.1f} MiB for the states "
+            f"cache.{given}: {number} slots of {state_bytes / 2**20:.1f} MiB for the states "
             f"of recurrent layers need {number * state_bytes / GIB:.3f} GiB, and keys and values need memory beside "
             f"them. Raise it, or set cache.num_state_slots"
         )

@@ -68,15 +68,16 @@ def load_runner(
     draft = None if of_draft is None else _load(of_draft, None)
     if draft is None and not keeps_all:  # a draft model's KV memory lies in the same blocks
         model = model.giving_back()
-    model, num_state_bytes = _with_state_slots(config, model)
     is_measured = model.device.type == "cuda" and config.cache.num_blocks is None
+    gpu_bytes = bytes_for_kv(config, model, gpu_share) if is_measured else None
+    model, num_state_bytes = _with_state_slots(config, model, gpu_bytes)
     draft_bytes = 0 if draft is None else block_bytes(config.cache, draft.in_block, dtype=draft.dtype)
     num_blocks = num_blocks_that_fit(
         config.cache,
         model.in_block,
         dtype=model.dtype,
         num_groups=model.groups.num_groups,
-        gpu_bytes=bytes_for_kv(config, model, gpu_share) if is_measured else None,
+        gpu_bytes=gpu_bytes,
         draft_bytes=draft_bytes,
         taken_bytes=num_state_bytes,
     )
@@ -91,9 +92,12 @@ def load_runner(
     return replace(loaded, draft=_with_kv_memory(of_draft, draft, num_blocks, num_threads))
 
 
-def _with_state_slots(config: EngineConfig, model: LoadedModel) -> tuple[LoadedModel, int]:
-    """The model with slots for the states of its recurrent layers, if it has any, and the bytes of all slots."""
-    number, of_state = _num_state_slots(config, model.states), state_bytes(model.states)
+def _with_state_slots(config: EngineConfig, model: LoadedModel, gpu_bytes: int | None) -> tuple[LoadedModel, int]:
+    """The model with slots for the states of its recurrent layers, if it has any, and the bytes of all slots.
+
+    gpu_bytes: as in `num_state_slots_that_fit`.
+    """
+    number, of_state = _num_state_slots(config, model.states, gpu_bytes), state_bytes(model.states)
     if not of_state:
         return model, 0
     # A snapshot for so many tokens of a long prompt that their keys and values take as much memory as the state.
@@ -103,11 +107,12 @@ def _with_state_slots(config: EngineConfig, model: LoadedModel) -> tuple[LoadedM
     return replace(model, facts=facts), number * of_state
 
 
-def _num_state_slots(config: EngineConfig, states: Sequence[StateShape]) -> int:
+def _num_state_slots(config: EngineConfig, states: Sequence[StateShape], gpu_bytes: int | None = None) -> int:
     """Raises InvalidSetup if the slots of one sequence do not fit."""
     if not states:
         return 0
-    return num_state_slots_that_fit(config.cache, state_bytes(states), max_running=config.scheduler.max_running)
+    max_running = config.scheduler.max_running
+    return num_state_slots_that_fit(config.cache, state_bytes(states), max_running=max_running, gpu_bytes=gpu_bytes)
 
 
 def _load(config: EngineConfig, group: RankGroup | None) -> LoadedModel:

@@ -20,14 +20,14 @@ from app.model.abilities import Abilities
 from app.model.adapters import MAX_RANK
 from app.model.cpu.adapters import AdaptedModel
 from app.model.device import device_of, dtype_of, refused_quantization
-from app.model.kv_cache import block_bytes
+from app.model.kv_cache import block_bytes, num_state_slots
 from app.model.location import resolve_model_path
 from app.model.memory import MemoryNeeds, state_bytes
 from app.model.source import ModelSource, refusing_what_fails
 from app.model.ways.cuda_decoder import CudaModel
 from app.model.ways.loaded_model import LoadedModel
 from app.model.ways.native_decoder import NativeModel
-from app.model.ways.transformers_code import TransformersModel, no_states_on_a_gpu
+from app.model.ways.transformers_code import TransformersModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +46,13 @@ class PlannedMemory:
     def sequence_bytes(self) -> int:
         """KV memory of a sequence of the whole context."""
         return self.sequence_blocks * self.block_bytes
+
+    def num_slots(self, config: EngineConfig, memory_bytes: int) -> int:
+        """Slots for states. memory_bytes: for the slots and the KV memory together."""
+        if not self.state_bytes:
+            return 0
+        max_running = config.scheduler.max_running
+        return num_state_slots(config.cache, self.state_bytes, max_running=max_running, memory_bytes=memory_bytes)
 
     def beside(self, draft: PlannedMemory) -> PlannedMemory:
         """With a draft model, which has KV memory in as many blocks."""
@@ -101,7 +108,7 @@ def memory_to_sleep(config: EngineConfig) -> DeviceMemory:
     return DeviceMemory(
         str(card.uuid),
         total_bytes=int(cache.gpu_memory_fraction * card.total_memory),
-        needed_bytes=None if cache.num_blocks is None else planned.needs.total + cache.num_blocks * planned.block_bytes,
+        needed_bytes=None if cache.num_blocks is None else planned.needs.total + _bytes_of_blocks(config, planned),
     )
 
 
@@ -113,8 +120,16 @@ def _needs_to_sleep_on_cpu(config: EngineConfig) -> int:
         planned = planned if of_draft is None else planned.beside(_planned_by_cache(of_draft))
     except UnsupportedModel as error:
         raise InvalidSetup(f"replicas.sleep_after_s: {error}; set no sleep_after_s") from error
-    kv = int(cache.memory_gib * GIB) if cache.num_blocks is None else cache.num_blocks * planned.block_bytes
+    kv = int(cache.memory_gib * GIB) if cache.num_blocks is None else _bytes_of_blocks(config, planned)
     return planned.needs.weights + planned.needs.step + kv
+
+
+def _bytes_of_blocks(config: EngineConfig, planned: PlannedMemory) -> int:
+    """Of as many blocks as the settings say, and of the slots for states beside them."""
+    cache = config.cache
+    assert cache.num_blocks is not None, "the settings say how many"
+    num_slots = planned.num_slots(config, int(cache.memory_gib * GIB))
+    return cache.num_blocks * planned.block_bytes + num_slots * planned.state_bytes
 
 
 def planned_memory(config: EngineConfig, *, num_ranks: int = 1) -> PlannedMemory:
@@ -138,8 +153,6 @@ def planned_gpu_model(config: EngineConfig, *, dtype: torch.dtype, num_ranks: in
     source = _source(config, dtype)
     with refusing_what_fails(config.model.path):
         own = TransformersModel.planned(source, num_ranks=num_ranks)
-    if own.states:
-        raise no_states_on_a_gpu(config.model.path)
     reason = CudaModel.why_not(source, own)
     if config.model.quantization == "fp8" and reason is not None:
         raise refused_quantization(config.model, reason)

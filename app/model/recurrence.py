@@ -4,17 +4,20 @@ The tokens of all sequences of a step stand in one packed row. The states of a l
 operator computes one token after the other, so the bits of a token depend on nothing but the tokens before it in its
 own sequence: not on how the sequence is cut into steps, and not on what else is in a step.
 
-The operators below are plain torch: the reference for the faster ones (`cpu/recurrence.py`).
+The operators below are plain torch: the reference for the faster ones (`cpu/recurrence.py`, `cuda/recurrence.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
+
+from app.model.inputs import to_device
 
 ACTIVATIONS = (None, "silu")  # of a short convolution
 NORM_EPSILON = 1e-6  # is added to the squared length of a query or a key
@@ -41,6 +44,7 @@ class StatePieces:
     """
 
     table: torch.Tensor  # [num_pieces, 4] int32 on the CPU; the columns are the fields of `StatePiece`
+    _chains: dict[torch.device, tuple[torch.Tensor, int]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         table = self.table
@@ -51,6 +55,42 @@ class StatePieces:
 
     def __iter__(self) -> Iterator[StatePiece]:
         return (StatePiece(*row) for row in self.table.tolist())
+
+    def chains_on(self, device: torch.device) -> tuple[torch.Tensor, int]:
+        """The pieces as chains that may be computed side by side, and the number of chains; copied once for a device.
+
+        Returns: [num_chains + num_pieces, 4] int32. A row for each chain has the row of its first piece, the row behind
+            its last piece, and two zeros; the rows of the pieces follow. The chain with most tokens is the first.
+        """
+        if device not in self._chains:
+            chains = sorted(_chains_of(list(self)), key=_num_tokens, reverse=True)
+            ends = list(accumulate(map(len, chains), initial=len(chains)))
+            rows = [(first, end, 0, 0) for first, end in pairwise(ends)]
+            rows += chain.from_iterable(chains)
+            self._chains[device] = to_device(rows, device, torch.int32), len(chains)
+        return self._chains[device]
+
+
+def _chains_of(pieces: Sequence[StatePiece]) -> list[list[StatePiece]]:
+    """The pieces in groups, each in the given order. Nothing reads or writes a slot that another group writes."""
+    same = {piece.written_slot: piece.written_slot for piece in pieces}  # leads from slot to slot within a group
+
+    def root(slot: int) -> int:
+        while same[slot] != slot:
+            slot = same[slot]
+        return slot
+
+    for piece in pieces:
+        if piece.read_slot in same:
+            same[root(piece.read_slot)] = root(piece.written_slot)
+    chains: dict[int, list[StatePiece]] = {}
+    for piece in pieces:
+        chains.setdefault(root(piece.written_slot), []).append(piece)
+    return list(chains.values())
+
+
+def _num_tokens(pieces: Sequence[StatePiece]) -> int:
+    return sum(piece.num_tokens for piece in pieces)
 
 
 class Recurrence(Protocol):
@@ -170,6 +210,17 @@ class Recurrence(Protocol):
         Returns: [num_tokens, num_heads, head_dim].
         """
         ...
+
+
+def check_slots(states: torch.Tensor, dtype: torch.dtype, *shape: int) -> None:
+    """Whether kernels can read states. shape: of a slot."""
+    assert states.dtype is dtype, f"states are {dtype}, not {states.dtype}"
+    assert states.shape[1:] == shape, f"a slot has the shape {tuple(states.shape[1:])}, not {shape}"
+    assert states[:1].is_contiguous(), f"the numbers of a slot do not stand side by side: strides {states.stride()}"
+
+
+def check_heads(num_heads: int, num_keys: int) -> None:
+    assert num_heads % num_keys == 0, f"{num_heads} heads cannot share {num_keys} keys evenly"
 
 
 class TorchRecurrence:

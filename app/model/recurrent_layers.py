@@ -33,14 +33,20 @@ class StatefulAttention:
     """Paged attention, and beside it the slots of all recurrent layers."""
 
     def __init__(
-        self, attention: PagedAttention, shapes: Sequence[StateShape], recurrence: Recurrence, *, num_slots: int
+        self,
+        attention: PagedAttention,
+        shapes: Sequence[StateShape],
+        recurrence: Recurrence,
+        *,
+        num_slots: int,
+        device: torch.device,
     ) -> None:
         """shapes: of the operators' states, in the order of their calls in a forward pass."""
         self.block_size = attention.block_size
         self.kv_tensors = attention.kv_tensors
         self.attention = attention
         self._recurrence = recurrence
-        self.states = [torch.zeros(num_slots, *shape.sizes, dtype=shape.dtype) for shape in shapes]
+        self.states = [torch.zeros(num_slots, *shape.sizes, dtype=shape.dtype, device=device) for shape in shapes]
 
     def begin_step(self, batch: StepBatch, inputs: ModelInputs) -> AttentionStep:
         pieces = pieces_of(batch)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NUM_TOKENS = 24
+_SLOTS_OF_SEQUENCE = 3  # for states: two in turn, and one for the state behind which two pieces begin
 # Of the first layer's output and of the whole model's, relative to their size, by number type or quantised weights.
 # Measured at most in tests/tiny_models.py, which has wide weights: 0.04 and 0.08 in 8 bits, 0.43 and 0.63 in 4.
 # In SmolLM2-135M 0.008 and 0.021 in 8 bits, 0.009 and 0.025 in 4. Unrelated outputs of a size differ by 1.4.
@@ -76,24 +77,28 @@ class BlocksToTry:
 
     @property
     def num_state_slots(self) -> int:
-        """Slots for the states behind each number of tokens, of two sequences."""
-        return 2 * (NUM_TOKENS + 1)
+        """Slots for the states of two sequences."""
+        return 2 * _SLOTS_OF_SEQUENCE
 
     @property
     def num_own_tokens(self) -> int:
         """The most tokens of the sequence that is tried. Another one has a block, if there are two."""
         return min(self.max_blocks, max(1, self.num_blocks - 1)) * self.block_size
 
-    def piece(self, name: str, token_ids: Sequence[int], start: int, *, first_block: int = 0) -> ScheduledSequence:
-        """Some tokens of a sequence at positions from `start`; all blocks of the sequence begin at `first_block`."""
+    def piece(
+        self, name: str, token_ids: Sequence[int], start: int, *, first_block: int = 0, kept: int = 0
+    ) -> ScheduledSequence:
+        """Some tokens of a sequence at positions from `start`; all blocks of the sequence begin at `first_block`.
+
+        kept: the states behind so many tokens stay in their slot, so that a second piece can begin there.
+        """
         end_block = first_block + -(-(start + len(token_ids)) // self.block_size)
         blocks = range(first_block * self.num_groups, end_block * self.num_groups, self.num_groups)
         block_ids, *window_ids = ([block + group for block in blocks] for group in range(self.num_groups))
         greedy = SamplingParams(max_tokens=1, temperature=0.0)
-        first_slot = (NUM_TOKENS + 1) * (first_block > 0)
-        states = StatePath(
-            first_slot + start if start else NO_STATE, ((len(token_ids), first_slot + start + len(token_ids)),)
-        )
+        first_slot = _SLOTS_OF_SEQUENCE * (first_block > 0)
+        read, written = (first_slot + (2 if at == kept else at % 2) for at in (start, start + len(token_ids)))
+        states = StatePath(read if start else NO_STATE, ((len(token_ids), written),))
         return ScheduledSequence(
             name, tuple(token_ids), start, block_ids, True, greedy, window_ids=tuple(window_ids), states=states
         )
@@ -196,7 +201,7 @@ class Reference:
         later = (third, min(2 * third, num_tokens))
 
         def own(first: int, end: int) -> ScheduledSequence:
-            return blocks.piece(f"own-{first}", token_ids[first:end], first)
+            return blocks.piece(f"own-{first}", token_ids[first:end], first, kept=third)
 
         singles = [(at, at + 1) for at in range(2 * third, num_tokens)]
         for what, pieces in (

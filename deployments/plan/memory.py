@@ -6,10 +6,8 @@ from typing import Any
 
 from app.config import GIB, EngineConfig
 from app.cores import available_memory
-from app.engine.state_pool import SLOTS_OF_SEQUENCE
 from app.errors import InvalidSetup
 from app.model.cuda.fp8 import LEAST_CAPABILITY
-from app.model.kv_cache import num_state_slots_that_fit
 from app.model.memory import GpuMemory
 from app.model.planned_memory import PlannedAdapters, PlannedMemory, planned_cpu_memory, planned_memory
 from deployments.plan.cards import CARDS, Card, bytes_of
@@ -46,7 +44,7 @@ class GpuPlan:
     def table(self) -> str:
         """All parts in GiB, and what the rest holds; for a terminal."""
         needs, gpu = self._planned.needs, self._on(self._card)
-        left = gpu.left_for_kv(needs)
+        num_slots, left = self._slots_and_kv_on(self._card)
         rows = [
             ("weights", needs.weights),
             *([("adapters", needs.adapters)] if needs.adapters else ()),
@@ -54,25 +52,23 @@ class GpuPlan:
             ("CUDA graphs", needs.graphs),
             ("workspaces", needs.workspaces),
             ("CUDA context", needs.context),
+            *([("states", num_slots * self._planned.state_bytes)] if num_slots else ()),
             ("KV memory", max(0, left)),
         ]
         head = (
             f"{self._config.model.path} on {self._where}: {gpu.granted / GIB:.2f} GiB, "
             f"{gpu.fraction:g} of {self._share * gpu.total / GIB:.2f} GiB (predicted; not yet measured on a GPU)"
         )
-        return "\n".join([head, *_lines(rows), *self._room(left), f"  {self._planned.abilities}"])
+        lines = [*_lines(rows), *_slots(self._planned, num_slots), *self._room(left)]
+        return "\n".join([head, *lines, f"  {self._planned.abilities}"])
 
     def check(self) -> None:
         """Raises InvalidSetup if no sequence of the whole context fits, with the smallest card that holds one."""
         needed = self._planned.sequence_bytes
-        missing = needed - self._on(self._card).left_for_kv(self._planned.needs)
+        missing = needed - self._slots_and_kv_on(self._card)[1]
         if missing <= 0:
             return
-        fitting = [
-            card
-            for card in CARDS
-            if self._computes_on(card) and self._on(card).left_for_kv(self._planned.needs) >= needed
-        ]
+        fitting = [card for card in CARDS if self._computes_on(card) and self._slots_and_kv_on(card)[1] >= needed]
         smallest = min(fitting, key=lambda card: card.memory_gib, default=None)
         raise InvalidSetup(
             f"{_does_not_fit(self._config, self._where, missing, self._planned)}. "
@@ -110,6 +106,12 @@ class GpuPlan:
         """A card of which only the memory is known is taken to do so."""
         return not self._in_fp8 or (card.capability or LEAST_CAPABILITY) >= LEAST_CAPABILITY
 
+    def _slots_and_kv_on(self, card: Card) -> tuple[int, int]:
+        """Slots for states, and the bytes that they leave for KV memory; negative where memory is missing."""
+        left = self._on(card).left_for_kv(self._planned.needs)
+        num_slots = self._planned.num_slots(self._config, left)
+        return num_slots, left - num_slots * self._planned.state_bytes
+
     def _on(self, card: Card) -> GpuMemory:
         return GpuMemory(total=card.memory_bytes, fraction=self._config.cache.gpu_memory_fraction, share=self._share)
 
@@ -133,7 +135,7 @@ class CpuPlan:
         needs = self._planned.needs
         self._num_replicas = num_replicas
         self._given = (num_bytes - needs.weights) // num_replicas - (needs.total - needs.weights)
-        self._num_slots = self._num_state_slots()
+        self._num_slots = self._planned.num_slots(config, self._given)
         self._left = self._given - self._num_slots * self._planned.state_bytes
 
     def table(self) -> str:
@@ -153,28 +155,13 @@ class CpuPlan:
         once = "" if self._num_replicas == 1 else ", once for all replicas"
         head = f"{self._config.model.path} on {self._where}, weights in {kind}{once} (predicted)"
         room = f"{_room(self._planned, self._left)} with cache.memory_gib: {most:g}"
-        return "\n".join([head, *_lines(rows), *self._slots(), room, f"  {self._planned.abilities}"])
-
-    def _num_state_slots(self) -> int:
-        """As a replica with this memory has them. A memory that holds no slots is refused by `check`."""
-        if not self._planned.state_bytes or self._given <= 0:
-            return 0
-        cache = self._config.cache.model_copy(update={"memory_gib": self._given / GIB})
-        running = self._config.scheduler.max_running
-        return num_state_slots_that_fit(cache, self._planned.state_bytes, max_running=running)
-
-    def _slots(self) -> list[str]:
-        if not self._num_slots:
-            return []
-        return [
-            f"  {self._num_slots:,} slots of {self._planned.state_bytes / 2**20:.1f} MiB for the states of recurrent "
-            f"layers: two for each running sequence, one for each snapshot"
-        ]
+        return "\n".join(
+            [head, *_lines(rows), *_slots(self._planned, self._num_slots), room, f"  {self._planned.abilities}"]
+        )
 
     def check(self) -> None:
         """Raises InvalidSetup if no sequence of the whole context fits."""
-        missing = self._planned.sequence_bytes + SLOTS_OF_SEQUENCE * self._planned.state_bytes - self._given
-        missing = max(missing, self._planned.sequence_bytes - self._left)
+        missing = self._planned.sequence_bytes - self._left
         if missing > 0:
             smaller = "" if self._config.model.quantization == "int4" else "--quantization int8 or int4, or "
             fewer = "" if self._num_replicas == 1 else ", --replicas"
@@ -203,6 +190,15 @@ def _num_tokens(planned: PlannedMemory, left: int) -> int:
 
 def _num_sequences(planned: PlannedMemory, left: int) -> int:
     return _num_tokens(planned, left) // planned.context
+
+
+def _slots(planned: PlannedMemory, number: int) -> list[str]:
+    if not number:
+        return []
+    return [
+        f"  {number:,} slots of {planned.state_bytes / 2**20:.1f} MiB for the states of recurrent layers: two for each "
+        f"running sequence, one for each snapshot"
+    ]
 
 
 def _room(planned: PlannedMemory, left: int) -> str:

@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.errors import InvalidSetup, UnsupportedModel
+from app.errors import InvalidSetup
 from app.model.abilities import Abilities
 from app.model.cpu.library import library
-from app.model.planned_memory import planned_memory
 from app.model.source import ModelSource
 from app.model.ways.native_decoder import NativeModel
 from tests.kit.models import config_of, load
-from tests.tiny_models import NATIVE, RECURRENT, build_tiny_model
+from tests.tiny_models import NATIVE, build_tiny_model
 
 
 @pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
@@ -22,15 +21,13 @@ from tests.tiny_models import NATIVE, RECURRENT, build_tiny_model
 def test_what_does_not_work_is_refused(architecture: str, tmp_path: Path) -> None:
     build_tiny_model(architecture).save_pretrained(tmp_path)
     model, config = load(tmp_path), config_of(tmp_path)
-    refused, has_states = model.abilities.why_not(), architecture in RECURRENT
+    refused, has_states = model.abilities.why_not(), architecture == "lfm2"
     assert ("C++ on a CPU" in refused) == (architecture not in NATIVE) == (not isinstance(model, NativeModel))
     source = ModelSource(config=config.model, location=str(tmp_path), device=torch.device("meta"), dtype=torch.float32)
-    assert ("ranks" in refused) == ("GPU" in refused) == has_states
+    assert ("ranks" in refused) == has_states
     if has_states:
         with pytest.raises(InvalidSetup, match="are not divided among ranks"):
             source.check_ranks(2)
-        with pytest.raises(UnsupportedModel, match="run on CPUs only"):
-            planned_memory(config)
     else:
         source.check_ranks(2)
     assert ("freed windows" not in model.giving_back().abilities.why_not()) == (architecture == "gemma2")
@@ -41,4 +38,4 @@ def test_the_line_says_what_does_not_work_and_why() -> None:
     assert str(known) == "MistralForCausalLM: all works with it"
     other = Abilities(architecture="OtherForCausalLM", has_states=True, windows="none")
     assert "int8 and int4 (only the C++ decoder packs weights)" in str(other)
-    assert "GPU (recurrent layers run on CPUs only)" in str(other)
+    assert "ranks (recurrent layers are not divided)" in str(other)

@@ -33,7 +33,7 @@ from app.model.ways.native_decoder import NativeModel
 from app.model.ways.transformers_code import TransformersModel
 from tests.kit.models import config_of, load
 from tests.model.cpu_allocator import peak_of_cpu
-from tests.tiny_models import ARCHITECTURES, RECURRENT, build_tiny_model
+from tests.tiny_models import ARCHITECTURES, build_tiny_model
 
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
 
@@ -61,7 +61,7 @@ def batch_for(model: LoadedModel, limits: SchedulerConfig = LIMITS) -> StepBatch
     return largest_batch(limits, model.facts, block_size=16)
 
 
-@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in RECURRENT])  # on CPUs only
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_weights_and_kv_of_a_configuration_are_those_of_the_loaded_model(
     tiny_model_path: Callable[[str], Path], architecture: str
 ) -> None:
@@ -69,6 +69,7 @@ def test_weights_and_kv_of_a_configuration_are_those_of_the_loaded_model(
     planned = planned_gpu_model(config_of(path, device="auto", backend="torch"), dtype=torch.float32)
     loaded = load(path, backend="torch")
     assert planned.layers == loaded.layers
+    assert planned.states == loaded.states
     assert planned.facts == loaded.facts
     assert isinstance(loaded, TransformersModel)
     assert isinstance(planned, TransformersModel)

@@ -15,6 +15,7 @@ from transformers.models.jamba.modeling_jamba import mamba_selective_scan
 from transformers.models.qwen3_5.modeling_qwen3_5 import causal_conv1d_fn, torch_recurrent_gated_delta_rule
 
 from app.model.recurrence import Recurrence, StatePieces, TorchRecurrence
+from tests.kit.models import CPU
 
 NUM_TOKENS = 23
 NUM_SLOTS = 9
@@ -237,3 +238,23 @@ def test_mamba2_is_that_of_transformers() -> None:
     )
     assert torch.allclose(outputs, expected[0], atol=1e-5)
     assert torch.allclose(state, expected_state[0], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "chains"),
+    [
+        ([], []),
+        ([(0, 1, 0, 1), (1, 1, 2, 3)], [[0], [1]]),  # two sequences decode
+        ([(0, 1, 5, 1), (1, 1, 5, 3)], [[0], [1]]),  # two sequences begin behind one snapshot
+        ([(0, 4, -1, 1), (4, 2, 1, 2), (6, 9, -1, 3)], [[2], [0, 1]]),  # the longest chain is the first
+        ([(0, 4, -1, 1), (4, 9, -1, 3), (13, 2, 1, 2)], [[1], [0, 2]]),  # pieces of a sequence stand apart
+        ([(0, 4, 3, 1), (4, 2, -1, 3)], [[0, 1]]),  # a slot is read before it is written
+        ([(0, 1, 3, 1), (1, 1, 4, 3), (2, 1, 5, 4)], [[0, 1, 2]]),
+    ],
+)
+def test_pieces_that_meet_in_a_slot_are_one_chain(pieces: list[tuple[int, ...]], chains: list[list[int]]) -> None:
+    step = StatePieces(torch.tensor(pieces, dtype=torch.int32).reshape(-1, 4))
+    table, num_chains = step.chains_on(CPU)
+    rows = table.tolist()
+    assert [[pieces.index(tuple(row)) for row in rows[slice(*rows[at][:2])]] for at in range(num_chains)] == chains
+    assert step.chains_on(CPU)[0] is table, "it is copied once in a step"

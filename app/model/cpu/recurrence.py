@@ -10,7 +10,7 @@ import torch
 
 from app.model.attention import with_contiguous_rows
 from app.model.cpu.library import DTYPES, ConvolutionShape, RecurrenceShape, Strides, ThreadPool, library
-from app.model.recurrence import ACTIVATIONS, StatePieces
+from app.model.recurrence import ACTIVATIONS, StatePieces, check_heads, check_slots
 
 
 class NativeRecurrence:
@@ -39,8 +39,8 @@ class NativeRecurrence:
         assert activation in ACTIVATIONS, f"activation {activation} is not one of {ACTIVATIONS}"
         inputs, weight = with_contiguous_rows(inputs), weight.contiguous()
         num_channels, kernel_size = weight.shape
-        assert weight.dtype is states.dtype is inputs.dtype, f"{weight.dtype}, {states.dtype}: not {inputs.dtype}"
-        _check_slots(states, kernel_size - 1, num_channels)
+        assert weight.dtype is inputs.dtype, f"the weight is {weight.dtype}, the inputs are {inputs.dtype}"
+        check_slots(states, inputs.dtype, kernel_size - 1, num_channels)
         shape = ConvolutionShape(
             num_channels=num_channels, kernel_size=kernel_size, input_token=inputs.stride(0), slot=states.stride(0),
             has_silu=activation is not None,
@@ -66,7 +66,7 @@ class NativeRecurrence:
         scale: float,
         normalises: bool,
     ) -> torch.Tensor:
-        _check_slots(states, value.shape[1], key.shape[2], value.shape[2])
+        check_slots(states, torch.float32, value.shape[1], key.shape[2], value.shape[2])
         return self._over_heads(
             "gated_delta_rule", query, key, value, (decay, beta), states, pieces, scale=scale, normalises=normalises
         )
@@ -82,7 +82,7 @@ class NativeRecurrence:
         states: torch.Tensor,
         pieces: StatePieces,
     ) -> torch.Tensor:
-        _check_slots(states, inputs.shape[1], inputs_to_state.shape[1])
+        check_slots(states, torch.float32, inputs.shape[1], inputs_to_state.shape[1])
         # One head, of which the channels are the numbers.
         query, key, value = (each[:, None] for each in (state_to_outputs, inputs_to_state, inputs))
         output = self._over_heads("mamba1", query, key, value, (time_steps, decay, skip), states, pieces)
@@ -99,7 +99,7 @@ class NativeRecurrence:
         states: torch.Tensor,
         pieces: StatePieces,
     ) -> torch.Tensor:
-        _check_slots(states, *inputs.shape[1:], inputs_to_state.shape[2])
+        check_slots(states, torch.float32, *inputs.shape[1:], inputs_to_state.shape[2])
         numbers = (time_steps, decay, skip)
         return self._over_heads("mamba2", state_to_outputs, inputs_to_state, inputs, numbers, states, pieces)
 
@@ -139,17 +139,11 @@ class NativeRecurrence:
 def _recurrence_shape(
     key: torch.Tensor, value: torch.Tensor, states: torch.Tensor, *, scale: float, normalises: bool
 ) -> RecurrenceShape:
-    assert states.dtype is torch.float32, f"states are float32, not {states.dtype}"
-    assert value.shape[1] % key.shape[1] == 0, f"{value.shape[1]} heads cannot share {key.shape[1]} keys evenly"
+    check_heads(value.shape[1], key.shape[1])
     return RecurrenceShape(
         num_key_heads=key.shape[1], num_value_heads=value.shape[1], key_dim=key.shape[2], value_dim=value.shape[2],
         slot=states.stride(0), normalises=normalises, scale=scale,
     )  # fmt: skip
-
-
-def _check_slots(states: torch.Tensor, *shape: int) -> None:
-    assert states.shape[1:] == shape, f"a slot has the shape {tuple(states.shape[1:])}, not {shape}"
-    assert states[:1].is_contiguous(), f"the numbers of a slot do not stand side by side: strides {states.stride()}"
 
 
 def _pointer_and_length(pieces: StatePieces) -> tuple[int, int]:

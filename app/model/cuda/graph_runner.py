@@ -45,6 +45,7 @@ from app.model.logprobs import Logprobs
 from app.model.memory import is_out_of_memory
 from app.model.parallel.ranks import Ranks
 from app.model.pooling import PooledStates
+from app.model.recurrent_layers import StatefulAttention
 from app.model.runner import DrawnTokens, LeadingRunner, NoRanks, draw_tokens
 from app.model.sampler import Sampler
 
@@ -63,13 +64,14 @@ _NUM_WARM_UPS = 2  # they compile kernels and let cuBLAS choose and allocate; a 
 class GraphModelRunner(LeadingRunner):
     """Launches batches on one model: by replay what fits into a captured size, the others eagerly."""
 
-    launches = can_sleep = True
+    can_sleep = True
 
     def __init__(
         self,
         model: LoadedModel,
         attention: TritonAttention,
         *,
+        stateful: StatefulAttention | None = None,
         max_rows: int,
         max_tokens: int = 0,
         capture: Capture | None,
@@ -78,6 +80,7 @@ class GraphModelRunner(LeadingRunner):
     ) -> None:
         """Capture every size up to `max_rows` sequences before the first step. Without a capture steps run eagerly.
 
+        stateful: the attention with the states of recurrent layers. Each step ends before the next one begins then.
         max_tokens: of a step with prompts; 0: none of these is captured.
         synchronize: waits for the device and raises what is wrong with it; None where no device can be lost.
         """
@@ -87,6 +90,9 @@ class GraphModelRunner(LeadingRunner):
         self._sampler = sampler or Sampler()
         self._forward = model.device_forward(attention)
         self._attention = attention
+        self.launches = stateful is None  # else a step reads the slots that the step before it has written
+        self._steps = stateful or attention
+        self._states = () if stateful is None else tuple(stateful.states)
         self._arithmetic: Callable[[], AbstractContextManager[Any]] = (
             BatchInvariantMode if attention.batch_invariant else nullcontext
         )
@@ -140,7 +146,7 @@ class GraphModelRunner(LeadingRunner):
         self._model.adapters.free(adapter)
 
     def kv_memory(self) -> DeviceBlocks | None:
-        if isinstance(self._ranks, Ranks):
+        if isinstance(self._ranks, Ranks) or self._states:  # no thread copies states: blocks alone are of no use
             return None
         if self._blocks is None:
             self._blocks = DeviceBlocks(self._attention.cache.tensors)
@@ -158,7 +164,7 @@ class GraphModelRunner(LeadingRunner):
             self._blocks.leave()
         if self._model.adapters is not None:
             self._model.adapters.leave_device()
-        self._away = OffDevice(self._model.tensors(), cache.tensors)
+        self._away = OffDevice(self._model.tensors(), (*cache.tensors, *self._states))
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -223,7 +229,7 @@ class GraphModelRunner(LeadingRunner):
             return self._forward.compute(
                 self._known(inputs.token_ids, batch.scheduled),
                 inputs.positions,
-                self._attention.begin_step(batch, inputs),
+                self._steps.begin_step(batch, inputs),
                 logits_indices=inputs.logits_indices,
                 hidden_indices=inputs.hidden_indices,
                 adapted=self._adapted_rows(batch),

@@ -22,9 +22,11 @@ from app.model.cuda.attention import TritonAttention
 from app.model.cuda.batch_invariant import BatchInvariantMode
 from app.model.cuda.captured_inputs import StepSize, decode_size, graph_sizes, mixed_sizes
 from app.model.cuda.graph_runner import CudaCapture, GraphModelRunner
+from app.model.cuda.recurrence import TritonRecurrence
 from app.model.cuda.sampler import TritonSampler
 from app.model.kv_cache import block_bytes, stored_dtype
 from app.model.memory import WORKSPACE_BYTES, MemoryNeeds, gpu_memory, graph_bytes, refusing_to_run_short
+from app.model.recurrent_layers import StatefulAttention
 from app.model.verification import BlocksToTry
 from app.model.ways.loaded_model import LoadedModel
 
@@ -46,15 +48,22 @@ def verified_graph_runner(config: EngineConfig, model: LoadedModel, num_blocks: 
     )  # fmt: skip
     # It is as a first request would be: kernels are compiled for the sizes that are served.
     quantization = "fp8" if attention.cache.in_fp8 else config.model.quantization
+    stateful = _with_states(model, attention, max(model.facts.num_state_slots, blocks.num_state_slots))
     with BatchInvariantMode() if attention.batch_invariant else nullcontext():  # type: ignore[no-untyped-call]
-        model.verify_steps(attention, blocks, quantization)
+        model.verify_steps(stateful or attention, blocks, quantization)
     _draw_once(config, model)
+    if stateful is not None:
+        logger.info(
+            "%s has recurrent layers: steps run without CUDA graphs, and each begins when the one before has ended",
+            config.model.path,
+        )
     return GraphModelRunner(
         replace(model, reference=None),  # its memory is needed
         attention,
         max_rows=config.scheduler.max_running,
+        stateful=stateful,
         max_tokens=config.scheduler.max_step_tokens,
-        capture=CudaCapture(model.device) if config.model.backend != "torch" else None,
+        capture=CudaCapture(model.device) if _is_captured(config, model) else None,
         synchronize=partial(torch.cuda.synchronize, model.device),
         sampler=TritonSampler(model.device),
     )
@@ -92,11 +101,15 @@ def needs_on_gpu(config: EngineConfig, model: LoadedModel, largest: StepBatch) -
     return MemoryNeeds(
         weights=num_bytes_of(model.tensors()) - of_slots,
         step=step,
-        graphs=_of_graphs(config, model) if config.model.backend != "torch" else 0,
+        graphs=_of_graphs(config, model) if _is_captured(config, model) else 0,
         workspaces=(_NUM_WORKSPACES - is_cuda) * WORKSPACE_BYTES,
         # The largest step has none: what it would take for them is counted here.
         adapters=0 if model.adapters is None else of_slots + model.adapters.step_bytes(largest.num_tokens),
     )
+
+
+def _is_captured(config: EngineConfig, model: LoadedModel) -> bool:
+    return config.model.backend != "torch" and not model.states
 
 
 def _of_graphs(config: EngineConfig, model: LoadedModel) -> int:
@@ -137,12 +150,21 @@ def _peak_of(compute: Callable[[], object], device: torch.device) -> int:
 
 
 def with_one_block(config: EngineConfig, model: LoadedModel) -> GraphModelRunner:
-    """A runner with KV memory of a single block, in which all sequences may be at once."""
+    """A runner with KV memory of a single block, and one slot for states, in which all sequences may be at once."""
     max_blocks = -(-model.facts.max_model_len // config.cache.block_size)
     attention = _attention(config, model, num_blocks=1, max_blocks=max_blocks)
     return GraphModelRunner(
-        model, attention, max_rows=config.scheduler.max_running, capture=None, sampler=TritonSampler(model.device)
-    )
+        model, attention, stateful=_with_states(model, attention, 1), max_rows=config.scheduler.max_running,
+        capture=None, sampler=TritonSampler(model.device),
+    )  # fmt: skip
+
+
+def _with_states(model: LoadedModel, attention: TritonAttention, num_slots: int) -> StatefulAttention | None:
+    """The attention, and the slots of recurrent layers beside it; None of a model that has none."""
+    if not model.states:
+        return None
+    recurrence = TritonRecurrence(model.device)
+    return StatefulAttention(attention, model.states, recurrence, num_slots=num_slots, device=model.device)
 
 
 def _attention(config: EngineConfig, model: LoadedModel, *, num_blocks: int, max_blocks: int) -> TritonAttention:

@@ -144,6 +144,7 @@ class TransformersModel(LoadedModel):
                 f"{config.path} cannot be planned without its weights: {first_line(error)}"
             ) from error
         _check_states(source, tried, step)
+        step.states = [replace(each, dtype=source.dtype) if each.dtype is tried.dtype else each for each in step.states]
         model = cls._of(source, module, step, Reference(config.path, token_ids, token_ids, output), None)
         return replace(model, group=SizesOfRank(num_ranks)) if num_ranks > 1 else model
 
@@ -285,7 +286,7 @@ class TransformersModel(LoadedModel):
         if not self.states:
             return attention
         recurrence = TorchRecurrence() if threads is None else NativeRecurrence(threads)
-        return StatefulAttention(attention, self.states, recurrence, num_slots=num_slots)
+        return StatefulAttention(attention, self.states, recurrence, num_slots=num_slots, device=self.device)
 
     def _torch_attention(self, num_blocks: int, block_size: int) -> TorchAttention:
         return TorchAttention(self._torch_cache(num_blocks, block_size), self.device, self.groups)
@@ -379,13 +380,6 @@ def _check_states(source: ModelSource, module: PreTrainedModel, step: ProbeStep)
     path, kinds = source.config.path, ", ".join(sorted(source.layers_with_states))
     if kinds and not step.states:
         raise UnsupportedModel(f"{path} ({module.config.model_type}) {not_computed(kinds)}")
-    if step.states and source.device.type == "cuda":
-        raise no_states_on_a_gpu(path)
-
-
-def no_states_on_a_gpu(path: str) -> UnsupportedModel:
-    """path: of a model with recurrent layers."""
-    return UnsupportedModel(f"{path} has recurrent layers, which run on CPUs only: set model.device: cpu")
 
 
 def _verify_numbering(module: PreTrainedModel, reference: Reference, step: ProbeStep | CacheProbe) -> None:

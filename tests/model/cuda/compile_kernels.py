@@ -33,6 +33,8 @@ from app.model.cuda import (
     expert_kernels,
     fp8,
     invariant_kernels,
+    recurrence,
+    recurrence_kernels,
     sampler,
     sampler_kernels,
 )
@@ -45,6 +47,7 @@ from app.model.cuda.tuning import tuning_of
 from app.model.inputs import build_inputs
 from app.model.kv_cache import KVCache, LayerShape
 from app.model.llama import DecoderSettings, ExpertSettings, LayerSettings
+from app.model.recurrence import StatePieces
 from tests.kit.models import CPU, scheduled
 
 ARCHITECTURES = (80, 89, 90, 100)  # A100; L4, L40, RTX 4090; H100 and H200; B200
@@ -256,6 +259,31 @@ def launch_sampler(dtype: torch.dtype) -> None:
     ours.logprobs(logits, [0, 1], ours.sample(logits, [scheduled(1)] * 2), num_top=20)
 
 
+def launch_recurrence(dtype: torch.dtype, *, key_dim: int, value_dim: int) -> None:
+    """Each operator, with 16 keys for 32 heads. Of Mamba 2 the size of a state is that of a key."""
+
+    def zeros(*size: int) -> torch.Tensor:
+        return torch.zeros(*size, dtype=dtype, device="meta")
+
+    num_keys, num_heads, num_tokens = 16, 32, 4
+    ours = recurrence.TritonRecurrence(CPU)
+    pieces = StatePieces(torch.tensor([[0, num_tokens, -1, 0]], dtype=torch.int32))
+    num_channels, by_head = num_heads * value_dim, torch.zeros(num_tokens, num_heads, device="meta")
+    by_channel = torch.zeros(num_tokens, num_channels, device="meta")
+    keys, values = zeros(num_tokens, num_keys, key_dim), zeros(num_tokens, num_heads, value_dim)
+    for bias in (None, zeros(num_channels)):
+        ours.short_convolution(
+            values.flatten(1), zeros(num_channels, 4), bias, zeros(2, 3, num_channels), pieces, activation="silu"
+        )
+    states = torch.zeros(2, num_heads, key_dim, value_dim, device="meta")
+    ours.gated_delta_rule(keys, keys, values, by_head, by_head.to(dtype), states, pieces, scale=0.1, normalises=True)
+    ours.mamba1(
+        values.flatten(1), by_channel, by_channel.new_zeros(num_channels, 16), keys[:, 0, :16], keys[:, 0, :16],
+        by_channel[0], by_channel.new_zeros(2, num_channels, 16), pieces,
+    )  # fmt: skip
+    ours.mamba2(values, by_head, by_head[0], keys, keys, by_head[0], states.transpose(2, 3).contiguous(), pieces)
+
+
 def launch_copies() -> None:
     """Of blocks of 16 tokens of two layers, in FP8 with scales."""
     device_blocks.DeviceBlocks([torch.zeros(4, 16, 8, 128, dtype=fp8.FP8), torch.zeros(4, 8, 2, 16)] * 2)
@@ -325,6 +353,13 @@ EXPERTS = {
     "float32": {"hidden_size": 64, "inner_size": 48, "num_experts": 4, "per_token": 2, "dtype": torch.float32},
 }  # fmt: skip
 
+RECURRENT = {
+    "qwen3.5": {"dtype": torch.bfloat16, "key_dim": 128, "value_dim": 128},
+    "granite4h": {"dtype": torch.bfloat16, "key_dim": 128, "value_dim": 64},
+    "largest": {"dtype": torch.float32, "key_dim": 256, "value_dim": 256},
+    "odd": {"dtype": torch.float16, "key_dim": 96, "value_dim": 80},
+}  # fmt: skip
+
 
 def compile_all() -> list[Compiled]:
     """Each kernel for the architectures that can tell something of their own.
@@ -350,6 +385,9 @@ def compile_all() -> list[Compiled]:
     for dtype in (torch.bfloat16, torch.float32):
         with compiling(batch_invariant, invariant_kernels, str(dtype).removeprefix("torch."), results, generations):
             launch_invariant(dtype)
+    for shape_name, recurrent in RECURRENT.items():
+        with compiling(recurrence, recurrence_kernels, shape_name, results, plain):
+            launch_recurrence(**recurrent)  # type: ignore[arg-type]
     with compiling(device_blocks, block_kernels, "fp8", results, plain):
         launch_copies()
     with compiling(sampler, sampler_kernels, "bfloat16", results, (89, 90)):

@@ -1,0 +1,145 @@
+"""Operators with a recurrent state on CUDA, with Triton kernels of ours (`recurrence_kernels.py`)."""
+
+from __future__ import annotations
+
+import torch
+
+from app.model.attention import with_contiguous_rows
+from app.model.cuda.attention import padded
+from app.model.cuda.launching import kernels_of
+from app.model.recurrence import ACTIVATIONS, NORM_EPSILON, StatePieces, check_heads, check_slots
+
+# Numbers of a state that one program keeps in its registers, 64 for each thread of one warp. A decode step then has
+# many programs, and the sums of a token need no other warp. Nothing is spilled; the speed is not yet measured.
+_STATE_NUMBERS = 2048
+_TILE_TOKENS, _TILE_CHANNELS = 8, 128  # of a convolution
+
+
+class TritonRecurrence:
+    """For rows and states on one device, of any sizes. See `Recurrence` for the operators.
+
+    Chains of pieces are computed side by side; a decode step has as many chains as sequences.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kernels = kernels_of("recurrence_kernels", device)
+
+    def short_convolution(
+        self,
+        inputs: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        states: torch.Tensor,
+        pieces: StatePieces,
+        *,
+        activation: str | None,
+    ) -> torch.Tensor:
+        assert activation in ACTIVATIONS, f"activation {activation} is not one of {ACTIVATIONS}"
+        inputs, weight = with_contiguous_rows(inputs), weight.contiguous()
+        num_channels, kernel_size = weight.shape
+        check_slots(states, inputs.dtype, kernel_size - 1, num_channels)
+        outputs = inputs.new_empty(inputs.shape)
+        chains, num_chains = pieces.chains_on(self._device)
+        if num_chains:
+            tile = min(_TILE_CHANNELS, padded(num_channels, 1))
+            self._kernels.convolution_kernel[(-(-num_channels // tile), num_chains)](
+                inputs, weight, weight if bias is None else bias, states, chains, outputs, inputs.stride(0),
+                states.stride(0), num_channels=num_channels, kernel_size=kernel_size,
+                kept_padded=padded(kernel_size - 1, 1), tile_tokens=_TILE_TOKENS, tile_channels=tile,
+                has_bias=bias is not None, has_silu=activation is not None,
+            )  # fmt: skip
+        return outputs
+
+    def gated_delta_rule(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor,
+        states: torch.Tensor,
+        pieces: StatePieces,
+        *,
+        scale: float,
+        normalises: bool,
+    ) -> torch.Tensor:
+        query, key, value, decay, beta = map(with_contiguous_rows, (query, key, value, decay, beta))
+        (num_key_heads, key_dim), (num_heads, value_dim) = key.shape[1:], value.shape[1:]
+        check_heads(num_heads, num_key_heads)
+        check_slots(states, torch.float32, num_heads, key_dim, value_dim)
+        outputs = value.new_empty(value.shape)
+        chains, num_chains = pieces.chains_on(self._device)
+        if num_chains:
+            key_padded = padded(key_dim, 1)
+            tile = _tile(value_dim, key_padded)
+            self._kernels.delta_rule_kernel[(-(-value_dim // tile), num_heads, num_chains)](
+                query, key, value, decay, beta, states, chains, outputs, *query.stride()[:2], *key.stride()[:2],
+                *value.stride()[:2], decay.stride(0), beta.stride(0), states.stride(0), scale, NORM_EPSILON,
+                num_heads=num_heads, group=num_heads // num_key_heads, key_dim=key_dim, value_dim=value_dim,
+                key_padded=key_padded, tile=tile, normalises=normalises, num_warps=1,
+            )  # fmt: skip
+        return outputs
+
+    def mamba1(
+        self,
+        inputs: torch.Tensor,
+        time_steps: torch.Tensor,
+        decay: torch.Tensor,
+        inputs_to_state: torch.Tensor,
+        state_to_outputs: torch.Tensor,
+        skip: torch.Tensor,
+        states: torch.Tensor,
+        pieces: StatePieces,
+    ) -> torch.Tensor:
+        inputs, time_steps, into, out = map(
+            with_contiguous_rows, (inputs, time_steps, inputs_to_state, state_to_outputs)
+        )
+        num_channels, state_size = inputs.shape[1], into.shape[1]
+        check_slots(states, torch.float32, num_channels, state_size)
+        outputs = inputs.new_empty(inputs.shape)
+        chains, num_chains = pieces.chains_on(self._device)
+        if num_chains:
+            state_padded = padded(state_size, 1)
+            tile = _tile(num_channels, state_padded)
+            self._kernels.mamba1_kernel[(-(-num_channels // tile), num_chains)](
+                inputs, time_steps, decay.contiguous(), into, out, skip.contiguous(), states, chains, outputs,
+                inputs.stride(0), time_steps.stride(0), into.stride(0), out.stride(0), states.stride(0),
+                num_channels=num_channels, state_size=state_size, state_padded=state_padded, tile=tile, num_warps=1,
+            )  # fmt: skip
+        return outputs
+
+    def mamba2(
+        self,
+        inputs: torch.Tensor,
+        time_steps: torch.Tensor,
+        decay: torch.Tensor,
+        inputs_to_state: torch.Tensor,
+        state_to_outputs: torch.Tensor,
+        skip: torch.Tensor,
+        states: torch.Tensor,
+        pieces: StatePieces,
+    ) -> torch.Tensor:
+        inputs, time_steps, into, out = map(
+            with_contiguous_rows, (inputs, time_steps, inputs_to_state, state_to_outputs)
+        )
+        (num_heads, head_dim), (num_groups, state_size) = inputs.shape[1:], into.shape[1:]
+        check_heads(num_heads, num_groups)
+        check_slots(states, torch.float32, num_heads, head_dim, state_size)
+        outputs = inputs.new_empty(inputs.shape)
+        chains, num_chains = pieces.chains_on(self._device)
+        if num_chains:
+            state_padded = padded(state_size, 1)
+            tile = _tile(head_dim, state_padded)
+            self._kernels.mamba2_kernel[(-(-head_dim // tile), num_heads, num_chains)](
+                inputs, time_steps, decay.contiguous(), into, out, skip.contiguous(), states, chains, outputs,
+                *inputs.stride()[:2], time_steps.stride(0), *into.stride()[:2], *out.stride()[:2], states.stride(0),
+                num_heads=num_heads, group=num_heads // num_groups, head_dim=head_dim, state_size=state_size,
+                state_padded=state_padded, tile=tile, num_warps=1,
+            )  # fmt: skip
+        return outputs
+
+
+def _tile(num_columns: int, column_padded: int) -> int:
+    """Columns of a state that one program computes."""
+    return min(padded(num_columns, 1), max(1, _STATE_NUMBERS // column_padded))
