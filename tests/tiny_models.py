@@ -94,11 +94,13 @@ def _configs() -> dict[str, PreTrainedConfig]:
             **shape | {"num_hidden_layers": 5}, head_dim=16, global_head_dim=32, sliding_window=9,
             layer_types=GEMMA4_LAYERS, num_kv_shared_layers=2, use_double_wide_mlp=True, final_logit_softcapping=30.0,
             hidden_size_per_layer_input=16, vocab_size_per_layer_input=VOCAB_SIZE,
+            tie_word_embeddings=False,  # tied ones give the last token again
         ),
         "gemma4_large": Gemma4TextConfig(  # as the 31B: values are keys, and there are no per-layer inputs
-            **shape | {"num_hidden_layers": 4}, head_dim=16, global_head_dim=32, sliding_window=9,
-            layer_types=["sliding_attention", "full_attention"] * 2, attention_k_eq_v=True,
+            **shape | {"num_hidden_layers": 4, "num_key_value_heads": 4}, head_dim=16, global_head_dim=32,
+            sliding_window=9, layer_types=["sliding_attention", "full_attention"] * 2, attention_k_eq_v=True,
             num_global_key_value_heads=1, final_logit_softcapping=30.0, hidden_size_per_layer_input=0,
+            tie_word_embeddings=False,
         ),
     }  # fmt: skip
 

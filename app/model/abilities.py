@@ -56,5 +56,7 @@ class Abilities:
 
     def _why_windows_are_kept(self) -> str | None:
         if self.windows == "kept":
-            return "its blocks lie in one group: groups need layers of one shape, with and without one window"
+            return (
+                "its blocks lie in one group: the shapes of its layers do not fit into one another, or windows differ"
+            )
         return "it has no windows" if self.windows == "none" else None

@@ -7,8 +7,9 @@ faster ones (`cpu/attention.py`, `cuda/attention.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from inspect import signature
 from math import prod
 from typing import Any, NamedTuple, Protocol
@@ -19,7 +20,7 @@ from torch.nn import functional
 from app.engine.batch import StepBatch
 from app.engine.state_pool import NO_STATE
 from app.model.inputs import AttentionRows, DecodeRows, ModelInputs, PrefillChunk, build_attention_rows
-from app.model.kv_cache import ONE_GROUP, KVCache, LayerGroups, LayerShape
+from app.model.kv_cache import ONE_GROUP, KVCache, LayerGroups, LayerShape, Place
 from app.model.latent_attention import LatentHeads
 from app.model.recurrence import Recurrence, StatePieces, TorchRecurrence
 
@@ -205,6 +206,9 @@ class TorchAttention:
         return _TorchStep(self, inputs.slots, rows)
 
 
+_Read = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # a layer's keys and values by tables of blocks
+
+
 class _TorchStep:
     """One step: write the new tokens' KV, then attend over blocks."""
 
@@ -218,25 +222,29 @@ class _TorchStep:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules
     ) -> torch.Tensor:
-        group, place = self._groups.place_of(layer)
-        rows = self._rows[group]
+        own = self._groups.place_of(layer)
+        rows = self._rows[own.group]
         stored = key[..., value.shape[-1] :] if rules.is_latent else key
-        self._cache.write(place, self._slots[group], stored, value)
+        self._cache.write(own.place, self._slots[own.group], stored, value, part=own.part)
+        read = partial(self._read, own, (stored, value), rules)
         output = query.new_empty(*query.shape[:2], value.shape[-1])
         if rows.decode is not None:
             at = rows.decode.token_indices
-            output[at] = self._decode(place, query[at], rows.decode, rules)
+            output[at] = self._decode(read, query[at], rows.decode, rules)
         for chunk in rows.prefill:
-            output[chunk.tokens] = self._prefill(place, query[chunk.tokens], chunk, rules)
+            output[chunk.tokens] = self._prefill(read, query[chunk.tokens], chunk, rules)
         return output
 
-    def _read(self, place: int, block_tables: torch.Tensor, rules: AttentionRules) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = self._cache.read(place, block_tables)
+    def _read(
+        self, own: Place, like: tuple[torch.Tensor, torch.Tensor], rules: AttentionRules, block_tables: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """like: what is stored of new tokens."""
+        keys, values = self._cache.read(own.place, block_tables, part=own.part, like=like)
         return (torch.cat((values, keys), dim=-1) if rules.is_latent else keys), values
 
-    def _decode(self, place: int, query: torch.Tensor, rows: DecodeRows, rules: AttentionRules) -> torch.Tensor:
+    def _decode(self, read: _Read, query: torch.Tensor, rows: DecodeRows, rules: AttentionRules) -> torch.Tensor:
         """Single tokens of many sequences. query: [num_rows, num_heads, key_dim]."""
-        keys, values = self._read(place, rows.block_tables, rules)
+        keys, values = read(rows.block_tables)
         at = torch.arange(keys.shape[1], device=keys.device)
         visible = at < rows.lengths[:, None]  # [num_rows, max_length]
         if rules.sliding_window is not None:
@@ -245,9 +253,9 @@ class _TorchStep:
         output = _scores_to_output(query[:, None], keys, values, visible[:, None], rules)
         return output[:, 0]
 
-    def _prefill(self, place: int, query: torch.Tensor, chunk: PrefillChunk, rules: AttentionRules) -> torch.Tensor:
+    def _prefill(self, read: _Read, query: torch.Tensor, chunk: PrefillChunk, rules: AttentionRules) -> torch.Tensor:
         """Several tokens of one sequence. query: [num_tokens, num_heads, key_dim]."""
-        keys, values = self._read(place, chunk.block_table, rules)
+        keys, values = read(chunk.block_table)
         # What lies before the window of the first token may be others' by now.
         first = 0 if rules.sliding_window is None else max(0, chunk.start - rules.sliding_window + 1)
         keys, values = keys[first : chunk.length], values[first : chunk.length]
@@ -265,7 +273,7 @@ class ProbeStep:
 
     @property
     def stored_by(self) -> dict[int, int]:
-        """By layer that attends over the keys and values of an earlier one: that layer."""
+        """The earlier layer whose keys and values a layer reads, by the layer that reads them."""
         return {layer: own.stored_by for layer, own in self.rules.items() if own.stored_by is not None}
 
     def next_slots(self, shape: StateShape, inputs: torch.Tensor) -> Slots:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
@@ -29,10 +30,30 @@ class LayerShape:
     key_dim: int
     value_dim: int
 
+    def times(self, number: int) -> LayerShape:
+        """Return the shape that so many layers of this shape have side by side."""
+        return replace(self, num_kv_heads=number * self.num_kv_heads)
+
+    def number_in(self, larger: LayerShape) -> int:
+        """Return how many layers of this shape take exactly the memory of a larger one, or 0 if no number does."""
+        keys, values = larger.num_kv_heads * larger.key_dim, larger.num_kv_heads * larger.value_dim
+        number = max(1, keys // (self.num_kv_heads * self.key_dim))
+        whole = self.times(number).num_kv_heads
+        return number if (keys, values) == (whole * self.key_dim, whole * self.value_dim) else 0
+
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """In 8 bits with the scales of each head's key and value."""
         scales = 2 * torch.float32.itemsize if dtype in _SCALED.values() else 0
         return self.num_kv_heads * ((self.key_dim + self.value_dim) * dtype.itemsize + scales)
+
+
+class Place(NamedTuple):
+    """The place of a layer's keys and values in the blocks of its group."""
+
+    group: int
+    place: int  # in a block
+    part: int = 0  # of that place, which is shared by several layers of the group where those are small
+    num_parts: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +61,14 @@ class LayerGroups:
     """In which blocks layers keep their keys and values.
 
     Without windows all layers are in one group, and a block has a place for each. Else layers that look back to the
-    start are the first group; a block has as many places as that has layers, and other groups fill it with layers that
-    look back a window. So one pool has blocks for all groups (`block_pool.py`).
+    start are the first group, and a block has places for them; other groups fill it with layers that look back a
+    window. So one pool has blocks for all groups (`block_pool.py`). Layers without a window may have another shape than
+    those with one: a place has room for a layer of the larger shape, or for several of the smaller one.
     """
 
     num_groups: int = 1
     window: int = 0  # tokens, of the layers in other groups than the first
-    places: Mapping[int, tuple[int, int]] = field(default_factory=dict)  # by layer: group and place in its blocks
+    places: Mapping[int, Place] = field(default_factory=dict)  # by layer
     # By layer that stores nothing: the earlier layer whose keys and values it reads.
     stored_by: Mapping[int, int] = field(default_factory=dict)
 
@@ -58,10 +80,11 @@ class LayerGroups:
         *,
         max_model_len: int,
         stored_by: Mapping[int, int] = MappingProxyType({}),
+        is_of_one_shape: bool = False,
     ) -> LayerGroups:
         """One group where more would save no memory: few layers have a window, or no context is longer.
 
-        windows: by layer, in tokens. stored_by: as the field.
+        windows: by layer, in tokens. stored_by: as the field. is_of_one_shape: whether all layers must have one.
         """
         one_group = cls(stored_by=stored_by)
         looking_back = {layer for layer in windows if not windows[layer]}
@@ -69,24 +92,49 @@ class LayerGroups:
         all_back = [layer for layer in layers if layer in looking_back]
         in_window = [layer for layer in layers if layer not in looking_back]
         sizes = {windows[layer] or 0 for layer in windows if layer not in looking_back}
-        if not 0 < len(all_back) <= len(in_window) or len(sizes) > 1 or len(set(layers.values())) > 1:
+        parts = _parts_of_a_place({layers[layer] for layer in all_back}, {layers[layer] for layer in in_window})
+        if len(sizes) != 1 or parts is None or (is_of_one_shape and len(set(layers.values())) > 1):
             return one_group
-        (window,) = sizes
-        if window >= max_model_len:
+        (window,), (of_all_back, of_window) = sizes, parts
+        num_places = -(-len(all_back) // of_all_back)
+        in_block = num_places * of_window  # layers with a window
+        if in_block > len(in_window) or window >= max_model_len:
             return one_group
-        number = len(all_back)
-        places = {layer: (0, place) for place, layer in enumerate(all_back)}
-        places |= {layer: (1 + at // number, at % number) for at, layer in enumerate(in_window)}
-        return cls(num_groups=1 - -len(in_window) // number, window=window, places=places, stored_by=stored_by)
+        places = {layer: Place(0, *divmod(at, of_all_back), of_all_back) for at, layer in enumerate(all_back)}
+        for at, layer in enumerate(in_window):
+            group, within = divmod(at, in_block)
+            places[layer] = Place(1 + group, *divmod(within, of_window), of_window)
+        return cls(num_groups=1 - -len(in_window) // in_block, window=window, places=places, stored_by=stored_by)
 
-    def place_of(self, layer: int) -> tuple[int, int]:
-        """The layer's group, and its place in a block."""
+    def place_of(self, layer: int) -> Place:
+        """Return a layer's place, which is that of another layer where it reads what the other one stored."""
         layer = self.stored_by.get(layer, layer)
-        return self.places.get(layer, (0, layer))
+        return self.places.get(layer, Place(0, layer))
 
     def in_block(self, layers: Mapping[int, LayerShape]) -> dict[int, LayerShape]:
-        """What one block stores, by place."""
-        return {self.place_of(layer)[1]: shape for layer, shape in layers.items()}
+        """Return the shape of each place of a block.
+
+        Two kinds of layers may fill a place. Its shape is the one with more heads, because each head has scales where
+        numbers have 8 bits.
+        """
+        found: dict[int, LayerShape] = {}
+        for layer, shape in layers.items():
+            own = self.place_of(layer)
+            whole = shape.times(own.num_parts)
+            found[own.place] = max(found.get(own.place, whole), whole, key=lambda each: each.num_kv_heads)
+        return found
+
+
+def _parts_of_a_place(all_back: set[LayerShape], in_window: set[LayerShape]) -> tuple[int, int] | None:
+    """Return how many layers without a window fill a place, and how many layers with a window. One of both is 1.
+
+    The result is None if no number of layers of one shape takes exactly the memory of a layer of the other shape.
+    """
+    if len(all_back) != 1 or len(in_window) != 1:
+        return None
+    (one,), (other,) = all_back, in_window
+    parts = (one.number_in(other), other.number_in(one))
+    return (max(1, parts[0]), max(1, parts[1])) if any(parts) else None
 
 
 ONE_GROUP = LayerGroups()
@@ -133,19 +181,42 @@ class KVCache:
         """One layer's own keys and values [num_blocks, block_size, num_kv_heads, dim], contiguous, for a kernel."""
         return self._keys[layer], self._values[layer]
 
-    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store new tokens. slots: [num_tokens]; keys, values: [num_tokens, num_kv_heads, dim]."""
-        self._keys[layer].flatten(0, 1).index_copy_(0, slots, keys)
-        self._values[layer].flatten(0, 1).index_copy_(0, slots, values)
+    def write(
+        self, place: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, part: int = 0
+    ) -> None:
+        """Store new tokens. slots: [num_tokens]; keys, values: [num_tokens, num_kv_heads, dim].
 
-    def read(self, layer: int, block_tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        part: of a place that several layers share, see `LayerGroups`.
+        """
+        at = slots // self.block_size, slots % self.block_size
+        for memory, new in ((self._keys[place], keys), (self._values[place], values)):
+            self._part(memory, part, new)[at] = new
+
+    def read(
+        self,
+        place: int,
+        block_tables: torch.Tensor,
+        *,
+        part: int = 0,
+        like: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of whole blocks in token order.
 
         block_tables: [..., num_blocks] → keys and values [..., num_blocks * block_size, num_kv_heads, dim].
+        part: as in `write`. like: keys and values of new tokens, where a place has room for layers of another shape.
         """
-        keys, values = self._keys[layer][block_tables], self._values[layer][block_tables]
+        keys, values = self._keys[place], self._values[place]
+        if like is not None:
+            keys, values = self._part(keys, part, like[0]), self._part(values, part, like[1])
         start = block_tables.dim() - 1
-        return keys.flatten(start, start + 1), values.flatten(start, start + 1)
+        return keys[block_tables].flatten(start, start + 1), values[block_tables].flatten(start, start + 1)
+
+    def _part(self, memory: torch.Tensor, part: int, new: torch.Tensor) -> torch.Tensor:
+        """Return the part of a place that belongs to one layer: [num_blocks, block_size, num_kv_heads, dim].
+
+        new: [num_tokens, num_kv_heads, dim], keys or values of this layer.
+        """
+        return memory.view(self.num_blocks, -1, self.block_size, *new.shape[1:])[:, part]
 
 
 def stored_dtype(config: CacheConfig, dtype: torch.dtype) -> torch.dtype:

@@ -97,6 +97,11 @@ class LayerSettings:
         return QUERIES_KEYS_VALUES[: 2 if self.values_are_keys else 3]
 
     @property
+    def kv_shape(self) -> LayerShape:
+        """The keys and values that it attends over, of one token."""
+        return LayerShape(num_kv_heads=self.num_kv_heads, key_dim=self.head_dim, value_dim=self.head_dim)
+
+    @property
     def kv_size(self) -> int:
         """The numbers of a token's keys, and of its values."""
         return self.num_kv_heads * self.head_dim
@@ -167,16 +172,16 @@ class DecoderSettings:
         return self.hidden_size
 
     def attention_layers(self) -> dict[int, LayerShape]:
-        """By layer that stores them: the keys and values of a token."""
+        """Return the keys and values of a token, by the layer that stores them."""
         return {
-            index: LayerShape(num_kv_heads=layer.num_kv_heads, key_dim=layer.head_dim, value_dim=layer.head_dim)
+            index: layer.kv_shape
             for index, layer in enumerate(self.layers)
             if layer.mixer == "attention" and layer.stored_by is None
         }
 
     @property
     def stored_by(self) -> dict[int, int]:
-        """By layer that reads the keys and values of an earlier one: that layer."""
+        """The earlier layer whose keys and values a layer reads, by the layer that reads them."""
         return {index: each.stored_by for index, each in enumerate(self.layers) if each.stored_by is not None}
 
     def states(self, dtype: torch.dtype) -> tuple[StateShape, ...]:
@@ -289,12 +294,12 @@ def _layers_of(model: PreTrainedModel, rules: dict[int, AttentionRules], kinds: 
 
 
 def head_dims_of(model: PreTrainedModel) -> set[int]:
-    """Of all layers with attention."""
+    """Return the sizes of heads in all layers with attention."""
     return {int(part.head_dim) for part in _parts(model, "self_attn")}
 
 
 def intermediate_sizes_of(model: PreTrainedModel) -> set[int]:
-    """Of all layers without experts."""
+    """Return the inner sizes of all MLPs that are no experts."""
     return {int(part.weight.shape[0]) for part in _parts(model, described_as(model).names.gate)}
 
 
@@ -339,7 +344,7 @@ def _rotary_of(model: PreTrainedModel) -> dict[str, RotaryPositions]:
 
 
 def _parts(model: PreTrainedModel, *names: str) -> list[Any]:
-    """The parts of these names in all layers that have them."""
+    """Return the parts of these names in all layers that have them."""
     found = (_part(layer, name) for layer in model.model.layers for name in names)
     return [part for part in found if part is not None]
 

@@ -80,10 +80,11 @@ def planned_cpu_memory(config: EngineConfig, adapters: PlannedAdapters = Planned
     if adapters.rank > MAX_RANK:
         raise InvalidSetup(f"adapters of rank {adapters.rank}: at most {MAX_RANK} is computed")
     model = planned_native_model(config)
-    planned, draft = _planned(config, model), config.of_draft_model
+    draft = config.of_draft_model
+    planned = _planned(config, model, keeps_all=draft is not None)
     loaded = adapters.number * AdaptedModel.of(model.weights).adapter_bytes(adapters.rank)
     planned = replace(planned, needs=replace(planned.needs, adapters=loaded))
-    return planned if draft is None else planned.beside(_planned(draft, planned_native_model(draft)))
+    return planned if draft is None else planned.beside(_planned(draft, planned_native_model(draft), keeps_all=True))
 
 
 class DeviceMemory(NamedTuple):
@@ -116,8 +117,8 @@ def _needs_to_sleep_on_cpu(config: EngineConfig) -> int:
     """Bytes of weights, KV memory and the largest step."""
     cache, of_draft = config.cache, config.of_draft_model
     try:
-        planned = _planned_by_cache(config)
-        planned = planned if of_draft is None else planned.beside(_planned_by_cache(of_draft))
+        planned = _planned_by_cache(config, keeps_all=of_draft is not None)
+        planned = planned if of_draft is None else planned.beside(_planned_by_cache(of_draft, keeps_all=True))
     except UnsupportedModel as error:
         raise InvalidSetup(f"replicas.sleep_after_s: {error}; set no sleep_after_s") from error
     kv = int(cache.memory_gib * GIB) if cache.num_blocks is None else _bytes_of_blocks(config, planned)
@@ -142,7 +143,7 @@ def planned_memory(config: EngineConfig, *, num_ranks: int = 1) -> PlannedMemory
     dtype = torch.float32 if config.model.dtype == "float32" else torch.bfloat16
     model = planned_gpu_model(config, dtype=dtype, num_ranks=num_ranks)
     try:
-        return _planned(config, model if config.cache.tiers else model.giving_back())
+        return _planned(config, model)
     except RuntimeError as error:  # of an operator that the meta device does not have
         raise UnsupportedModel(f"{config.model.path} cannot be planned in {dtype}: {described(error)}") from error
 
@@ -168,9 +169,9 @@ def planned_native_model(config: EngineConfig) -> NativeModel:
 
 
 @torch.inference_mode()
-def _planned_by_cache(config: EngineConfig) -> PlannedMemory:
+def _planned_by_cache(config: EngineConfig, *, keeps_all: bool) -> PlannedMemory:
     model = NativeModel.verified_before(_source(config, _dtype_on_cpu(config)))
-    return _planned(config, planned_native_model(config) if model is None else model)
+    return _planned(config, planned_native_model(config) if model is None else model, keeps_all=keeps_all)
 
 
 def _dtype_on_cpu(config: EngineConfig) -> torch.dtype:
@@ -188,7 +189,10 @@ def _source(config: EngineConfig, dtype: torch.dtype) -> ModelSource:
     )
 
 
-def _planned(config: EngineConfig, model: LoadedModel) -> PlannedMemory:
+def _planned(config: EngineConfig, model: LoadedModel, *, keeps_all: bool = False) -> PlannedMemory:
+    """keeps_all: also what lies behind layers' windows, as a model does beside a draft model."""
+    if not keeps_all and not config.cache.tiers:
+        model = model.giving_back()
     block_size, facts = config.cache.block_size, model.facts
     pool = BlockPool.of(facts, config.scheduler, num_blocks=0, block_size=block_size)
     return PlannedMemory(

@@ -168,8 +168,10 @@ def _engine_in_fp8(model: ModelConfig, kv: KvType) -> Engine:
 class RoundedKVCache(KVCache):
     """Keys and values as FP8 holds them, but for one more rounding of each to the model's type."""
 
-    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        super().write(layer, slots, _rounded(keys), _rounded(values))
+    def write(
+        self, place: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, part: int = 0
+    ) -> None:
+        super().write(place, slots, _rounded(keys), _rounded(values), part=part)
 
 
 def _rounded(heads: torch.Tensor) -> torch.Tensor:

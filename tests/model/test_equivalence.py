@@ -100,7 +100,7 @@ WAYS += [(architecture, "torch") for architecture in NATIVE]
 
 def too_few_slots(architecture: str) -> int:
     """In which sequences are preempted, and find what others had. Some layers with windows take blocks of their own."""
-    return 480 if architecture in ("gemma2", "gemma3", "olmo3") else 240
+    return 480 if architecture in ("gemma2", "gemma3", "gemma4", "gemma4_large", "olmo3") else 240
 
 
 @pytest.mark.parametrize(("architecture", "way"), WAYS)
@@ -130,14 +130,17 @@ class TestArchitecture:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "way"), [("llama", "decoder"), ("mistral", "decoder"), ("mistral", "attention")]
-)
+    ("architecture", "way"),
+    [("llama", "decoder"), ("mistral", "decoder"), ("mistral", "attention"), ("gemma4", "decoder"),
+     ("gemma4_large", "decoder"), ("gemma4_large", "attention")],
+)  # fmt: skip
 def test_with_kv_memory_in_int8_tokens_are_the_same_whatever_happens(
     architecture, way, tiny_model_path, reference
 ) -> None:  # type: ignore[no-untyped-def]
     path, requests = tiny_model_path(architecture), reference(architecture).requests
     expected = run_to_end(build(path, way=way, num_slots=3200, kv_dtype="int8"), *requests).token_ids
-    engine = build(path, way=way, num_slots=240, kv_dtype="int8", max_step_tokens=40, prefill_chunk_tokens=7)
+    num_slots = too_few_slots(architecture)
+    engine = build(path, way=way, num_slots=num_slots, kv_dtype="int8", max_step_tokens=40, prefill_chunk_tokens=7)
     assert run_to_end(engine, *requests).token_ids == expected
     assert engine.stats().total_preemptions > 0
     assert engine.stats().total_cached_tokens > 0

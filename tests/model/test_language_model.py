@@ -23,13 +23,19 @@ from tests.model.test_equivalence import random_requests
 from tests.tiny_models import SHAPE, VOCAB_SIZE
 
 TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "depth": 1,
-         "num_heads": 2, "image_size": 28, "patch_size": 14, "out_hidden_size": 64}  # fmt: skip
+         "num_heads": 2, "num_key_value_heads": 2, "image_size": 28, "patch_size": 14, "out_hidden_size": 64,
+         "position_embedding_size": 64}  # fmt: skip
 WITH_SECTIONS = {"rope_type": "default", "rope_theta": 10000.0}
-# By the type of the whole: settings of its text. Classes of transformers compute llava's and gemma3's text, those of
-# plain models qwen3_vl's and qwen3_vl_moe's, and the multimodal class itself glm4v's.
+# By the type of the whole: settings of its text. Classes of transformers compute llava's, gemma3's and gemma4's text,
+# those of plain models qwen3_vl's and qwen3_vl_moe's, and the multimodal class itself glm4v's.
 WHOLE: dict[str, dict[str, Any]] = {
     "llava": {"model_type": "llama"},
     "gemma3": {"head_dim": 16, "sliding_window": 9},
+    "gemma4": {
+        "head_dim": 16, "global_head_dim": 32, "sliding_window": 9, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+    },
     "qwen3_vl": {
         "rope_parameters": WITH_SECTIONS | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}, "head_dim": 16,
         "tie_word_embeddings": True,
@@ -47,7 +53,7 @@ def save_whole(folder: Path, model_type: str) -> PreTrainedModel:
     torch.manual_seed(5)
     configuration = CONFIG_MAPPING[model_type]
     tower, text = (
-        configuration().vision_config,
+        configuration().vision_config or configuration.sub_configs["vision_config"](),
         {"eos_token_id": None, "tie_word_embeddings": False} | WHOLE[model_type],
     )
     sizes = {name: size for name, size in TOWER.items() if name in tower.to_dict()}

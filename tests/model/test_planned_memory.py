@@ -79,7 +79,9 @@ def test_weights_and_kv_of_a_configuration_are_those_of_the_loaded_model(
 
 @pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
-@pytest.mark.parametrize(("architecture", "is_tied"), [("llama", True), ("qwen2", False), ("qwen3_moe", False)])
+@pytest.mark.parametrize(
+    ("architecture", "is_tied"), [("llama", True), ("qwen2", False), ("qwen3_moe", False), ("gemma4", True)]
+)
 def test_packed_weights_of_a_configuration_are_those_of_the_loaded_model(
     architecture: str, quantization: str, tmp_path: Path, *, is_tied: bool
 ) -> None:
@@ -205,3 +207,15 @@ def test_a_sequence_keeps_few_blocks_of_layers_that_look_back_a_window(
         planned.block_bytes * 2
         == planned_memory(config.with_setting("cache.tiers", [{"path": str(tmp_path)}])).block_bytes
     )
+
+
+@pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("architecture", ["gemma4", "gemma4_large"])
+def test_a_block_of_layers_of_unequal_shapes_takes_what_is_planned_for_a_cpu(
+    architecture: str, kv_dtype: str, tiny_model_path: Callable[[str], Path]
+) -> None:
+    config = limited(tiny_model_path(architecture), cache={"num_blocks": 64, "dtype": kv_dtype})
+    planned, loaded = planned_cpu_memory(config), load_runner(config)
+    assert loaded.model.facts.num_window_groups > 0
+    assert sum(each.nbytes for each in loaded.runner.forward.kv_tensors) == 64 * planned.block_bytes

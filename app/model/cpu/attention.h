@@ -2,13 +2,13 @@
 // sequences share, once per tile of rows of all of them.
 //
 // Memory of one layer, in units of vectors.h, so that neither half needs a sum across lanes:
-//   keys    [num_blocks][num_kv_heads][key_units][block_size]            a load is one unit of 16 tokens
-//   values  [num_blocks][num_kv_heads][block_size / PER_UNIT][value_dim] a load is 16 dimensions of a unit of tokens
+//   keys    [num_blocks][heads_in_block][key_units][block_size]            a load is one unit of 16 tokens
+//   values  [num_blocks][heads_in_block][block_size / PER_UNIT][value_dim] a load is 16 dimensions of a unit of tokens
 //
 // In int8, 16 units lie as the first numbers of each, then the second: PER_UNIT times 16 bytes. They are converted to the
 // model's type, which is exact: a few groups of tokens at a time, for all rows of a prompt a whole piece. Scores are
 // multiplied by the scale of each key, weights by that of each value.
-//   scales  [num_blocks][num_kv_heads][2][block_size] of keys, then of values
+//   scales  [num_blocks][scales_in_block][2][block_size] of keys, then of values
 //
 // Everything is accumulated in float32, each row in an order that depends on that row alone: what shares a step or a
 // tile with it never changes its bits. A row attends to one piece of a sequence after the other, as in FlashAttention
@@ -48,7 +48,10 @@ struct AttentionShape {
     float scaling, softcap;  // softcap 0: none
     int64_t sliding_window;  // 0: none
     const float* sinks;      // [num_heads] or null
-    int64_t is_latent;       // the first `value_dim` numbers of a key are its value, and stored once
+    // From block to block of its memory, in heads of this shape: several layers may lie side by side, or ones of another
+    // shape, with as many scales as the shape with the most heads needs.
+    int64_t heads_in_block, scales_in_block;
+    int64_t is_latent;  // the first `value_dim` numbers of a key are its value, and stored once
 };
 
 struct Strides {  // in elements; the innermost stride is 1
@@ -90,11 +93,13 @@ template <typename T>
 struct Pages {
     char *keys, *values;
     float* scales;  // null: not in int8
-    int64_t num_kv_heads, latent_units, key_units, value_dim, block_size, unit_bytes;  // key_units: behind the latent
+    int64_t heads_in_block, scales_in_block, latent_units, key_units;  // key_units: behind the latent
+    int64_t value_dim, block_size, unit_bytes;
 
     Pages(const AttentionShape& shape, void* keys, void* values, void* scales)
         : keys(static_cast<char*>(keys)), values(static_cast<char*>(values)), scales(static_cast<float*>(scales)),
-          num_kv_heads(shape.num_kv_heads), latent_units(shape.is_latent ? shape.value_dim / PER_UNIT<T> : 0),
+          heads_in_block(shape.heads_in_block), scales_in_block(shape.scales_in_block),
+          latent_units(shape.is_latent ? shape.value_dim / PER_UNIT<T> : 0),
           key_units(shape.key_dim / PER_UNIT<T> - latent_units), value_dim(shape.value_dim), block_size(shape.block_size),
           unit_bytes(scales ? PER_UNIT<T> : sizeof(uint32_t)) {}
 
@@ -102,14 +107,14 @@ struct Pages {
 
     // The key units of LANES tokens from `slot` on, `block_size` apart.
     const char* key_group(int32_t block, int64_t slot, int64_t kv_head) const {
-        return keys + ((block * num_kv_heads + kv_head) * key_units * block_size + slot) * unit_bytes;
+        return keys + ((block * heads_in_block + kv_head) * key_units * block_size + slot) * unit_bytes;
     }
     const char* value_row(int32_t block, int64_t slot, int64_t kv_head) const {
-        return values + ((block * num_kv_heads + kv_head) * block_size + slot) / PER_UNIT<T> * value_dim * unit_bytes;
+        return values + ((block * heads_in_block + kv_head) * block_size + slot) / PER_UNIT<T> * value_dim * unit_bytes;
     }
     // Of the keys of the tokens from `slot` on; of their values `block_size` further.
     float* scale_group(int32_t block, int64_t slot, int64_t kv_head) const {
-        return scales + (block * num_kv_heads + kv_head) * 2 * block_size + slot;
+        return scales + (block * scales_in_block + kv_head) * 2 * block_size + slot;
     }
 
     void write(int64_t slot, int64_t kv_head, const T* key, const T* value) const {

@@ -15,7 +15,7 @@ from app.model.attention import AttentionRules, AttentionStep, with_contiguous_r
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import DTYPES, AttentionShape, Strides, ThreadPool, log_use_of_amx
 from app.model.inputs import ModelInputs, Segments, build_segments
-from app.model.kv_cache import ONE_GROUP, LayerGroups
+from app.model.kv_cache import ONE_GROUP, LayerGroups, LayerShape
 
 MAX_SEGMENT_TOKENS = 32  # of one sequence in one piece of work
 
@@ -51,24 +51,27 @@ class _NativeStep:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules
     ) -> torch.Tensor:
         attention, pages, segments = self._attention, self._attention.pages, self._segments
-        group, place = attention.groups.place_of(layer)
+        place = attention.groups.place_of(layer)
         query, key, value = map(with_contiguous_rows, (query, key, value))
         num_tokens, num_heads, key_dim = query.shape
-        output = query.new_empty(num_tokens, num_heads, value.shape[-1])
-        scales = pages.scales.get(place)
+        value_dim = value.shape[-1]
+        stored_dim = key_dim - value_dim if rules.is_latent else key_dim
+        own = LayerShape(num_kv_heads=key.shape[1], key_dim=stored_dim, value_dim=value_dim)
+        memory = pages.of_layer(place, own)
+        output = query.new_empty(num_tokens, num_heads, value_dim)
         sinks = None if rules.sinks is None else rules.sinks.float().contiguous()
         shape = AttentionShape(
-            num_heads=num_heads, num_kv_heads=key.shape[1], key_dim=key_dim, value_dim=value.shape[-1],
+            num_heads=num_heads, num_kv_heads=own.num_kv_heads, key_dim=key_dim, value_dim=value_dim,
             block_size=pages.block_size, scaling=rules.scaling, softcap=rules.softcap or 0.0,
             sliding_window=rules.sliding_window or 0, sinks=None if sinks is None else sinks.data_ptr(),
-            is_latent=rules.is_latent,
+            heads_in_block=memory.heads_in_block, scales_in_block=memory.scales_in_block, is_latent=rules.is_latent,
         )  # fmt: skip
         strides = Strides.of(query, key, value)
         attention.function(
             attention.threads.handle, ctypes.byref(shape), ctypes.byref(strides),
-            query.data_ptr(), key.data_ptr(), value.data_ptr(), self._slots[group].data_ptr(), num_tokens,
-            pages.keys[place].data_ptr(), pages.values[place].data_ptr(), None if scales is None else scales.data_ptr(),
-            segments.segments.data_ptr(), segments.segments.shape[0], segments.tables[group].data_ptr(),
+            query.data_ptr(), key.data_ptr(), value.data_ptr(), self._slots[place.group].data_ptr(), num_tokens,
+            memory.keys, memory.values, memory.scales,
+            segments.segments.data_ptr(), segments.segments.shape[0], segments.tables[place.group].data_ptr(),
             output.data_ptr(),
         )  # fmt: skip
         return output

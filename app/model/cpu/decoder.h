@@ -20,7 +20,7 @@ constexpr int NUM_MIXERS = 3;
 // Inputs that a token has for each layer beside the residual: from a table, and projected from its embedding.
 struct PerLayerShape {
     int64_t size, total_size;    // of one layer, and of all layers of the model; 0: there are none
-    const void* embedding;       // of the model's type, [vocab_size][total_size]
+    const void* embedding;       // of the model's type, [vocab_size][total_size]; packed where weights are quantised
     const uint32_t* projection;  // from the embedding of a token
     const float* norm;           // [size], of what is projected
     float embedding_scale, projection_scale, sum_scale;
@@ -64,6 +64,7 @@ struct LayerWeights {
     const float *query_norm, *key_norm;  // [head_dim], or of all heads
     void *keys, *values;
     float* scales;                         // of keys and values in int8; null where they are of the model's type
+    int64_t heads_in_block, scales_in_block;  // as in `AttentionShape`
     int64_t num_kv_heads, head_dim;
     int64_t num_kv_projections;            // 2: of keys and of values; 1: values are keys; 0: an earlier layer's are read
     int64_t sliding_window, group;         // window 0: none
@@ -109,11 +110,13 @@ class Decoder {
     Decoder(const DecoderShape& shape, const LayerWeights* layers, const void* embedding, const float* final_norm,
             const uint32_t* head, ThreadPool& threads)
         : shape_(shape), layers_(layers, layers + shape.num_layers), embedding_(static_cast<const T*>(embedding)),
-          final_norm_(final_norm), head_(head), threads_(threads), keys_size_(shape.delta_rule.num_key_heads * shape.delta_rule.key_dim),
+          final_norm_(final_norm), head_(head), threads_(threads),
+          keys_size_(shape.delta_rule.num_key_heads * shape.delta_rule.key_dim),
           values_size_(shape.delta_rule.num_value_heads * shape.delta_rule.value_dim),
           rates_size_((2 * shape.delta_rule.num_value_heads + PANEL - 1) / PANEL * PANEL), routing_(shape.experts) {
         most_inner_ = shape.per_layer.size;
         for (const LayerWeights& layer : layers_) {
+            if (layer.mixer != ATTENTION || layer.num_kv_projections) last_to_store_ = kind_of_.size();
             kind_of_.push_back(layer.mixer == ATTENTION ? kind_of(layer) : -1);
             most_inner_ = std::max(most_inner_, layer.intermediate_size);
             most_projected_ = std::max(most_projected_, projected_size(layer));
@@ -124,9 +127,15 @@ class Decoder {
 
     void run(const DecoderStep& step) {
         grow(step.num_tokens);
-        for (AttentionKind& kind : kinds_)
-            kind.groups.find(step.segments, step.num_segments, step.tables[kind.group], kind.shape,
-                             rows_together<T>(kind.shape).most, threads_.size());
+        find_wanted(step);
+        for (AttentionKind& kind : kinds_) {
+            const auto find = [&](Groups& groups, const Segment* segments, int64_t num_segments) {
+                groups.find(segments, num_segments, step.tables[kind.group], kind.shape,
+                            rows_together<T>(kind.shape).most, threads_.size());
+            };
+            find(kind.groups, step.segments, step.num_segments);
+            find(kind.wanted, wanted_.data(), wanted_.size());
+        }
         find_adapted(step);
         threads_.run([&] { work(step); });
     }
@@ -136,8 +145,27 @@ class Decoder {
     struct AttentionKind {
         int64_t group;
         AttentionShape shape;  // without a window
-        Groups groups;         // of the step
+        Groups groups, wanted;  // of the step, and of its wanted rows alone
     };
+
+    // What a layer computes: the rows of all tokens, or of the wanted ones.
+    struct Rows {
+        int64_t count;
+        const int64_t* tokens;  // null: all
+        int64_t token(int64_t row) const { return tokens ? tokens[row] : row; }
+    };
+
+    // Layers behind the last one that stores anything compute the wanted rows alone: each is a segment of its own.
+    void find_wanted(const DecoderStep& step) {
+        wanted_.clear();
+        if (last_to_store_ + 1 == shape_.num_layers || step.num_rows == step.num_tokens) return;
+        const Segment* own = step.segments;
+        for (int32_t row = 0; row < step.num_rows; ++row) {
+            const auto token = int32_t(step.rows[row]);
+            while (token >= own->first_token + own->num_tokens) ++own;
+            wanted_.push_back({row, 1, own->start + token - own->first_token, own->table_offset});
+        }
+    }
 
     // Which of `kinds_` that of a layer is. A new one is added to them.
     int64_t kind_of(const LayerWeights& layer) {
@@ -154,7 +182,7 @@ class Decoder {
     // The work of every thread of the pool; all loops in it are shared.
     void work(const DecoderStep& step) {
         embed(step);
-        int64_t num_rows = step.num_tokens;
+        Rows rows{step.num_tokens, nullptr};
         const AdaptedRows* adapted = &adapted_;
         for (int64_t layer = 0; layer < shape_.num_layers; ++layer) {
             const auto added = [&](LowRank AdapterLayer::* product, const Parts& parts) {
@@ -162,27 +190,24 @@ class Decoder {
             };
             const bool is_last = layer + 1 == shape_.num_layers;
             const LayerWeights& own = layers_[layer];
-            mix(step, layer, added(&AdapterLayer::query_key_value, {{query_outputs(own), kv_size(own), kv_size(own)}}));
-            if (is_last) {  // from here on only the wanted rows are computed
+            mix(step, layer, rows, added(&AdapterLayer::query_key_value, {{query_outputs(own), kv_size(own), kv_size(own)}}));
+            if (layer == last_to_store_) {  // from here on only the wanted rows are computed
                 keep_rows(step, mixed_size(own));
-                num_rows = step.num_rows;
+                if (step.num_rows < step.num_tokens) rows = {step.num_rows, step.rows};
                 adapted = &adapted_wanted_;
             }
-            add_projection(mixed_.data(), num_rows, output(own), own.output_bias, own.mixer_output_norm,
+            add_projection(mixed_.data(), rows.count, output(own), own.output_bias, own.mixer_output_norm,
                            own.router ? Matrix{} : gate_up(own), added(&AdapterLayer::output, {{shape_.hidden_size}}));
             const Matrix next = is_last ? head() : projection(layers_[layer + 1]);
-            feed_forward(own, num_rows, own.per_layer_gate ? per_layer_gate(own) : next,
+            feed_forward(own, rows.count, own.per_layer_gate ? per_layer_gate(own) : next,
                          added(&AdapterLayer::gate_up, {{own.intermediate_size, own.intermediate_size}, true}),
                          added(&AdapterLayer::down, {{shape_.hidden_size}}));
-            if (own.per_layer_gate) add_per_layer_inputs(own, layer, num_rows, is_last ? step.rows : nullptr, next);
-            if (own.output_scale) scale_residual(*own.output_scale, num_rows);
+            if (own.per_layer_gate) add_per_layer_inputs(own, layer, rows, next);
+            if (own.output_scale) scale_residual(*own.output_scale, rows.count);
         }
-        normalise(final_norm_, num_rows, 0);
-        if (step.hidden) {
-            give_hidden(step);
-            num_rows = step.num_logits;
-        }
-        compute_logits(step, num_rows);
+        normalise(final_norm_, step.num_rows, 0);
+        if (step.hidden) give_hidden(step);
+        compute_logits(step, step.hidden ? step.num_logits : step.num_rows);
     }
 
     // The numbers of a token that the mixer of a layer reads, and those that it gives.
@@ -250,34 +275,45 @@ class Decoder {
                },
                {});
         threads_.share(step.num_tokens, [&](int64_t token) {
+            static thread_local std::vector<float> looked_up;
+            looked_up.resize(own.total_size);
+            look_up(step.token_ids[token], looked_up.data());
             T* const to = per_layer_.data() + token * own.total_size;
-            const T* const from = static_cast<const T*>(own.embedding) + step.token_ids[token] * own.total_size;
             for (int64_t first = 0; first < own.total_size; first += own.size) {
                 normalise_row(to + first, own.norm, own.size, to + first);
                 for (int64_t at = first; at < first + own.size; at += LANES) {
-                    const Vector looked_up = kept(load(from + at) * own.embedding_scale);
-                    store(rounded(kept(load(to + at) + looked_up) * own.sum_scale), to + at);
+                    const Vector scaled = kept(load(looked_up.data() + at) * own.embedding_scale);
+                    store(rounded(kept(load(to + at) + scaled) * own.sum_scale), to + at);
                 }
             }
         });
     }
 
-    // residual += norm(projection(gate(residual) × a layer's inputs)). rows: the tokens that are left; null: all.
-    void add_per_layer_inputs(const LayerWeights& layer, int64_t index, int64_t num_rows, const int64_t* rows,
-                              const Matrix& next) {
+    // A token's row in the table of per-layer inputs.
+    void look_up(int64_t token, float* to) const {
+        const PerLayerShape& own = shape_.per_layer;
+        if (shape_.weight_bits)
+            return read_column<HEAD_BITS>({static_cast<const uint32_t*>(own.embedding), own.total_size, shape_.vocab_size},
+                                          token, to);
+        const T* const from = static_cast<const T*>(own.embedding) + token * own.total_size;
+        for (int64_t at = 0; at < own.total_size; at += LANES) store(load(from + at), to + at);
+    }
+
+    // residual += norm(projection(gate(residual) × a layer's inputs)).
+    void add_per_layer_inputs(const LayerWeights& layer, int64_t index, const Rows& rows, const Matrix& next) {
         const PerLayerShape& own = shape_.per_layer;
         const Matrix projection{layer.per_layer_projection, own.size, shape_.hidden_size};
-        normalise(nullptr, num_rows, shape_.weight_bits);
-        linear(normed_.data(), num_rows, per_layer_gate(layer), shape_.weight_bits, projection,
+        normalise(nullptr, rows.count, shape_.weight_bits);
+        linear(normed_.data(), rows.count, per_layer_gate(layer), shape_.weight_bits, projection,
                [&](int64_t row, int64_t column, Vector left, Vector right) {
-                   const int64_t token = rows ? rows[row] : row;
-                   const T* const inputs = per_layer_.data() + token * own.total_size + index * own.size + column;
+                   const T* const of_token = per_layer_.data() + rows.token(row) * own.total_size;
+                   const T* const inputs = of_token + index * own.size + column;
                    T* const to = activated_.data() + row * own.size + column;
                    if (column < own.size) store(activated(left, load(inputs)), to);
                    if (column + LANES < own.size) store(activated(right, load(inputs + LANES)), to + LANES);
                },
                {});
-        add_projection(activated_.data(), num_rows, projection, nullptr, layer.per_layer_norm, next, {});
+        add_projection(activated_.data(), rows.count, projection, nullptr, layer.per_layer_norm, next, {});
     }
 
     void scale_residual(float scale, int64_t num_rows) {
@@ -289,49 +325,52 @@ class Decoder {
 
     AttentionShape attention_shape(const LayerWeights& layer, int64_t sliding_window) const {
         return {shape_.num_heads, layer.num_kv_heads, layer.head_dim, layer.head_dim, shape_.block_size,
-                shape_.scaling,   shape_.softcap,     sliding_window, nullptr, 0};
+                shape_.scaling,   shape_.softcap,     sliding_window, nullptr,
+                layer.heads_in_block, layer.scales_in_block, 0};
     }
 
     // residual → projected → mixed
-    void mix(const DecoderStep& step, int64_t index, const Addition<T>& added_to_attention) {
+    void mix(const DecoderStep& step, int64_t index, const Rows& rows, const Addition<T>& added_to_attention) {
         const LayerWeights& layer = layers_[index];
         const Addition<T> added = layer.mixer == ATTENTION ? added_to_attention : Addition<T>();
+        const Matrix inputs = projection(layer);
         const int64_t size = projected_size(layer);
-        normalise(layer.mixer_input_norm, step.num_tokens, shape_.weight_bits);
+        normalise(layer.mixer_input_norm, rows.count, shape_.weight_bits);
         added.reduce(threads_, normed_.data(), shape_.hidden_size);
-        linear(normed_.data(), step.num_tokens, projection(layer), shape_.weight_bits, output(layer),
+        linear(normed_.data(), rows.count, inputs, shape_.weight_bits, output(layer),
                [&](int64_t row, int64_t column, Vector left, Vector right) {
                    T* const to = projected_.data() + row * size;
-                   put(left, layer.projection_bias, to, column, size);
-                   put(right, layer.projection_bias, to, column + LANES, size);
+                   put(left, layer.projection_bias, to, column, inputs.num_columns);
+                   put(right, layer.projection_bias, to, column + LANES, inputs.num_columns);
                },
                added);
-        if (layer.mixer == ATTENTION) attention(step, layer, kinds_[kind_of_[index]].groups);
+        if (layer.mixer == ATTENTION) attention(step, layer, rows, kinds_[kind_of_[index]]);
         if (layer.mixer == SHORT_CONVOLUTION) short_convolution(step, layer);
         if (layer.mixer == GATED_DELTA_RULE) delta_rule(step, layer);
     }
 
-    void attention(const DecoderStep& step, const LayerWeights& layer, Groups& groups) {
+    void attention(const DecoderStep& step, const LayerWeights& layer, const Rows& rows, AttentionKind& kind) {
         const AttentionShape shape = attention_shape(layer, layer.sliding_window);
         const Pages<T> pages(shape, layer.keys, layer.values, layer.scales);
         const int64_t size = query_size(layer);
-        threads_.share(step.num_tokens, [&](int64_t token) { rotate_and_keep(step, layer, pages, token); });
+        threads_.share(rows.count, [&](int64_t row) { rotate_and_keep(step, layer, pages, row, rows.token(row)); });
         const Heads<const T> query{projected_.data(), projected_size(layer), layer.head_dim};
         const Heads<T> output{mixed_.data(), size, layer.head_dim};
-        attend_in(threads_, shape, pages, groups, step.tables[layer.group], query, output);
+        attend_in(threads_, shape, pages, rows.tokens ? kind.wanted : kind.groups, step.tables[layer.group], query, output);
         if (shape_.gates_attention)
-            threads_.share(step.num_tokens, [&](int64_t token) {
-                T* const own = mixed_.data() + token * size;
-                const T* const gates = projected(layer, token) + size;
+            threads_.share(rows.count, [&](int64_t row) {
+                T* const own = mixed_.data() + row * size;
+                const T* const gates = projected(layer, row) + size;
                 for (int64_t at = 0; at < size; at += LANES)
                     store(rounded(load(own + at) * kept(times_sigmoid(Vector{} + 1.0f, load(gates + at)))), own + at);
             });
     }
 
     // Norms and rotary positions on a token's queries and keys; keys and values to KV memory.
-    void rotate_and_keep(const DecoderStep& step, const LayerWeights& layer, const Pages<T>& pages, int64_t token) {
+    void rotate_and_keep(const DecoderStep& step, const LayerWeights& layer, const Pages<T>& pages, int64_t row,
+                         int64_t token) {
         const float* const cosines = step.rotary[layer.rotary] + step.positions[token] * layer.rotary_dim;
-        T* const queries = projected(layer, token);
+        T* const queries = projected(layer, row);
         prepare_heads(queries, shape_.num_heads, layer.head_dim, layer.query_norm, cosines, layer.rotary_dim / 2);
         if (layer.num_kv_projections == 0) return;
         T *const keys = queries + query_outputs(layer), *const values = keys + kv_size(layer);
@@ -759,6 +798,8 @@ class Decoder {
     bool has_delta_rule_ = false;
     uint32_t nothing_ = 0;  // a compiler does not know that
     std::vector<AttentionKind> kinds_;
+    std::vector<Segment> wanted_;  // of the step
+    int64_t last_to_store_ = 0;    // the last layer that has keys and values of its own, or a state
     std::vector<int64_t> kind_of_;  // by layer; of one without attention nothing
     AdaptedRows adapted_, adapted_wanted_;  // all rows of the step, and those that are left in the last layer
     int64_t capacity_ = 0;  // tokens that the buffers hold

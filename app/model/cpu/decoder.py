@@ -17,7 +17,7 @@ from app.engine.batch import StepBatch
 from app.model.architectures import Mixer
 from app.model.cpu.adapters import AdaptedModel, adapter_columns
 from app.model.cpu.attention import MAX_SEGMENT_TOKENS
-from app.model.cpu.kv_cache import NativeKVCache
+from app.model.cpu.kv_cache import LayerMemory, NativeKVCache
 from app.model.cpu.library import (
     DTYPES,
     ConvolutionShape,
@@ -136,7 +136,7 @@ class NativeDecoder:
 
     def _pointers(self, index: int, states: Iterator[torch.Tensor]) -> LayerWeights:
         layer, settings, pages = self._weights.layers[index], self._weights.settings.layers[index], self._pages
-        group, place = self._groups.place_of(index if settings.stored_by is None else settings.stored_by)
+        place = self._groups.place_of(index if settings.stored_by is None else settings.stored_by)
         attention, convolution, delta_rule = layer.attention, layer.convolution, layer.delta_rule
         return LayerWeights(
             mixer=MIXERS.index(settings.mixer),
@@ -146,20 +146,22 @@ class NativeDecoder:
             **_part(convolution, NativeConvolutionPart),
             **_part(delta_rule, NativeDeltaRulePart),
             **_part(layer.per_layer, NativePerLayerPart),
-            keys=_pointer(None if attention is None else pages.keys[place]),
-            values=_pointer(None if attention is None else pages.values[place]),
-            scales=_pointer(None if attention is None else pages.scales.get(place)),
+            **(_NO_MEMORY if attention is None else pages.of_layer(place, settings.kv_shape)._asdict()),
             num_kv_heads=settings.num_kv_heads,
             head_dim=settings.head_dim,
             num_kv_projections=len(settings.attention_linears) - 1,
             sliding_window=settings.sliding_window,
-            group=group,
+            group=place.group,
             rotary=settings.rotary,
             rotary_dim=2 * len(self._weights.settings.rotary[settings.rotary].frequencies),
             convolution_states=_pointer(None if convolution is None else next(states)),
             delta_states=_pointer(None if delta_rule is None else next(states)),
             mlps=ctypes.addressof(self._mlps[index]),
         )
+
+
+# Of a layer without keys and values.
+_NO_MEMORY = dict.fromkeys(LayerMemory._fields[:3]) | dict.fromkeys(LayerMemory._fields[3:], 0)
 
 
 def _part(part: Any, kind: type[Any], others: Collection[str] = ()) -> dict[str, int | None]:

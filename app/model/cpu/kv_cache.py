@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import NamedTuple
 
 import torch
 
@@ -10,9 +11,19 @@ from app.config import GIB, CacheConfig
 from app.cores import available_memory
 from app.errors import InvalidSetup, first_line
 from app.model.cpu.library import DTYPES, LANES, ThreadPool, in_large_pages, library
-from app.model.kv_cache import LayerShape, block_bytes
+from app.model.kv_cache import LayerShape, Place, block_bytes
 
 logger = logging.getLogger(__name__)
+
+
+class LayerMemory(NamedTuple):
+    """The keys and values of one layer, as the C++ finds them: addresses, and distances from block to block."""
+
+    keys: int
+    values: int
+    scales: int | None
+    heads_in_block: int  # of this layer's shape, in the memory of its place
+    scales_in_block: int  # heads with scales
 
 
 class NativeKVCache:
@@ -34,7 +45,7 @@ class NativeKVCache:
         """`why_not` must be None. dtype: of the model."""
         self.block_size = block_size
         self.dtype = dtype
-        self.keys: dict[int, torch.Tensor] = {}  # by layer: [num_blocks, num_kv_heads, key_units, block_size] units
+        self.keys: dict[int, torch.Tensor] = {}  # by place: [num_blocks, num_kv_heads, key_units, block_size] units
         self.values: dict[int, torch.Tensor] = {}  # [num_blocks, num_kv_heads, token_units, value_dim] units
         self.scales: dict[int, torch.Tensor] = {}  # in int8: [num_blocks, num_kv_heads, 2, block_size], float32
         per_unit = 4 // dtype.itemsize
@@ -71,6 +82,21 @@ class NativeKVCache:
             ) from error
         pages.provide(threads)
         return pages
+
+    def of_layer(self, place: Place, shape: LayerShape) -> LayerMemory:
+        """Return the memory of a layer of this shape, which may have a part of a place, see `LayerGroups`."""
+        keys, values, scales = self.keys[place.place], self.values[place.place], self.scales.get(place.place)
+        num_blocks, heads, key_units, width = keys.shape
+        per_unit = 4 // self.dtype.itemsize
+        of_shape = heads * key_units * per_unit // shape.key_dim
+        first = place.part * shape.num_kv_heads
+        return LayerMemory(
+            keys=keys.view(num_blocks, of_shape, -1, width)[0, first].data_ptr(),
+            values=values.view(num_blocks, of_shape, values.shape[2], -1)[0, first].data_ptr(),
+            scales=None if scales is None else scales[0, first].data_ptr(),
+            heads_in_block=of_shape,
+            scales_in_block=heads,
+        )
 
     @property
     def tensors(self) -> list[torch.Tensor]:

@@ -41,7 +41,8 @@ inline const char* layouts() {
 #define F CAROUSEL_FIELD
     static const std::string lines =
         CAROUSEL_LAYOUT(AttentionShape, F(num_heads), F(num_kv_heads), F(key_dim), F(value_dim), F(block_size),
-                        F(scaling), F(softcap), F(sliding_window), F(sinks), F(is_latent)) +
+                        F(scaling), F(softcap), F(sliding_window), F(sinks), F(heads_in_block), F(scales_in_block),
+                        F(is_latent)) +
         CAROUSEL_LAYOUT(Strides, F(query_token), F(query_head), F(key_token), F(key_head), F(value_token),
                         F(value_head)) +
         CAROUSEL_LAYOUT(ExpertsShape, F(num_experts), F(per_token), F(intermediate_size), F(weights_sum_to_one),
@@ -55,7 +56,7 @@ inline const char* layouts() {
         CAROUSEL_LAYOUT(MlpWeights, F(gate_up), F(down)) +
         CAROUSEL_LAYOUT(LayerWeights, F(mixer), F(intermediate_size), F(mixer_input_norm), F(mixer_output_norm), F(feed_forward_input_norm),
                         F(feed_forward_output_norm), F(projection), F(projection_bias), F(output), F(output_bias),
-                        F(query_norm), F(key_norm), F(keys), F(values), F(scales), F(num_kv_heads), F(head_dim),
+                        F(query_norm), F(key_norm), F(keys), F(values), F(scales), F(heads_in_block), F(scales_in_block), F(num_kv_heads), F(head_dim),
                         F(num_kv_projections), F(sliding_window), F(group), F(rotary), F(rotary_dim), F(taps), F(tap_biases), F(convolution_states), F(rates), F(decay), F(decay_bias),
                         F(gate_norm), F(delta_states), F(per_layer_gate), F(per_layer_projection), F(per_layer_norm),
                         F(output_scale), F(router), F(mlps)) +

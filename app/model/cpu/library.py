@@ -111,7 +111,7 @@ class AttentionShape(Filled):
     _fields_ = (
         *_fields(_INT64, "num_heads", "num_kv_heads", "key_dim", "value_dim", "block_size"),
         *_fields(_FLOAT, "scaling", "softcap"), ("sliding_window", _INT64), ("sinks", _POINTER),
-        ("is_latent", _INT64),
+        *_fields(_INT64, "heads_in_block", "scales_in_block", "is_latent"),
     )  # fmt: skip
 
 
@@ -174,7 +174,8 @@ class LayerWeights(Filled):
             "scales",
         ),
         *_fields(
-            _INT64, "num_kv_heads", "head_dim", "num_kv_projections", "sliding_window", "group", "rotary", "rotary_dim"
+            _INT64, "heads_in_block", "scales_in_block", "num_kv_heads", "head_dim", "num_kv_projections",
+            "sliding_window", "group", "rotary", "rotary_dim",
         ),
         *_fields(
             _POINTER, "taps", "tap_biases", "convolution_states", "rates", "decay", "decay_bias", "gate_norm",

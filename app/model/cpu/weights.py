@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 PANEL = 2 * LANES  # columns of a packed matrix that are computed together, as in the sources
 BITS = {"none": 0, "int8": 8, "int4": 4}  # of a weight, by model.quantization; 0: the model's type
+_HEAD_BITS = 8  # of the head and of tables where the layers are quantised, as in the sources
 GROUPS = {8: 64, 4: 32}  # inputs that share a scale, as in the sources
 
 # In JSON a tensor is its place in a memory, its shape and its type.
@@ -114,7 +115,8 @@ class NativePerLayerPart:
 class NativePerLayerInputs:
     """The weights that give each token inputs for each layer, beside the residual: Gemma's per-layer embeddings."""
 
-    embedding: PlacedTensor  # [vocab_size, num_layers * per_layer_size], in the model's type
+    # [vocab_size, num_layers * per_layer_size], in the model's type; where weights are quantised, packed in 8 bits.
+    embedding: PlacedTensor
     projection: PlacedTensor  # packed; from the embedding of a token to as many numbers
     norm: PlacedTensor  # [per_layer_size], of what is projected for one layer
 
@@ -235,11 +237,10 @@ def pack_weights(
     # First: the largest matrices, while nothing else is there.
     kept = None if _are_equal(embedding, head) else pack.copy(embedding)
     del embedding
-    head_bits = 8  # where the layers are quantised, as in the sources
-    packed_head = pack([head], bits=head_bits if bits else 0)
+    packed_head = pack([head], bits=_HEAD_BITS if bits else 0)
     del head
     release()
-    per_layer_inputs = _pack_per_layer_inputs(weights, pack, settings) if settings.per_layer_size else None
+    per_layer_inputs = _pack_per_layer_inputs(weights, pack, settings, bits) if settings.per_layer_size else None
     release()
     layers = []
     for index, layer in enumerate(settings.layers):
@@ -376,11 +377,14 @@ def _pack_attention(norm: Callable[[str], torch.Tensor | None], settings: Decode
     return NativeAttentionPart(query_norm=norm(names.query_norm), key_norm=norm(names.key_norm))
 
 
-def _pack_per_layer_inputs(weights: Weights, pack: _Packing, settings: DecoderSettings) -> NativePerLayerInputs:
+def _pack_per_layer_inputs(
+    weights: Weights, pack: _Packing, settings: DecoderSettings, bits: int
+) -> NativePerLayerInputs:
+    table = given(weights, PER_LAYER_EMBEDDING)
     norm = _norm(weights, pack, settings, "model.per_layer_projection_norm")
     assert norm is not None, "per-layer inputs are normalised"
     return NativePerLayerInputs(
-        embedding=pack.copy(given(weights, PER_LAYER_EMBEDDING)),
+        embedding=pack([table], bits=_HEAD_BITS) if bits else pack.copy(table),
         projection=pack([given(weights, "model.per_layer_model_projection.weight")]),
         norm=norm,
     )

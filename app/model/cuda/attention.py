@@ -223,9 +223,10 @@ class _Launch:
     ) -> None:
         self._attention = attention
         self._query = query
-        self.group_of_layer, place = attention.groups.place_of(layer)
-        self._keys, self._values = attention.cache.layer(place)
-        self._scales = attention.cache.scales.get(place, query)  # any pointer where there are none
+        place = attention.groups.place_of(layer)
+        self.group_of_layer = place.group
+        self._keys, self._values = attention.cache.layer(place.place)
+        self._scales = attention.cache.scales.get(place.place, query)  # any pointer where there are none
         self._sinks = query if rules.sinks is None else rules.sinks  # any pointer where there are none
         self._window = rules.sliding_window or 0
         key_dim, value_dim = self._keys.shape[-1], self._values.shape[-1]

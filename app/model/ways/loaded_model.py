@@ -65,14 +65,18 @@ class LoadedModel(ABC):
         """
         return self
 
-    def with_groups(self, windows: Mapping[int, int | None], *, kept_beside: int = 0) -> Self:
+    def with_groups(
+        self, windows: Mapping[int, int | None], *, kept_beside: int = 0, is_of_one_shape: bool = False
+    ) -> Self:
         """The same with its layers in groups by their windows, as far as that saves memory.
 
         windows: by layer, in tokens. kept_beside: tokens behind a window that may still be read.
+        is_of_one_shape: whether layers of several shapes must be in one group.
         """
         groups = LayerGroups.of(
-            self.layers, windows, max_model_len=self.facts.max_model_len, stored_by=self.groups.stored_by
-        )
+            self.layers, windows, max_model_len=self.facts.max_model_len, stored_by=self.groups.stored_by,
+            is_of_one_shape=is_of_one_shape,
+        )  # fmt: skip
         if groups.num_groups == 1:
             return self
         window = groups.window + kept_beside

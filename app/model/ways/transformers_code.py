@@ -195,7 +195,9 @@ class TransformersModel(LoadedModel):
         # The kernels for CUDA read from the tile on in which a window begins.
         has_tiles = self.device.type != "cpu" or TritonAttention.fits(self.device)
         windows = {layer: rules.sliding_window for layer, rules in self.rules.items()}
-        return self.with_groups(windows, kept_beside=LARGEST_TILE - 1 if has_tiles else 0)
+        return self.with_groups(
+            windows, kept_beside=LARGEST_TILE - 1 if has_tiles else 0, is_of_one_shape=has_tiles
+        )  # fmt: skip
 
     def ready(self, source: ModelSource) -> TransformersModel:
         """As it is served: no other way computes this model. Its weights are read again if another way took them."""

@@ -9,6 +9,7 @@ import torch
 
 from app.model.cpu.decoder import buffer_bytes
 from app.model.cpu.weights import why_not_native
+from app.model.kv_cache import Place
 from app.model.ways.native_decoder import NativeModel
 from app.model.ways.transformers_code import TransformersModel
 from tests.kit.models import (
@@ -212,5 +213,5 @@ def test_layers_that_read_the_keys_of_an_earlier_layer_store_none(tiny_model_pat
         own = load(path)
     for model in (native, own):
         assert {layer: shape.key_dim for layer, shape in model.layers.items()} == {0: 16, 1: 16, 2: 32}
-        assert [model.groups.place_of(layer) for layer in (3, 4)] == [(0, 1), (0, 2)]
+        assert [model.groups.place_of(layer) for layer in (3, 4)] == [Place(0, 1), Place(0, 2)]
     assert native.layers == native.weights.settings.attention_layers()

@@ -111,8 +111,9 @@ def test_logits_are_those_of_rounded_weights_and_inputs(
         return linear(rounded_inputs(inputs, bits), rounded_and_padded(weight, bits), bias)
 
     if own.config.tie_word_embeddings:  # rows are read from the head
-        rounded = rounded_and_padded(own.lm_head.weight, 8)[:, : own.lm_head.in_features]
-        own.get_input_embeddings().weight = torch.nn.Parameter(rounded)
+        own.get_input_embeddings().weight = torch.nn.Parameter(rounded(own.lm_head.weight, 8))
+    if table := getattr(own.model, "embed_tokens_per_layer", None):
+        table.weight = torch.nn.Parameter(rounded(table.weight, 8))
     monkeypatch.setattr(torch.nn.functional, "linear", rounded_linear)
     errors = [
         relative_error(logits, own(torch.tensor([text])).logits[0, -1]) for text, logits in zip(texts, got, strict=True)
