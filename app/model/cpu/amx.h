@@ -39,6 +39,12 @@ struct alignas(64) Shapes {
     }
 };
 
+#if defined(CAROUSEL_AMX) || defined(CAROUSEL_PLAIN_AMX)
+constexpr bool IS_BUILT = true;
+#else
+constexpr bool IS_BUILT = false;
+#endif
+
 #ifdef CAROUSEL_AMX
 
 inline int ask_kernel() {

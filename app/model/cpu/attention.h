@@ -163,7 +163,7 @@ inline void score(const uint32_t* query, int64_t key_units, const uint32_t* cons
     const uint32_t *keys[GROUPS], *next[GROUPS];
     for (int group = 0; group < GROUPS; ++group) keys[group] = groups[group], next[group] = groups[ahead + group];
     Vector sums[ROWS][GROUPS] = {};
-    add_products<T, ROWS, GROUPS>(sums, keys, next, stride, stride, query, key_units, key_units);
+    add_products<Factor<T>, ROWS, GROUPS>(sums, keys, next, stride, stride, query, FACTOR_WORDS<T> * key_units, key_units);
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; ++row)  // not one copy of a row: GCC would keep all in memory
 #pragma GCC unroll 4
@@ -187,8 +187,9 @@ inline void weigh(const uint32_t* weights, int64_t weight_stride, const uint32_t
             values[part] = groups[group] + offset + part * LANES;
             next[part] = groups[group + ahead] + offset + part * LANES;
         }
-        add_products<T, ROWS, WIDTH>(totals, values, next, value_dim, value_dim, weights, weight_stride, num_units, mask);
-        weights += num_units;
+        add_products<Factor<T>, ROWS, WIDTH>(totals, values, next, value_dim, value_dim, weights, weight_stride, num_units,
+                                             mask);
+        weights += FACTOR_WORDS<T> * num_units;
     } while (++group < num_groups);
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; ++row)
@@ -204,11 +205,11 @@ struct Scales {
 // Turns the scores of one row, which attends to tokens [first, end) of [begin, padded), into weights relative to the
 // greatest. Returns that score and the sum of weights. Weights are of values in their scales.
 template <typename T>
-inline std::pair<float, float> softmax(float* scores, T* weights, int64_t begin, int64_t first, int64_t end,
+inline std::pair<float, float> softmax(float* scores, uint32_t* weights, int64_t begin, int64_t first, int64_t end,
                                        int64_t padded, const AttentionShape& shape, Scales scales) {
     constexpr float LEAST = -std::numeric_limits<float>::infinity();
     if (first >= end) {
-        for (int64_t at = begin; at < padded; at += LANES) store(round_to(Vector{}, T{}), weights + at);
+        for (int64_t at = begin; at < padded; at += LANES) store_factors<T>(Vector{}, weights, at);
         return {LEAST, 0.0f};
     }
     float scaling = shape.scaling * LOG2_E;  // of what is in `scores`, to powers of two
@@ -230,7 +231,7 @@ inline std::pair<float, float> softmax(float* scores, T* weights, int64_t begin,
     for (int64_t at = begin; at < padded; at += LANES) {
         const Vector weight = power_of_two(load(scores + at) * scaling - most);
         total += weight;
-        store_rounded(scales.values ? weight * load(scales.values + at) : weight, weights + at);
+        store_factors<T>(scales.values ? weight * load(scales.values + at) : weight, weights, at);
     }
     return {most, sum_of(total)};
 }
@@ -425,7 +426,7 @@ void weigh_groups(const uint32_t* weights, int64_t weight_stride, const uint32_t
     constexpr int64_t UNITS = LANES / PER_UNIT<T>;
     constexpr int64_t GROUPS = 8;  // of which the values stay in the L1 cache for all dimensions
     const auto add = [&](int64_t num_groups, int64_t skipped, int64_t num_units, uint32_t mask) {
-        const uint32_t* from = weights + skipped;
+        const uint32_t* from = weights + FACTOR_WORDS<T> * skipped;
         int64_t dim = 0;
         for (; dim + WIDTH * LANES <= value_dim; dim += WIDTH * LANES)
             weigh<T, ROWS, WIDTH>(from, weight_stride, groups, num_groups, ahead, dim + skipped * value_dim, value_dim,
@@ -438,7 +439,7 @@ void weigh_groups(const uint32_t* weights, int64_t weight_stride, const uint32_t
         const int64_t num_groups = std::min<int64_t>(GROUPS, num_tokens / LANES);
         add(num_groups, 0, UNITS, ~0u);
         groups += num_groups;
-        weights += num_groups * UNITS;
+        weights += num_groups * UNITS * FACTOR_WORDS<T>;
         num_tokens -= num_groups * LANES;
     }
     if (num_tokens / PER_UNIT<T>) add(1, 0, num_tokens / PER_UNIT<T>, ~0u);
@@ -621,18 +622,19 @@ void attend_piece(const AttentionShape& shape, const Rows& rows, const Pages<T>&
             body(rows.tiles[std::min(rows.most, num_rows - row)], row);
     };
     // Rows of a power of two would lie in the same few lines of a core's cache.
-    constexpr int64_t STRIDE = PIECE + 2 * LANES, WEIGHT_STRIDE = STRIDE / PER_UNIT<T>;
-    scratch.query.resize(num_rows * pages.query_units());
+    constexpr int64_t STRIDE = PIECE + 2 * LANES, WEIGHT_STRIDE = words_of<T>(STRIDE);
+    const int64_t query_words = words_of<T>(shape.key_dim);
+    scratch.query.resize(num_rows * query_words);
     scratch.scores.resize(num_rows * STRIDE);
     scratch.weights.resize(num_rows * WEIGHT_STRIDE);
     std::fill_n(result.values, num_rows * shape.value_dim, 0.0f);
-    const auto query_of = [&](int64_t row) { return scratch.query.data() + row * pages.query_units(); };
+    const auto query_of = [&](int64_t row) { return scratch.query.data() + row * query_words; };
     const auto scores_of = [&](int64_t row) { return scratch.scores.data() + row * STRIDE; };
     const auto weights_of = [&](int64_t row) { return scratch.weights.data() + row * WEIGHT_STRIDE; };
 
     each_part([&](const Part& part, int64_t first) {
         for (int64_t row = 0; row < part.num_rows(); ++row)
-            std::memcpy(query_of(first + row), query.at(part.token(row), part.head(row)), shape.key_dim * sizeof(T));
+            copy_factors(query.at(part.token(row), part.head(row)), shape.key_dim, query_of(first + row));
     });
     const auto score = [&](const Tile& tile, int64_t row, int64_t group, Stretch of) {
         const uint32_t* const* keys = walk.keys.data() + group;
@@ -648,14 +650,14 @@ void attend_piece(const AttentionShape& shape, const Rows& rows, const Pages<T>&
     };
     const auto weigh = [&](const Tile& tile, int64_t row, int64_t group, Stretch of) {
         const uint32_t* const* values = walk.values.data() + group;
-        const uint32_t* const weights = weights_of(row) + (of.begin - piece.begin) / PER_UNIT<T>;
+        const uint32_t* const weights = weights_of(row) + words_of<T>(of.begin - piece.begin);
         float* const sums = result.from(row).values;
         if (!walk.is_int8)
             return tile.weigh(weights, WEIGHT_STRIDE, values, of.end - of.begin, walk.values_ahead, shape.value_dim, sums);
         each_converted<T>(values, of.num_groups(), walk.values_ahead, LANES, pages.value_dim / PER_UNIT<T>, scratch,
                           [&](const uint32_t* const* converted, int64_t first, int64_t count) {
                               const int64_t before = first * LANES;
-                              tile.weigh(weights + before / PER_UNIT<T>, WEIGHT_STRIDE, converted,
+                              tile.weigh(weights + words_of<T>(before), WEIGHT_STRIDE, converted,
                                          std::min(count * LANES, of.end - of.begin - before), 0, shape.value_dim, sums);
                           });
     };
@@ -688,8 +690,8 @@ void attend_piece(const AttentionShape& shape, const Rows& rows, const Pages<T>&
         for (int64_t row = 0; row < part.num_rows(); ++row) {
             const int64_t end = part.position + row / part.num_heads + 1;
             const int64_t from = window ? std::max<int64_t>(0, end - window) : 0;
-            std::tie(result.greatest[first + row], result.weights[first + row]) = softmax(
-                scores_of(first + row), reinterpret_cast<T*>(weights_of(first + row)), begin,
+            std::tie(result.greatest[first + row], result.weights[first + row]) = softmax<T>(
+                scores_of(first + row), weights_of(first + row), begin,
                 std::max(begin, from - piece.begin), std::min(end, piece.end) - piece.begin, padded, shape, scales);
         }
     });

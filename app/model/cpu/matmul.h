@@ -52,7 +52,7 @@ struct Ahead {
 template <typename T, int ROWS>
 [[gnu::noinline]] void multiply_tile(const uint32_t* inputs, int64_t num_units, const uint32_t* panel,
                                      const Ahead& next, Vector (*sums)[2]) {
-    constexpr int WIDTH = TILE_WIDTH;
+    constexpr int WIDTH = 3 * ROWS <= MOST_SUMS ? 2 : TILE_WIDTH;  // few rows leave registers for the whole panel
 #pragma GCC unroll 2
     for (int pass = 0; pass < 2 / WIDTH; ++pass) {
         const uint32_t *places[WIDTH], *ahead[WIDTH];
@@ -61,7 +61,8 @@ template <typename T, int ROWS>
             ahead[at] = next.from + (pass * WIDTH + at) * LANES;
         }
         Vector own[ROWS][WIDTH] = {};
-        add_products<T, ROWS, WIDTH>(own, places, ahead, PANEL, next.stride, inputs, num_units, num_units);
+        add_products<Factor<T>, ROWS, WIDTH>(own, places, ahead, PANEL, next.stride, inputs, FACTOR_WORDS<T> * num_units,
+                                             num_units);
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; ++row)  // not one copy of all: GCC would keep them in memory
 #pragma GCC unroll 2
@@ -173,6 +174,32 @@ void share_tiles(Sharing& threads, int64_t num_rows, int block, const Matrix& ma
     });
 }
 
+// Rows of inputs as they are multiplied, for one thread in one product: those that a chunk needs are converted once.
+template <typename T>
+class Factors {
+  public:
+    Factors(const T* inputs, int64_t size) : inputs_(inputs), size_(size) {}
+
+    // From row `first` on. Tiles come in the order of rows, the same rows again for each panel.
+    const uint32_t* rows(int64_t first, int64_t count) {
+        const int64_t words = words_of<T>(size_);
+        if constexpr (std::is_same_v<Factor<T>, T>) return reinterpret_cast<const uint32_t*>(inputs_) + first * words;
+        const bool is_of_other_chunk = first < begin_ || first > end_ || first + count > begin_ + CHUNK_ROWS;
+        if (is_of_other_chunk) begin_ = end_ = first;
+        const auto needed = size_t((first + count - begin_) * words);
+        if (converted_.size() < needed) converted_.resize(needed);
+        for (; end_ < first + count; ++end_)
+            copy_factors(inputs_ + end_ * size_, size_, converted_.data() + (end_ - begin_) * words);
+        return converted_.data() + (first - begin_) * words;
+    }
+
+  private:
+    const T* const inputs_;
+    const int64_t size_;
+    int64_t begin_ = 0, end_ = 0;  // of the rows in `converted_`
+    static inline thread_local std::vector<uint32_t> converted_;
+};
+
 // Calls finish(row, column, left, right) for every row and every PANEL of columns with the sums of columns
 // [column, column + LANES) and of the LANES behind them.  inputs: [num_rows][num_inputs]. added: see `share_tiles`.
 template <typename T, typename Sharing, typename Finish, typename Added = NothingAdded>
@@ -189,10 +216,11 @@ void multiply(Sharing& threads, const T* inputs, int64_t num_rows, const Matrix&
                                  reinterpret_cast<float*>(sums));
             },
             finish, added);
+    Factors<T> factors(inputs, matrix.num_inputs);
     share_tiles<TILE_ROWS>(
         threads, num_rows, 1, matrix, num_units,
         [&](int rows, int64_t first, const uint32_t* panel, const Ahead& next, Vector (*sums)[2]) {
-            multiply_rows<T>(rows, units + first * num_units, num_units, panel, next, sums);
+            multiply_rows<T>(rows, factors.rows(first, rows), num_units, panel, next, sums);
         },
         finish, added);
 }

@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "amx.h"
 #include "vectors.h"
 
 namespace carousel {
@@ -29,6 +30,36 @@ constexpr bool MULTIPLIES_BF16 = true;
 constexpr bool MULTIPLIES_BF16 = false;
 #endif
 
+// Rows of bfloat16 numbers that are float32 already. Without an instruction for bfloat16, each product of a number would
+// widen it again.
+struct Widened {};
+// How rows are multiplied with units of a type.
+template <typename T>
+using Factor = std::conditional_t<std::is_same_v<T, bf16> && !MULTIPLIES_BF16 && !amx::IS_BUILT, Widened, T>;
+template <typename T>
+constexpr int FACTOR_WORDS = std::is_same_v<Factor<T>, Widened> ? 2 : 1;  // of a row, for each unit
+
+template <typename T>
+constexpr int64_t words_of(int64_t count) { return FACTOR_WORDS<T> * count / PER_UNIT<T>; }  // of so many numbers
+
+// Some numbers of a row, rounded to the type.
+template <typename T>
+inline void store_factors(Vector x, uint32_t* row, int64_t at) {
+    if constexpr (std::is_same_v<Factor<T>, Widened>)
+        store(round_to(x, T{}), reinterpret_cast<float*>(row) + at);
+    else
+        store_rounded(x, reinterpret_cast<T*>(row) + at);
+}
+// A row of `count` numbers.
+template <typename T>
+inline void copy_factors(const T* from, int64_t count, uint32_t* row) {
+    if constexpr (std::is_same_v<Factor<T>, Widened>)
+        for (int64_t at = 0; at < count; at += LANES)
+            store_some(load_some(from + at, count - at), reinterpret_cast<float*>(row) + at, count - at);
+    else
+        std::memcpy(row, from, count * sizeof(T));
+}
+
 // The sums of `add_products`, in registers.
 template <typename T, int ROWS, int WIDTH>
 inline __attribute__((always_inline)) void add_in_registers(FloatPart (&sums)[ROWS][WIDTH * PARTS],
@@ -40,8 +71,9 @@ inline __attribute__((always_inline)) void add_in_registers(FloatPart (&sums)[RO
     const uint32_t* fours[FOURS];
     for (int four = 0; four < FOURS; ++four) fours[four] = rows + 4 * four * row_stride;
     int64_t stride_of_3 = 3 * row_stride;
-    const auto input = [&](int row) {
-        return WordsPart{} + fours[row / 4][row % 4 == 3 ? stride_of_3 : row % 4 * row_stride];
+    [[maybe_unused]] const uint32_t upper = mask & 0xffff0000u;
+    const auto input = [&](int row, int word = 0) {
+        return WordsPart{} + fours[row / 4][(row % 4 == 3 ? stride_of_3 : row % 4 * row_stride) + word];
     };
     for (int64_t unit = 0; unit < num_units; ++unit) {
         // One address for four rows. GCC would make one for each, which is more than there are registers.
@@ -54,7 +86,7 @@ inline __attribute__((always_inline)) void add_in_registers(FloatPart (&sums)[RO
             if (part % PARTS == 0) __builtin_prefetch(ahead[part / PARTS] + unit * ahead_stride, 0, 2);
             std::memcpy(&units[part], places[part / PARTS] + unit * stride + part % PARTS * PART_LANES,
                         sizeof(units[part]));
-            units[part] &= mask;
+            if constexpr (MULTIPLIES_BF16 && std::is_same_v<T, bf16>) units[part] &= mask;
         }
         if constexpr (std::is_same_v<T, float>) {
 #pragma GCC unroll 16
@@ -63,7 +95,7 @@ inline __attribute__((always_inline)) void add_in_registers(FloatPart (&sums)[RO
 #pragma GCC unroll 16
                 for (int part = 0; part < ALL; ++part) sums[row][part] += (FloatPart)units[part] * own;
             }
-        } else if constexpr (MULTIPLIES_BF16) {
+        } else if constexpr (MULTIPLIES_BF16 && std::is_same_v<T, bf16>) {
 #ifdef __AVX512BF16__
 #pragma GCC unroll 16
             for (int row = 0; row < ROWS; ++row) {
@@ -77,17 +109,17 @@ inline __attribute__((always_inline)) void add_in_registers(FloatPart (&sums)[RO
         } else {
 #pragma GCC unroll 2
             for (int half = 0; half < 2; ++half) {
-                const auto number = [&](WordsPart both) { return (FloatPart)(half ? both << 16 : both & 0xffff0000u); };
+                const auto number = [&](WordsPart both) { return (FloatPart)(half ? both << 16 : both & upper); };
 #pragma GCC unroll 16
                 for (int row = 0; row < ROWS; ++row) {
-                    const FloatPart own = number(input(row));
+                    const FloatPart own = std::is_same_v<T, Widened> ? (FloatPart)input(row, 1 - half) : number(input(row));
 #pragma GCC unroll 16
                     for (int part = 0; part < ALL; ++part) sums[row][part] += number(units[part]) * own;
                 }
             }
         }
 #pragma GCC unroll 16
-        for (int four = 0; four < FOURS; ++four) ++fours[four];
+        for (int four = 0; four < FOURS; ++four) fours[four] += std::is_same_v<T, Widened> ? 2 : 1;
     }
 }
 
@@ -103,7 +135,7 @@ __attribute__((noinline)) void add_parts(Vector (&sums)[ROWS][WIDTH], const uint
 }
 
 // sums[row][place] += units of a place × units of a row, unit by unit. The units of a place are `stride` apart. For each
-// one of `ahead` is fetched, `ahead_stride` apart. mask: of the units of all places.
+// one of `ahead` is fetched, `ahead_stride` apart. mask: of the units of all places; it may leave out their upper halves.
 template <typename T, int ROWS, int WIDTH>
 inline void add_products(Vector (&sums)[ROWS][WIDTH], const uint32_t* const (&places)[WIDTH],
                          const uint32_t* const (&ahead)[WIDTH], int64_t stride, int64_t ahead_stride,
