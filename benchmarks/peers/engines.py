@@ -1,10 +1,12 @@
-"""How fast another engine serves a workload; all but transformers in an environment of its own:
+r"""How fast another engine serves a workload; all but transformers in an environment of its own:
 
     python -m benchmarks.peers.engines hf-static-32 --model DIR --workload FILE.jsonl
     $VLLM_ENV/bin/python -m benchmarks.peers.engines vllm-cpu --model DIR --workload FILE.jsonl
     $OPENVINO_ENV/bin/python -m benchmarks.peers.engines openvino --model EXPORTED_DIR --workload FILE.jsonl
     $MISTRAL_RS_ENV/bin/python -m benchmarks.peers.engines mistral-rs --model DIR --workload FILE.jsonl
     python -m benchmarks.peers.engines llama-cpp --model FILE.gguf --workload FILE.jsonl --program llama-batched-bench
+    python -m benchmarks.peers.engines llama-cpp --model FILE.gguf --workload FILE.jsonl \
+        --program '$LLAMA_ENV/bin/python -m benchmarks.peers.llama_batched'
 
 Same options and the same JSON as benchmarks.engine.throughput, read by benchmarks.peers.compare; what a peer does not
 report is null. Needs only pydantic, msgspec and torch beside the engine itself.
@@ -54,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-model-len", type=positive, default=1024, metavar="N", help="vllm-cpu: tokens at most")
     parser.add_argument("--kv", default="same", help="openvino: default, same (as --dtype), u8, ...: the KV memory")
     parser.add_argument("--activation-group", type=int, metavar="N", help="openvino: inputs of one scale; 0: none")
-    parser.add_argument("--program", metavar="FILE", default="llama-batched-bench", help="llama-cpp: the program")
+    parser.add_argument("--program", metavar="COMMAND", default="llama-batched-bench", help="llama-cpp: the program")
     return run_command(parser, measure, arguments)
 
 

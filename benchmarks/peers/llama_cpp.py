@@ -1,12 +1,13 @@
 """llama.cpp's own measure of batches, `llama-batched-bench`, on a GGUF file.
 
 It computes prompts and steps and draws no tokens, so it has less to do than the other engines; its requests are all of
-one length.
+one length. `llama_batched.py` beside this file is a program of the same kind for those who have llama.cpp as a library.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 
 from benchmarks.engine.run import Run, Timeline
 from benchmarks.harness.command import BenchmarkError, ran
@@ -23,7 +24,7 @@ class LlamaCpp:
         self.version = "llama.cpp"
         self.settings = [f"-b {MAX_STEP_TOKENS}"]
         self._command = [
-            given.program, "-m", given.model, "-t", str(given.threads), "-tb", str(given.threads),
+            *shlex.split(given.program), "-m", given.model, "-t", str(given.threads), "-tb", str(given.threads),
             "-b", str(MAX_STEP_TOKENS), "-ngl", "0", "--output-format", "jsonl",
         ]  # fmt: skip
 

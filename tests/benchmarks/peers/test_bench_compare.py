@@ -81,7 +81,8 @@ def test_llama_cpp_is_asked_for_the_workloads_sizes_and_its_times_become_figures
     program.write_text(f"#!/bin/sh\necho \"$@\" >> {tmp_path}/log\necho chatter\necho '{json.dumps(LINE)}'\n")
     program.chmod(0o755)
     workload = write_workload(tmp_path / "decode_2.jsonl", *[{"prompt_token_ids": [7] * 16}] * 2)
-    options = ["--model", "m.gguf", "--workload", workload, "--program", program, "--threads", "2", "--repeat", "1"]
+    options = ["--model", "m.gguf", "--workload", workload, "--threads", "2", "--repeat", "1"]
+    options += ["--program", f"env NAME=value {program}"]
     found = figures(engines.main, "llama-cpp", *options)
     assert (tmp_path / "log").read_text().splitlines()[-1].endswith("-c 40 -npp 16 -ntg 4 -npl 2")
     assert found["prompt_tokens_per_s"] == 2 * 16 / 0.5
