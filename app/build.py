@@ -105,9 +105,11 @@ def _lease_of(config: EngineConfig, replicas: ReplicasConfig) -> DeviceLease:
         UnsupportedModel: it cannot be served.
     """
     if config.model.simulated is None:
+        from app.model.device import device_of
         from app.model.planned_memory import memory_to_sleep
 
-        device, total_bytes, needed_bytes = memory_to_sleep(config)
+        has_peers = _has_peers(replicas, device_of(config.model).type)
+        device, total_bytes, needed_bytes = memory_to_sleep(config, has_peers=has_peers)
     else:
         from app.model.simulated import SimulatedCosts
 

@@ -56,7 +56,5 @@ class Abilities:
 
     def _why_windows_are_kept(self) -> str | None:
         if self.windows == "kept":
-            return (
-                "its blocks lie in one group: the shapes of its layers do not fit into one another, or windows differ"
-            )
+            return "its layers are in one group, which keeps all (docs/design/scheduling.md says when)"
         return "it has no windows" if self.windows == "none" else None

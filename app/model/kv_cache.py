@@ -82,7 +82,11 @@ class LayerGroups:
         stored_by: Mapping[int, int] = MappingProxyType({}),
         is_of_one_shape: bool = False,
     ) -> LayerGroups:
-        """One group where more would save no memory: few layers have a window, or no context is longer.
+        """One group where layers of the two kinds do not fill blocks of one size, or more groups would save no memory.
+
+        All windows must have one size, and layers without a window one shape, as those with a window. A number of
+        layers of one kind must take exactly the memory of a layer of the other kind. There must be as many layers with
+        a window as fill a block, and the context must be longer than the window.
 
         windows: by layer, in tokens. stored_by: as the field. is_of_one_shape: whether all layers must have one.
         """
@@ -157,15 +161,15 @@ class KVCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._keys: dict[int, torch.Tensor] = {}  # by layer: [num_blocks, block_size, num_kv_heads, key_dim]
-        self._values: dict[int, torch.Tensor] = {}  # by layer: [num_blocks, block_size, num_kv_heads, value_dim]
+        self._keys: dict[int, torch.Tensor] = {}  # by place: [num_blocks, block_size, num_kv_heads, key_dim]
+        self._values: dict[int, torch.Tensor] = {}  # by place: [num_blocks, block_size, num_kv_heads, value_dim]
         self.scales: dict[int, torch.Tensor] = {}  # in FP8: [num_blocks, num_kv_heads, 2, block_size], float32
-        for index, layer in layers.items():
+        for place, layer in layers.items():
             shape = (num_blocks, block_size, layer.num_kv_heads)
-            self._keys[index] = torch.zeros(*shape, layer.key_dim, dtype=dtype, device=device)
-            self._values[index] = torch.zeros(*shape, layer.value_dim, dtype=dtype, device=device)
+            self._keys[place] = torch.zeros(*shape, layer.key_dim, dtype=dtype, device=device)
+            self._values[place] = torch.zeros(*shape, layer.value_dim, dtype=dtype, device=device)
             if dtype is _SCALED["fp8"]:
-                self.scales[index] = torch.zeros(num_blocks, layer.num_kv_heads, 2, block_size, device=device)
+                self.scales[place] = torch.zeros(num_blocks, layer.num_kv_heads, 2, block_size, device=device)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -177,9 +181,12 @@ class KVCache:
         """Whether keys and values are."""
         return bool(self.scales)
 
-    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """One layer's own keys and values [num_blocks, block_size, num_kv_heads, dim], contiguous, for a kernel."""
-        return self._keys[layer], self._values[layer]
+    def layer(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values [num_blocks, block_size, num_kv_heads, dim] of a layer that has a place alone.
+
+        They are contiguous, for a kernel.
+        """
+        return self._keys[place], self._values[place]
 
     def write(
         self, place: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, part: int = 0
@@ -205,6 +212,7 @@ class KVCache:
         block_tables: [..., num_blocks] → keys and values [..., num_blocks * block_size, num_kv_heads, dim].
         part: as in `write`. like: keys and values of new tokens, where a place has room for layers of another shape.
         """
+        assert like is not None or part == 0, "without a shape there is no part of a place"
         keys, values = self._keys[place], self._values[place]
         if like is not None:
             keys, values = self._part(keys, part, like[0]), self._part(values, part, like[1])
@@ -296,12 +304,18 @@ def num_blocks_that_fit(
                 f"first token needs {num_groups}. Raise it"
             )
         return config.num_blocks
-    memory_bytes = (int(config.memory_gib * GIB) if gpu_bytes is None else gpu_bytes) - taken_bytes
+    # Without layers, what a block takes lies on the host, whatever device computes the model.
+    memory_bytes, given = int(config.memory_gib * GIB), f"memory_gib={config.memory_gib:g}"
+    if gpu_bytes is not None and layers:
+        memory_bytes, given = gpu_bytes, f"gpu_memory_fraction={config.gpu_memory_fraction:g}"
+    if gpu_bytes is None or layers:
+        memory_bytes -= taken_bytes
     of_block = block_bytes(config, layers, dtype=dtype) + draft_bytes
     num_blocks = memory_bytes // of_block
     if num_blocks < num_groups:
+        beside = f" beside {taken_bytes / GIB:.3f} GiB for states (cache.num_state_slots)" if taken_bytes else ""
         raise InvalidSetup(
-            f"cache.memory_gib={config.memory_gib} leaves {memory_bytes / GIB:.3f} GiB for KV memory; one block of "
+            f"cache.{given} leaves {memory_bytes / GIB:.3f} GiB for KV memory{beside}; one block of "
             f"{config.block_size} tokens needs {num_groups * of_block / GIB:.6f} GiB. Raise it, or serve a smaller "
             f"model"
         )

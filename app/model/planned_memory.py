@@ -70,8 +70,12 @@ class PlannedAdapters:
     rank: int = 16
 
 
-def planned_cpu_memory(config: EngineConfig, adapters: PlannedAdapters = PlannedAdapters()) -> PlannedMemory:
+def planned_cpu_memory(
+    config: EngineConfig, adapters: PlannedAdapters = PlannedAdapters(), *, has_peers: bool = False
+) -> PlannedMemory:
     """The sizes of a replica on a CPU like this machine's.
+
+    has_peers: whether replicas fetch prefixes from one another, so that blocks behind windows are kept.
 
     Raises:
         InvalidSetup: there is no such model, nothing says how long its context is, or adapters have too high a rank.
@@ -81,7 +85,7 @@ def planned_cpu_memory(config: EngineConfig, adapters: PlannedAdapters = Planned
         raise InvalidSetup(f"adapters of rank {adapters.rank}: at most {MAX_RANK} is computed")
     model = planned_native_model(config)
     draft = config.of_draft_model
-    planned = _planned(config, model, keeps_all=draft is not None)
+    planned = _planned(config, model, keeps_all=has_peers or draft is not None)
     loaded = adapters.number * AdaptedModel.of(model.weights).adapter_bytes(adapters.rank)
     planned = replace(planned, needs=replace(planned.needs, adapters=loaded))
     return planned if draft is None else planned.beside(_planned(draft, planned_native_model(draft), keeps_all=True))
@@ -95,8 +99,10 @@ class DeviceMemory(NamedTuple):
     needed_bytes: int | None  # that sleep gives up; None: all that is left
 
 
-def memory_to_sleep(config: EngineConfig) -> DeviceMemory:
+def memory_to_sleep(config: EngineConfig, *, has_peers: bool = False) -> DeviceMemory:
     """Told as fast as it can be: on a CPU without transformers, of a model that was verified before.
+
+    has_peers: as in `planned_cpu_memory`.
 
     Raises:
         InvalidSetup: its memory cannot be planned, so it cannot sleep.
@@ -104,32 +110,39 @@ def memory_to_sleep(config: EngineConfig) -> DeviceMemory:
     cache = config.cache
     if device_of(config.model).type == "cpu":
         share = 0.9  # the rest is for processes and the system
-        return DeviceMemory("cpu", int(share * memory_of_machine()), _needs_to_sleep_on_cpu(config))
+        return DeviceMemory("cpu", int(share * memory_of_machine()), _needs_to_sleep_on_cpu(config, has_peers))
     card, planned = torch.cuda.get_device_properties(0), planned_memory(config)
+    total = int(cache.gpu_memory_fraction * card.total_memory)
+    needed = planned.needs.total
+    if cache.num_blocks is not None:
+        needed += _bytes_of_blocks(config, planned, total - needed)
     return DeviceMemory(
-        str(card.uuid),
-        total_bytes=int(cache.gpu_memory_fraction * card.total_memory),
-        needed_bytes=None if cache.num_blocks is None else planned.needs.total + _bytes_of_blocks(config, planned),
-    )
+        str(card.uuid), total_bytes=total, needed_bytes=None if cache.num_blocks is None else needed
+    )  # fmt: skip
 
 
-def _needs_to_sleep_on_cpu(config: EngineConfig) -> int:
+def _needs_to_sleep_on_cpu(config: EngineConfig, has_peers: bool) -> int:
     """Bytes of weights, KV memory and the largest step."""
     cache, of_draft = config.cache, config.of_draft_model
     try:
-        planned = _planned_by_cache(config, keeps_all=of_draft is not None)
+        planned = _planned_by_cache(config, keeps_all=has_peers or of_draft is not None)
         planned = planned if of_draft is None else planned.beside(_planned_by_cache(of_draft, keeps_all=True))
     except UnsupportedModel as error:
         raise InvalidSetup(f"replicas.sleep_after_s: {error}; set no sleep_after_s") from error
-    kv = int(cache.memory_gib * GIB) if cache.num_blocks is None else _bytes_of_blocks(config, planned)
+    kv = int(cache.memory_gib * GIB)
+    if cache.num_blocks is not None:
+        kv = _bytes_of_blocks(config, planned, kv)
     return planned.needs.weights + planned.needs.step + kv
 
 
-def _bytes_of_blocks(config: EngineConfig, planned: PlannedMemory) -> int:
-    """Of as many blocks as the settings say, and of the slots for states beside them."""
+def _bytes_of_blocks(config: EngineConfig, planned: PlannedMemory, memory_bytes: int) -> int:
+    """Of as many blocks as the settings say, and of the slots for states beside them.
+
+    memory_bytes: as in `num_slots`.
+    """
     cache = config.cache
     assert cache.num_blocks is not None, "the settings say how many"
-    num_slots = planned.num_slots(config, int(cache.memory_gib * GIB))
+    num_slots = planned.num_slots(config, memory_bytes)
     return cache.num_blocks * planned.block_bytes + num_slots * planned.state_bytes
 
 

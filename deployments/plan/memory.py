@@ -131,7 +131,7 @@ class CpuPlan:
             raise InvalidSetup("--cpu: this system does not say how much memory it has; name it, such as --cpu 16GiB")
         self._config = config
         self._where = f"a CPU with {num_bytes / GIB:.2f} GiB"
-        self._planned: PlannedMemory = planned_cpu_memory(config, adapters)
+        self._planned: PlannedMemory = planned_cpu_memory(config, adapters, has_peers=num_replicas > 1)
         needs = self._planned.needs
         self._num_replicas = num_replicas
         self._given = (num_bytes - needs.weights) // num_replicas - (needs.total - needs.weights)

@@ -24,7 +24,13 @@ from app.model.cuda.launching import NoKernels
 from app.model.cuda.sampler import TritonSampler
 from app.model.cuda.weights import fuse_weights
 from app.model.loader import load_runner
-from app.model.planned_memory import planned_cpu_memory, planned_gpu_model, planned_memory, planned_native_model
+from app.model.planned_memory import (
+    memory_to_sleep,
+    planned_cpu_memory,
+    planned_gpu_model,
+    planned_memory,
+    planned_native_model,
+)
 from app.model.sampler import Sampler
 from app.model.ways.cuda_decoder import CudaModel
 from app.model.ways.gpu import with_one_block
@@ -219,3 +225,15 @@ def test_a_block_of_layers_of_unequal_shapes_takes_what_is_planned_for_a_cpu(
     planned, loaded = planned_cpu_memory(config), load_runner(config)
     assert loaded.model.facts.num_window_groups > 0
     assert sum(each.nbytes for each in loaded.runner.forward.kv_tensors) == 64 * planned.block_bytes
+
+
+@pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
+def test_replicas_that_fetch_from_one_another_are_planned_with_what_lies_behind_windows(
+    tiny_model_path: Callable[[str], Path],
+) -> None:
+    config = limited(tiny_model_path("gemma4"), cache={"num_blocks": 64})
+    planned, loaded = planned_cpu_memory(config, has_peers=True), load_runner(config, keeps_all=True)
+    assert planned.block_bytes > planned_cpu_memory(config).block_bytes, "a block has all layers"
+    assert sum(each.nbytes for each in loaded.runner.forward.kv_tensors) == 64 * planned.block_bytes
+    sleeping = [memory_to_sleep(config, has_peers=has_peers).needed_bytes for has_peers in (False, True)]
+    assert sleeping[1] - sleeping[0] == 64 * (planned.block_bytes - planned_cpu_memory(config).block_bytes)

@@ -12,7 +12,7 @@ import torch
 
 from app.engine.batch import StepBatch
 from app.model.attention import AttentionRules, AttentionStep, with_contiguous_rows
-from app.model.cpu.kv_cache import NativeKVCache
+from app.model.cpu.kv_cache import LayerMemory, NativeKVCache
 from app.model.cpu.library import DTYPES, AttentionShape, Strides, ThreadPool, log_use_of_amx
 from app.model.inputs import ModelInputs, Segments, build_segments
 from app.model.kv_cache import ONE_GROUP, LayerGroups, LayerShape
@@ -28,6 +28,7 @@ class NativeAttention:
         self.block_size = pages.block_size
         self.kv_tensors = pages.tensors
         self.pages = pages
+        self.memories: dict[int, LayerMemory] = {}  # by layer, from its first step on
         self.function = getattr(threads.code, f"carousel_attention_step_{DTYPES[pages.dtype]}")
         self.threads = threads
         if pages.dtype is torch.bfloat16:
@@ -57,7 +58,7 @@ class _NativeStep:
         value_dim = value.shape[-1]
         stored_dim = key_dim - value_dim if rules.is_latent else key_dim
         own = LayerShape(num_kv_heads=key.shape[1], key_dim=stored_dim, value_dim=value_dim)
-        memory = pages.of_layer(place, own)
+        memory = attention.memories.get(layer) or attention.memories.setdefault(layer, pages.of_layer(place, own))
         output = query.new_empty(num_tokens, num_heads, value_dim)
         sinks = None if rules.sinks is None else rules.sinks.float().contiguous()
         shape = AttentionShape(

@@ -116,7 +116,8 @@ class Decoder {
           rates_size_((2 * shape.delta_rule.num_value_heads + PANEL - 1) / PANEL * PANEL), routing_(shape.experts) {
         most_inner_ = shape.per_layer.size;
         for (const LayerWeights& layer : layers_) {
-            if (layer.mixer != ATTENTION || layer.num_kv_projections) last_to_store_ = kind_of_.size();
+            const bool stores = layer.mixer != ATTENTION || layer.num_kv_projections;
+            if (stores) last_to_store_ = &layer - layers_.data();
             kind_of_.push_back(layer.mixer == ATTENTION ? kind_of(layer) : -1);
             most_inner_ = std::max(most_inner_, layer.intermediate_size);
             most_projected_ = std::max(most_projected_, projected_size(layer));
@@ -151,8 +152,9 @@ class Decoder {
     // What a layer computes: the rows of all tokens, or of the wanted ones.
     struct Rows {
         int64_t count;
-        const int64_t* tokens;  // null: all
-        int64_t token(int64_t row) const { return tokens ? tokens[row] : row; }
+        const int64_t* wanted;
+        bool are_all;
+        int64_t token(int64_t row) const { return are_all ? row : wanted[row]; }
     };
 
     // Layers behind the last one that stores anything compute the wanted rows alone: each is a segment of its own.
@@ -182,7 +184,7 @@ class Decoder {
     // The work of every thread of the pool; all loops in it are shared.
     void work(const DecoderStep& step) {
         embed(step);
-        Rows rows{step.num_tokens, nullptr};
+        Rows rows{step.num_tokens, step.rows, true};
         const AdaptedRows* adapted = &adapted_;
         for (int64_t layer = 0; layer < shape_.num_layers; ++layer) {
             const auto added = [&](LowRank AdapterLayer::* product, const Parts& parts) {
@@ -193,7 +195,8 @@ class Decoder {
             mix(step, layer, rows, added(&AdapterLayer::query_key_value, {{query_outputs(own), kv_size(own), kv_size(own)}}));
             if (layer == last_to_store_) {  // from here on only the wanted rows are computed
                 keep_rows(step, mixed_size(own));
-                if (step.num_rows < step.num_tokens) rows = {step.num_rows, step.rows};
+                if (step.num_rows == 0) return;  // nothing behind this layer is stored or wanted
+                rows = {step.num_rows, step.rows, step.num_rows == step.num_tokens};
                 adapted = &adapted_wanted_;
             }
             add_projection(mixed_.data(), rows.count, output(own), own.output_bias, own.mixer_output_norm,
@@ -356,7 +359,7 @@ class Decoder {
         threads_.share(rows.count, [&](int64_t row) { rotate_and_keep(step, layer, pages, row, rows.token(row)); });
         const Heads<const T> query{projected_.data(), projected_size(layer), layer.head_dim};
         const Heads<T> output{mixed_.data(), size, layer.head_dim};
-        attend_in(threads_, shape, pages, rows.tokens ? kind.wanted : kind.groups, step.tables[layer.group], query, output);
+        attend_in(threads_, shape, pages, rows.are_all ? kind.groups : kind.wanted, step.tables[layer.group], query, output);
         if (shape_.gates_attention)
             threads_.share(rows.count, [&](int64_t row) {
                 T* const own = mixed_.data() + row * size;
@@ -801,7 +804,7 @@ class Decoder {
     std::vector<Segment> wanted_;  // of the step
     int64_t last_to_store_ = 0;    // the last layer that has keys and values of its own, or a state
     std::vector<int64_t> kind_of_;  // by layer; of one without attention nothing
-    AdaptedRows adapted_, adapted_wanted_;  // all rows of the step, and those that are left in the last layer
+    AdaptedRows adapted_, adapted_wanted_;  // all rows of the step, and those that are left behind the last layer that stores
     int64_t capacity_ = 0;  // tokens that the buffers hold
     Routing routing_;       // of the layer
     std::vector<float> residual_;  // of the model's numbers, where its weights are not quantised

@@ -90,7 +90,7 @@ class GraphModelRunner(LeadingRunner):
         self._sampler = sampler or Sampler()
         self._forward = model.device_forward(attention)
         self._attention = attention
-        self.launches = stateful is None  # else a step reads the slots that the step before it has written
+        self.launches = stateful is None  # slots of a step are known when the one before has ended
         self._steps = stateful or attention
         self._states = () if stateful is None else tuple(stateful.states)
         self._arithmetic: Callable[[], AbstractContextManager[Any]] = (

@@ -140,6 +140,6 @@ class TritonRecurrence:
         return outputs
 
 
-def _tile(num_columns: int, column_padded: int) -> int:
-    """Columns of a state that one program computes."""
-    return min(padded(num_columns, 1), max(1, _STATE_NUMBERS // column_padded))
+def _tile(num_parts: int, part_padded: int) -> int:
+    """Columns or rows of a state that one program computes. part_padded: numbers of each, a power of two."""
+    return min(padded(num_parts, 1), max(1, _STATE_NUMBERS // part_padded))

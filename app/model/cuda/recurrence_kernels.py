@@ -3,7 +3,7 @@
 It is imported only there, on first use, because importing it needs Triton. `Recurrence` in `app/model/recurrence.py`
 defines the operators.
 
-A program computes some channels, or some value columns of one head, for one *chain*: for pieces that may not be
+A program computes some channels, or some values of one head, for one *chain*: for pieces that may not be
 computed side by side, such as all pieces of a sequence. It takes the pieces in their order and the tokens of a piece
 one after the other, as fla (flash-linear-attention) does in its recurrent kernels. So the bits of a token depend on
 nothing but the tokens before it in its own sequence.

@@ -48,10 +48,12 @@ def verified_graph_runner(config: EngineConfig, model: LoadedModel, num_blocks: 
     )  # fmt: skip
     # It is as a first request would be: kernels are compiled for the sizes that are served.
     quantization = "fp8" if attention.cache.in_fp8 else config.model.quantization
-    stateful = _with_states(model, attention, max(model.facts.num_state_slots, blocks.num_state_slots))
     with BatchInvariantMode() if attention.batch_invariant else nullcontext():  # type: ignore[no-untyped-call]
-        model.verify_steps(stateful or attention, blocks, quantization)
+        tried = _with_states(model, attention, blocks.num_state_slots) or attention
+        model.verify_steps(tried, blocks, quantization)
+    del tried  # before the slots that are served take the memory
     _draw_once(config, model)
+    stateful = _with_states(model, attention, model.facts.num_state_slots)
     if stateful is not None:
         logger.info(
             "%s has recurrent layers: steps run without CUDA graphs, and each begins when the one before has ended",

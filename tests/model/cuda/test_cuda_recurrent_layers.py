@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from app.build import build_sync_engine
-from app.config import EngineConfig
+from app.config import CacheConfig, EngineConfig
 from app.engine.engine import Engine
 from app.errors import InvalidSetup
 from app.model import loader
 from app.model.cuda.graph_runner import GraphModelRunner
+from app.model.kv_cache import LayerShape, num_blocks_that_fit
 from app.model.memory import state_bytes
 from app.model.planned_memory import planned_gpu_model, planned_memory
 from app.model.ways.transformers_code import TransformersModel
@@ -92,3 +93,22 @@ def test_slots_and_blocks_share_what_a_gpu_leaves(tmp_path: Path, monkeypatch: p
     assert num_bytes == 10 * of_state
     with pytest.raises(InvalidSetup, match=r"gpu_memory_fraction=0\.9 leaves 0\.000 GiB: 8 slots of 0\.0 MiB .* need"):
         loader._with_state_slots(config, model, of_state)
+
+
+@pytest.mark.usefixtures("triton_here")
+def test_slots_are_as_many_as_were_counted_whether_or_not_the_blocks_are_configured(tmp_path: Path) -> None:
+    path = save_random_model(tmp_path, "lfm2", **MODELS["lfm2"])
+    for cache, num_slots in (({"num_blocks": 12, "num_state_slots": 4}, 4), ({"num_blocks": 12}, 4 * 3)):
+        engine = build_sync_engine(config_for(path, **cache))
+        assert isinstance(engine.runner, GraphModelRunner)
+        assert {states.shape[0] for states in engine.runner._states} == {num_slots}
+
+
+def test_blocks_without_layers_are_sized_by_the_memory_of_the_host() -> None:
+    cache = CacheConfig(block_size=4, memory_gib=0.25)
+    found = num_blocks_that_fit(cache, {}, dtype=torch.float32, gpu_bytes=2**36, taken_bytes=2**35)
+    assert found == num_blocks_that_fit(cache, {}, dtype=torch.float32)
+    layers = {0: LayerShape(num_kv_heads=1, key_dim=8, value_dim=8)}
+    assert num_blocks_that_fit(cache, layers, dtype=torch.float32, gpu_bytes=2**20) == 2**20 // (4 * 16 * 4)
+    with pytest.raises(InvalidSetup, match=r"gpu_memory_fraction=0\.9 leaves .* beside 1\.000 GiB for states"):
+        num_blocks_that_fit(cache, layers, dtype=torch.float32, gpu_bytes=2**20, taken_bytes=2**30)
