@@ -13,25 +13,25 @@ from app.config import GIB, CacheConfig
 from app.cores import memory_of_machine
 from app.errors import InvalidSetup
 
-# By `cache.dtype`; each has a float32 scale for each token and KV head, of its key and of its value.
+# The types of 8 bits, by `cache.dtype`. The key and the value of each token and KV head have a float32 scale each.
 _SCALED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 # A model of recurrent layers alone stores nothing in its blocks. They still count the tokens of its sequences and find
-# its prefixes, and the objects for that take about so much memory.
+# its prefixes, and the objects of a block take about this much memory.
 BOOKKEEPING_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """What one attention layer stores for one token. With latent attention, `key_dim` is without the latent."""
+    """The numbers that one attention layer stores for a token. Of latent attention `key_dim` leaves out the latent."""
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
 
     def times(self, number: int) -> LayerShape:
-        """Return the shape that so many layers of this shape have side by side."""
+        """Return the shape of `number` layers of this shape side by side."""
         return replace(self, num_kv_heads=number * self.num_kv_heads)
 
     def number_in(self, larger: LayerShape) -> int:
@@ -42,7 +42,7 @@ class LayerShape:
         return number if (keys, values) == (whole * self.key_dim, whole * self.value_dim) else 0
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """In 8 bits with the scales of each head's key and value."""
+        """Return the bytes of a token. Keys and values in 8 bits have their scales beside them."""
         scales = 2 * torch.float32.itemsize if dtype in _SCALED.values() else 0
         return self.num_kv_heads * ((self.key_dim + self.value_dim) * dtype.itemsize + scales)
 
@@ -52,13 +52,13 @@ class Place(NamedTuple):
 
     group: int
     place: int  # in a block
-    part: int = 0  # of that place, which is shared by several layers of the group where those are small
+    part: int = 0  # several small layers of a group share a place
     num_parts: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGroups:
-    """In which blocks layers keep their keys and values.
+    """The blocks in which each layer keeps its keys and values.
 
     Without windows all layers are in one group, and a block has a place for each. Else layers that look back to the
     start are the first group, and a block has places for them; other groups fill it with layers that look back a
@@ -69,7 +69,7 @@ class LayerGroups:
     num_groups: int = 1
     window: int = 0  # tokens, of the layers in other groups than the first
     places: Mapping[int, Place] = field(default_factory=dict)  # by layer
-    # By layer that stores nothing: the earlier layer whose keys and values it reads.
+    # The earlier layer whose keys and values a layer reads, by the layer that reads them and stores none.
     stored_by: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
@@ -173,12 +173,12 @@ class KVCache:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All of its memory."""
+        """The tensors of all layers."""
         return [*self._keys.values(), *self._values.values(), *self.scales.values()]
 
     @property
     def in_fp8(self) -> bool:
-        """Whether keys and values are."""
+        """Whether keys and values are stored in FP8."""
         return bool(self.scales)
 
     def layer(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -228,7 +228,7 @@ class KVCache:
 
 
 def stored_dtype(config: CacheConfig, dtype: torch.dtype) -> torch.dtype:
-    """Of keys and values. dtype: of the model."""
+    """Return the type of stored keys and values. dtype: the model's type."""
     return _SCALED.get(config.dtype, dtype)
 
 
@@ -304,7 +304,7 @@ def num_blocks_that_fit(
                 f"first token needs {num_groups}. Raise it"
             )
         return config.num_blocks
-    # Without layers, what a block takes lies on the host, whatever device computes the model.
+    # A block without layers takes memory of the host alone, whatever device computes the model.
     memory_bytes, given = int(config.memory_gib * GIB), f"memory_gib={config.memory_gib:g}"
     if gpu_bytes is not None and layers:
         memory_bytes, given = gpu_bytes, f"gpu_memory_fraction={config.gpu_memory_fraction:g}"
@@ -323,7 +323,7 @@ def num_blocks_that_fit(
 
 
 def check_host_memory(config: CacheConfig, num_bytes: int) -> None:
-    """Raise InvalidSetup for KV memory on a CPU that is larger than all memory which this process may have.
+    """Raise InvalidSetup if the KV memory on a CPU is larger than the memory that this process may have.
 
     Before any of it is taken: a process that grows beyond the limit of its control group is killed without a word.
     """

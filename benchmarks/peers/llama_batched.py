@@ -1,10 +1,10 @@
-r"""What llama.cpp's `llama-batched-bench` prints, by the library of llama-cpp-python, which lacks that program.
+r"""Measures llama.cpp by the library of llama-cpp-python, and prints the figures as `llama-batched-bench` does.
 
     $LLAMA_ENV/bin/python -m benchmarks.peers.llama_batched -m FILE.gguf -t 2 -tb 2 -b 2048 -c 768 -npp 128 \
         -ntg 64 -npl 4
 
-`-npl` sequences of `-npp` random tokens each, then `-ntg` steps in which each of them takes its most likely token. That
-the program does not draw tokens, and this one does, is the only difference. Needs llama-cpp-python and numpy.
+It computes `-npl` prompts of `-npp` random tokens each, and after them `-ntg` steps in which each sequence takes its
+most likely token. `llama-batched-bench` draws no tokens. The environment needs llama-cpp-python and numpy.
 """
 
 from __future__ import annotations
