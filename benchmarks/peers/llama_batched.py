@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -71,8 +72,12 @@ class Context:
         return int(self._numpy.ctypeslib.as_array(logits, (self.vocab_size,)).argmax())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.peers.llama_batched",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("-m", dest="model", required=True)
     for option, name in (
         ("-t", "threads"), ("-tb", "batch_threads"), ("-b", "batch"), ("-c", "context"), ("-npp", "prompt"),
@@ -80,7 +85,7 @@ def main() -> None:
     ):  # fmt: skip
         parser.add_argument(option, dest=name, type=int, default=0)
     parser.add_argument("--output-format", choices=("jsonl",))
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     context, source = Context(given), random.Random(0)
     last = min(_LAST_TOKEN, context.vocab_size)
     prompts = [[source.randrange(_FIRST_TOKEN, last) for _ in range(given.prompt)] for _ in range(given.sequences)]
@@ -99,7 +104,8 @@ def main() -> None:
         )
     end = time.perf_counter()
     print(json.dumps({"t_pp": behind_prompts - begin, "t_tg": end - behind_prompts}))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
