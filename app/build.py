@@ -126,7 +126,7 @@ def _lease_of(config: EngineConfig, replicas: ReplicasConfig) -> DeviceLease:
 
 
 def build_matchers(config: EngineConfig, facts: ModelInfo) -> Matchers:
-    """What makes grammars of requests into matchers. Their `prepare` reads the tokenizer, or the first."""
+    """Return the matchers of requests with grammars. The tokenizer is read by `prepare`, or by the first grammar."""
     from app.grammar.grammars import Grammars
     from app.grammar.vocabulary import read_vocabulary
 

@@ -108,7 +108,7 @@ class BlockStore(ABC):
 
     @abstractmethod
     def lookup(self, names: Iterable[bytes], request: Request, *, num_before: int) -> int:
-        """How many of the first of these blocks of a request it probably can give, as far as is known at once.
+        """Return how many of these blocks, from the first one on, the store can probably give. It does not wait.
 
         For a model with recurrent layers, the store counts the blocks up to the last snapshot that it can give.
 

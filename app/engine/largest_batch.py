@@ -11,9 +11,9 @@ from app.engine.state_pool import NO_STATE, StatePath
 
 
 def largest_batch(limits: SchedulerConfig, facts: ModelInfo, *, block_size: int) -> StepBatch:
-    """As many sequences and tokens as a step may have, each with what costs most; all of them in block 0 and with
-    states in slot 0.
+    """Return the most sequences and tokens that a step may have, each with the dearest options.
 
+    All sequences are in block 0, and their states in slot 0.
     Every sequence draws a token with top-p, a penalty, a grammar and log-probabilities. The longest scores its prompt
     and wants an embedding, too, where the model gives any.
     """

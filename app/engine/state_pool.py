@@ -223,9 +223,9 @@ class StatePool:
         return self._take() if self.num_free > SLOTS_OF_SEQUENCE else None
 
     def take_back(self, slot: int, prefix: Prefix | None, num_tokens: int) -> None:
-        """The store does not write into a reserved slot any more.
+        """Take a reserved slot back from the store, which no longer writes into it.
 
-        It holds the states behind a prefix of so many tokens, which is cached; None: it holds nothing of use.
+        prefix: the cached prefix of `num_tokens` tokens whose states the slot has; None: it has nothing of use.
         """
         if prefix is None or not self._keep(prefix, slot, num_tokens):
             self._blank.append(slot)

@@ -1,6 +1,6 @@
-"""Which abilities of the engine work with which architecture, and why the others do not.
+"""The abilities of the engine that work with an architecture, and the reasons why others do not.
 
-The guide for readers, the log line of a replica and `carousel plan memory` all ask here. The reasons
+The guide for readers, the log line of a replica and `carousel plan memory` use this module. The reasons
 follow from the descriptions of our decoders and from the types of a model's layers.
 """
 

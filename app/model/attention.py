@@ -137,7 +137,7 @@ def paged_attention(
 
 
 def check_call(step: object, attention_mask: torch.Tensor | None, others: Mapping[str, Any]) -> None:
-    """Raise UnknownAttention for what a model asks of its attention beside what is computed.
+    """Raise UnknownAttention if a model asks its attention for something that is not computed.
 
     step: the forward keyword argument with the data of the step.
     """

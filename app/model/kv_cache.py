@@ -242,6 +242,13 @@ def block_bytes(config: CacheConfig, layers: dict[int, LayerShape], *, dtype: to
     return num_bytes if layers else BOOKKEEPING_BYTES
 
 
+def _given(config: CacheConfig, gpu_bytes: int | None) -> tuple[str, int]:
+    """Return the setting that gives the memory of blocks and slots, and its bytes. gpu_bytes: None on a CPU."""
+    if gpu_bytes is None:
+        return f"memory_gib={config.memory_gib:g}", int(config.memory_gib * GIB)
+    return f"gpu_memory_fraction={config.gpu_memory_fraction:g}", gpu_bytes
+
+
 def num_state_slots(config: CacheConfig, state_bytes: int, *, max_running: int, memory_bytes: int) -> int:
     """Slots for the states of recurrent layers, as configured or by the memory, whether or not they fit into it.
 
@@ -262,14 +269,12 @@ def num_state_slots_that_fit(
     Raises:
         InvalidSetup: the slots of one sequence do not fit.
     """
-    memory_bytes = int(config.memory_gib * GIB) if gpu_bytes is None else gpu_bytes
+    given, memory_bytes = _given(config, gpu_bytes)
     number = num_state_slots(config, state_bytes, max_running=max_running, memory_bytes=memory_bytes)
     if config.num_state_slots is None and number * state_bytes >= memory_bytes:
-        given = f"memory_gib={config.memory_gib:g}"
-        if gpu_bytes is not None:
-            given = f"gpu_memory_fraction={config.gpu_memory_fraction:g} leaves {gpu_bytes / GIB:.3f} GiB"
+        left = "" if gpu_bytes is None else f" leaves {gpu_bytes / GIB:.3f} GiB"
         raise InvalidSetup(
-            f"cache.{given}: {number} slots of {state_bytes / 2**20:.1f} MiB for the states "
+            f"cache.{given}{left}: {number} slots of {state_bytes / 2**20:.1f} MiB for the states "
             f"of recurrent layers need {number * state_bytes / GIB:.3f} GiB, and keys and values need memory beside "
             f"them. Raise it, or set cache.num_state_slots"
         )
@@ -304,12 +309,12 @@ def num_blocks_that_fit(
                 f"first token needs {num_groups}. Raise it"
             )
         return config.num_blocks
-    # A block without layers takes memory of the host alone, whatever device computes the model.
-    memory_bytes, given = int(config.memory_gib * GIB), f"memory_gib={config.memory_gib:g}"
-    if gpu_bytes is not None and layers:
-        memory_bytes, given = gpu_bytes, f"gpu_memory_fraction={config.gpu_memory_fraction:g}"
-    if gpu_bytes is None or layers:
-        memory_bytes -= taken_bytes
+    if (
+        gpu_bytes is not None and not layers
+    ):  # a block without layers takes memory of the host, the states are elsewhere
+        gpu_bytes, taken_bytes = None, 0
+    given, memory_bytes = _given(config, gpu_bytes)
+    memory_bytes -= taken_bytes
     of_block = block_bytes(config, layers, dtype=dtype) + draft_bytes
     num_blocks = memory_bytes // of_block
     if num_blocks < num_groups:

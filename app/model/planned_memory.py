@@ -85,7 +85,7 @@ def planned_cpu_memory(
         raise InvalidSetup(f"adapters of rank {adapters.rank}: at most {MAX_RANK} is computed")
     model = planned_native_model(config)
     draft = config.of_draft_model
-    planned = _planned(config, model, keeps_all=has_peers or draft is not None)
+    planned = _planned(config, model, keeps_all=has_peers)
     loaded = adapters.number * AdaptedModel.of(model.weights).adapter_bytes(adapters.rank)
     planned = replace(planned, needs=replace(planned.needs, adapters=loaded))
     return planned if draft is None else planned.beside(_planned(draft, planned_native_model(draft), keeps_all=True))
@@ -112,20 +112,17 @@ def memory_to_sleep(config: EngineConfig, *, has_peers: bool = False) -> DeviceM
         share = 0.9  # the rest is for processes and the system
         return DeviceMemory("cpu", int(share * memory_of_machine()), _needs_to_sleep_on_cpu(config, has_peers))
     card, planned = torch.cuda.get_device_properties(0), planned_memory(config)
-    total = int(cache.gpu_memory_fraction * card.total_memory)
-    needed = planned.needs.total
+    total, needed = int(cache.gpu_memory_fraction * card.total_memory), None
     if cache.num_blocks is not None:
-        needed += _bytes_of_blocks(config, planned, total - needed)
-    return DeviceMemory(
-        str(card.uuid), total_bytes=total, needed_bytes=None if cache.num_blocks is None else needed
-    )  # fmt: skip
+        needed = planned.needs.total + _bytes_of_blocks(config, planned, total - planned.needs.total)
+    return DeviceMemory(str(card.uuid), total_bytes=total, needed_bytes=needed)
 
 
 def _needs_to_sleep_on_cpu(config: EngineConfig, has_peers: bool) -> int:
     """Bytes of weights, KV memory and the largest step."""
     cache, of_draft = config.cache, config.of_draft_model
     try:
-        planned = _planned_by_cache(config, keeps_all=has_peers or of_draft is not None)
+        planned = _planned_by_cache(config, keeps_all=has_peers)
         planned = planned if of_draft is None else planned.beside(_planned_by_cache(of_draft, keeps_all=True))
     except UnsupportedModel as error:
         raise InvalidSetup(f"replicas.sleep_after_s: {error}; set no sleep_after_s") from error
@@ -203,8 +200,8 @@ def _source(config: EngineConfig, dtype: torch.dtype) -> ModelSource:
 
 
 def _planned(config: EngineConfig, model: LoadedModel, *, keeps_all: bool = False) -> PlannedMemory:
-    """keeps_all: also what lies behind layers' windows, as a model does beside a draft model."""
-    if not keeps_all and not config.cache.tiers:
+    """keeps_all: whether blocks behind windows are kept, as they are with tiers and with a draft model in any case."""
+    if not (keeps_all or config.cache.tiers or config.of_draft_model):
         model = model.giving_back()
     block_size, facts = config.cache.block_size, model.facts
     pool = BlockPool.of(facts, config.scheduler, num_blocks=0, block_size=block_size)

@@ -55,14 +55,16 @@ class _NativeStep:
         place = attention.groups.place_of(layer)
         query, key, value = map(with_contiguous_rows, (query, key, value))
         num_tokens, num_heads, key_dim = query.shape
-        value_dim = value.shape[-1]
-        stored_dim = key_dim - value_dim if rules.is_latent else key_dim
-        own = LayerShape(num_kv_heads=key.shape[1], key_dim=stored_dim, value_dim=value_dim)
-        memory = attention.memories.get(layer) or attention.memories.setdefault(layer, pages.of_layer(place, own))
+        num_kv_heads, value_dim = value.shape[1:]
+        memory = attention.memories.get(layer)
+        if memory is None:
+            stored_dim = key_dim - value_dim if rules.is_latent else key_dim
+            own = LayerShape(num_kv_heads=num_kv_heads, key_dim=stored_dim, value_dim=value_dim)
+            memory = attention.memories[layer] = pages.of_layer(place, own)
         output = query.new_empty(num_tokens, num_heads, value_dim)
         sinks = None if rules.sinks is None else rules.sinks.float().contiguous()
         shape = AttentionShape(
-            num_heads=num_heads, num_kv_heads=own.num_kv_heads, key_dim=key_dim, value_dim=value_dim,
+            num_heads=num_heads, num_kv_heads=num_kv_heads, key_dim=key_dim, value_dim=value_dim,
             block_size=pages.block_size, scaling=rules.scaling, softcap=rules.softcap or 0.0,
             sliding_window=rules.sliding_window or 0, sinks=None if sinks is None else sinks.data_ptr(),
             heads_in_block=memory.heads_in_block, scales_in_block=memory.scales_in_block, is_latent=rules.is_latent,

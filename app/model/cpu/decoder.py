@@ -214,9 +214,9 @@ def _embedding_scale(weights: NativeWeights, size: int) -> float:
 
 
 def buffer_bytes(weights: NativeWeights, *, num_tokens: int, num_positions: int) -> int:
-    """What a decoder keeps once it has computed a step of so many tokens, and a position so late.
+    """Return the bytes that a decoder keeps after a step of `num_tokens` tokens at positions below `num_positions`.
 
-    Its buffers in C++, as `grow` has them in decoder.h and experts.h, and the tables of `_provide_rotary`.
+    They are the buffers in C++ that `grow` makes in decoder.h and experts.h, and the tables of `_provide_rotary`.
     """
     settings, experts, of_type = weights.settings, weights.settings.experts, weights.dtype.itemsize
     hidden, mixers = settings.hidden_size, {layer.mixer for layer in settings.layers}

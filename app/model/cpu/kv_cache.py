@@ -67,9 +67,9 @@ class NativeKVCache:
         num_blocks: int,
         dtype: torch.dtype,
     ) -> NativeKVCache:
-        """By the settings, with its memory provided by these threads.
+        """Make the KV memory that the settings ask for, and have the threads provide its pages.
 
-        Raises InvalidSetup where the system does not give as much address space.
+        Raises InvalidSetup if the system does not give enough address space.
         """
         in_int8 = config.dtype == "int8"
         try:

@@ -14,7 +14,7 @@ from app.model.recurrence import ACTIVATIONS, StatePieces, check_heads, check_sl
 
 
 class NativeRecurrence:
-    """For rows and states in host memory, of any sizes. See `Recurrence` for the operators."""
+    """The operators of `Recurrence`, for rows and states of any sizes in host memory."""
 
     def __init__(self, threads: ThreadPool) -> None:
         self._threads = threads

@@ -80,7 +80,7 @@ class GraphModelRunner(LeadingRunner):
     ) -> None:
         """Capture every size up to `max_rows` sequences before the first step. Without a capture steps run eagerly.
 
-        stateful: the attention with the states of recurrent layers. Each step ends before the next one begins then.
+        stateful: the attention with the states of recurrent layers. With states, each step ends before the next begins.
         max_tokens: of a step with prompts; 0: none of these is captured.
         synchronize: waits for the device and raises what is wrong with it; None where no device can be lost.
         """

@@ -16,7 +16,7 @@ _TILE_TOKENS, _TILE_CHANNELS = 8, 128  # of a convolution
 
 
 class TritonRecurrence:
-    """For rows and states on one device, of any sizes. See `Recurrence` for the operators.
+    """The operators of `Recurrence`, for rows and states of any sizes on one device.
 
     Chains of pieces are computed side by side; a decode step has as many chains as sequences.
     """
@@ -92,22 +92,11 @@ class TritonRecurrence:
         states: torch.Tensor,
         pieces: StatePieces,
     ) -> torch.Tensor:
-        inputs, time_steps, into, out = map(
-            with_contiguous_rows, (inputs, time_steps, inputs_to_state, state_to_outputs)
-        )
-        num_channels, state_size = inputs.shape[1], into.shape[1]
-        check_slots(states, torch.float32, num_channels, state_size)
-        outputs = inputs.new_empty(inputs.shape)
-        chains, num_chains = pieces.chains_on(self._device)
-        if num_chains:
-            state_padded = padded(state_size, 1)
-            tile = _tile(num_channels, state_padded)
-            self._kernels.mamba1_kernel[(-(-num_channels // tile), num_chains)](
-                inputs, time_steps, decay.contiguous(), into, out, skip.contiguous(), states, chains, outputs,
-                inputs.stride(0), time_steps.stride(0), into.stride(0), out.stride(0), states.stride(0),
-                num_channels=num_channels, state_size=state_size, state_padded=state_padded, tile=tile, num_warps=1,
-            )  # fmt: skip
-        return outputs
+        check_slots(states, torch.float32, inputs.shape[1], inputs_to_state.shape[1])
+        # One head, of which the channels are the numbers.
+        inputs, into, out = (each[:, None] for each in (inputs, inputs_to_state, state_to_outputs))
+        output = self._scan(inputs, time_steps, decay, into, out, skip, states, pieces, by_channel=True)
+        return output[:, 0]
 
     def mamba2(
         self,
@@ -120,22 +109,40 @@ class TritonRecurrence:
         states: torch.Tensor,
         pieces: StatePieces,
     ) -> torch.Tensor:
+        check_slots(states, torch.float32, *inputs.shape[1:], inputs_to_state.shape[2])
+        return self._scan(
+            inputs, time_steps, decay, inputs_to_state, state_to_outputs, skip, states, pieces, by_channel=False
+        )
+
+    def _scan(
+        self,
+        inputs: torch.Tensor,
+        time_steps: torch.Tensor,
+        decay: torch.Tensor,
+        inputs_to_state: torch.Tensor,
+        state_to_outputs: torch.Tensor,
+        skip: torch.Tensor,
+        states: torch.Tensor,
+        pieces: StatePieces,
+        *,
+        by_channel: bool,
+    ) -> torch.Tensor:
+        """Compute one of both Mambas. by_channel: Mamba 1, which has one head here."""
         inputs, time_steps, into, out = map(
             with_contiguous_rows, (inputs, time_steps, inputs_to_state, state_to_outputs)
         )
         (num_heads, head_dim), (num_groups, state_size) = inputs.shape[1:], into.shape[1:]
         check_heads(num_heads, num_groups)
-        check_slots(states, torch.float32, num_heads, head_dim, state_size)
         outputs = inputs.new_empty(inputs.shape)
         chains, num_chains = pieces.chains_on(self._device)
         if num_chains:
             state_padded = padded(state_size, 1)
             tile = _tile(head_dim, state_padded)
-            self._kernels.mamba2_kernel[(-(-head_dim // tile), num_heads, num_chains)](
+            self._kernels.mamba_kernel[(-(-head_dim // tile), num_heads, num_chains)](
                 inputs, time_steps, decay.contiguous(), into, out, skip.contiguous(), states, chains, outputs,
                 *inputs.stride()[:2], time_steps.stride(0), *into.stride()[:2], *out.stride()[:2], states.stride(0),
                 num_heads=num_heads, group=num_heads // num_groups, head_dim=head_dim, state_size=state_size,
-                state_padded=state_padded, tile=tile, num_warps=1,
+                state_padded=state_padded, tile=tile, by_channel=by_channel, num_warps=1,
             )  # fmt: skip
         return outputs
 

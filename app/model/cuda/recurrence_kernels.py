@@ -152,57 +152,13 @@ def delta_rule_kernel(
 
 
 @triton.jit
-def mamba1_kernel(
-    inputs,  # [num_tokens, num_channels]
-    time_steps,  # [num_tokens, num_channels]
-    decay,  # [num_channels, state_size] float32, contiguous
-    inputs_to_state,  # [num_tokens, state_size], as state_to_outputs
-    state_to_outputs,
-    skip,  # [num_channels] float32
-    states,  # [num_slots, num_channels, state_size] float32
-    chains,  # [num_chains + num_pieces, 4] int32
-    outputs,  # [num_tokens, num_channels], contiguous
-    input_stride,  # of a token, as those below
-    time_step_stride,
-    into_stride,
-    out_stride,
-    slot_stride,
-    num_channels: tl.constexpr,
-    state_size: tl.constexpr,
-    state_padded: tl.constexpr,
-    tile: tl.constexpr,
-):
-    """Mamba 1. Grid: (channel tiles, num_chains)."""
-    rows = tl.program_id(0) * tile + tl.arange(0, tile)
-    state_at = tl.arange(0, state_padded)
-    is_row, is_number = rows < num_channels, state_at < state_size
-    in_slot = rows[:, None] * state_size + state_at[None, :]
-    is_state = is_row[:, None] & is_number[None, :]
-    own_decay = tl.load(decay + in_slot, mask=is_state, other=0.0)
-    own_skip = tl.load(skip + rows, mask=is_row, other=0.0)
-    chain = chains + tl.program_id(1) * 4
-    for row in range(tl.load(chain), tl.load(chain + 1)):
-        first, end, read, written = _piece(chains, row)
-        state = tl.load(states + read * slot_stride + in_slot, mask=is_state & (read >= 0), other=0.0)
-        for token in range(first, end):
-            own = tl.load(inputs + token * input_stride + rows, mask=is_row, other=0.0).to(tl.float32)
-            time_step = tl.load(time_steps + token * time_step_stride + rows, mask=is_row, other=0.0).to(tl.float32)
-            into = tl.load(inputs_to_state + token * into_stride + state_at, mask=is_number, other=0.0).to(tl.float32)
-            out = tl.load(state_to_outputs + token * out_stride + state_at, mask=is_number, other=0.0).to(tl.float32)
-            state = state * tl.exp(time_step[:, None] * own_decay) + (own * time_step)[:, None] * into[None, :]
-            output = tl.sum(state * out[None, :], 1) + own * own_skip
-            tl.store(outputs + token * num_channels + rows, output.to(outputs.dtype.element_ty), mask=is_row)
-        tl.store(states + written * slot_stride + in_slot, state, mask=is_state)
-
-
-@triton.jit
-def mamba2_kernel(
+def mamba_kernel(
     inputs,  # [num_tokens, num_heads, head_dim]
-    time_steps,  # [num_tokens, num_heads]
-    decay,  # [num_heads] float32
+    time_steps,  # [num_tokens, num_heads]; of Mamba 1 [num_tokens, head_dim]
+    decay,  # [num_heads] float32; of Mamba 1 [head_dim, state_size], contiguous
     inputs_to_state,  # [num_tokens, num_groups, state_size], as state_to_outputs
     state_to_outputs,
-    skip,  # [num_heads] float32
+    skip,  # [num_heads] float32; of Mamba 1 [head_dim]
     states,  # [num_slots, num_heads, head_dim, state_size] float32
     chains,  # [num_chains + num_pieces, 4] int32
     outputs,  # [num_tokens, num_heads, head_dim], contiguous
@@ -220,8 +176,12 @@ def mamba2_kernel(
     state_size: tl.constexpr,
     state_padded: tl.constexpr,
     tile: tl.constexpr,
+    by_channel: tl.constexpr,
 ):
-    """Mamba 2. Grid: (tiles of a head, num_heads, num_chains)."""
+    """Mamba 2; by channel Mamba 1, whose channels are the numbers of one head.
+
+    Grid: (tiles of a head, num_heads, num_chains).
+    """
     rows = tl.program_id(0) * tile + tl.arange(0, tile)
     head = tl.program_id(1)
     state_at = tl.arange(0, state_padded)
@@ -231,7 +191,11 @@ def mamba2_kernel(
     own_inputs = inputs + head * input_head_stride + rows
     into = inputs_to_state + (head // group) * into_group_stride + state_at
     out = state_to_outputs + (head // group) * out_group_stride + state_at
-    own_decay, own_skip = tl.load(decay + head), tl.load(skip + head)
+    if by_channel:
+        steps, own_skip = time_steps + rows, tl.load(skip + rows, mask=is_row, other=0.0)
+        own_decay = tl.load(decay + in_slot, mask=is_state, other=0.0)
+    else:
+        steps, own_skip, own_decay = time_steps + head, tl.load(skip + head), tl.load(decay + head)
     chain = chains + tl.program_id(2) * 4
     for row in range(tl.load(chain), tl.load(chain + 1)):
         first, end, read, written = _piece(chains, row)
@@ -240,8 +204,13 @@ def mamba2_kernel(
             own = tl.load(own_inputs + token * input_stride, mask=is_row, other=0.0).to(tl.float32)
             own_into = tl.load(into + token * into_stride, mask=is_number, other=0.0).to(tl.float32)
             own_out = tl.load(out + token * out_stride, mask=is_number, other=0.0).to(tl.float32)
-            time_step = tl.load(time_steps + token * time_step_stride + head).to(tl.float32)
-            state = state * tl.exp(time_step * own_decay) + (own * time_step)[:, None] * own_into[None, :]
+            if by_channel:
+                time_step = tl.load(steps + token * time_step_stride, mask=is_row, other=0.0).to(tl.float32)
+                kept = tl.exp(time_step[:, None] * own_decay)
+            else:
+                time_step = tl.load(steps + token * time_step_stride).to(tl.float32)
+                kept = tl.exp(time_step * own_decay)
+            state = state * kept + (own * time_step)[:, None] * own_into[None, :]
             output = tl.sum(state * own_out[None, :], 1) + own * own_skip
             place = outputs + (token * num_heads + head) * head_dim + rows
             tl.store(place, output.to(outputs.dtype.element_ty), mask=is_row)
