@@ -285,7 +285,7 @@ class Decoder {
             for (int64_t first = 0; first < own.total_size; first += own.size) {
                 normalise_row(to + first, own.norm, own.size, to + first);
                 for (int64_t at = first; at < first + own.size; at += LANES) {
-                    const Vector scaled = kept(load(looked_up.data() + at) * own.embedding_scale);
+                    const Vector scaled = kept(apart(load(looked_up.data() + at) * own.embedding_scale));
                     store(rounded(kept(load(to + at) + scaled) * own.sum_scale), to + at);
                 }
             }
@@ -397,7 +397,10 @@ class Decoder {
     }
 
     void rotate(T* own, const float* cosines, const float* sines, int64_t half) const {
-        const auto product = [&](Vector x, Vector y) { return shape_.rounds_rotary ? kept(x * y) : apart(x * y); };
+        const auto product = [&](Vector x, Vector y) {
+            const Vector exact = apart(x * y);
+            return shape_.rounds_rotary ? kept(exact) : exact;
+        };
         for (int64_t at = 0; at < half; at += LANES) {
             const int64_t count = std::min<int64_t>(LANES, half - at);
             const Vector x = load_some(own + at, count), y = load_some(own + half + at, count);
@@ -749,7 +752,7 @@ class Decoder {
 
     // With quantised weights, residuals, logits and whatever stays in registers keep float32: rounding would cost as
     // much again as the weights do.
-    Vector kept(Vector x) const { return shape_.weight_bits ? apart(x) : rounded(x); }
+    Vector kept(Vector x) const { return shape_.weight_bits ? x : rounded(x); }
 
     float* residual(int64_t token) { return residual_.data() + token * shape_.hidden_size; }
     T* at_place(int64_t place) { return by_expert_.data() + place * shape_.hidden_size; }
