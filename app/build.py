@@ -238,7 +238,7 @@ def _store_of(
         level = logging.WARNING if tiers else logging.INFO
         logger.log(level, "prefixes are neither kept in a folder nor fetched from other replicas: %s", reason)
         return None
-    namespace = loaded.model.kv_namespace(config)
+    namespace = loaded.model.kv_namespace(loaded.config)
     snapshot_bytes = 0 if memory.states is None else memory.states.block_bytes
     folder = None
     if tiers:

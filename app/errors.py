@@ -25,6 +25,7 @@
     │   └── Unavailable          no replica can take the request now
     │       └── ReplicasLost     several were lost while they served it, so it may be what they died of
     └── InvalidSetup             the operator's mistake, found at start
+        ├── TooLittleMemory      a device's memory is too small for what it is to hold
         ├── UnsupportedModel     the model cannot be served, with the reason
         └── UnsupportedAdapter   the LoRA adapter cannot be used, with the reason
 
@@ -175,6 +176,10 @@ class ReplicasLost(Unavailable):
 
 class InvalidSetup(CarouselError):
     """The service cannot start as configured."""
+
+
+class TooLittleMemory(InvalidSetup):
+    """A device's memory does not hold what a replica needs."""
 
 
 class UnsupportedModel(InvalidSetup):

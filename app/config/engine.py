@@ -36,10 +36,14 @@ class ModelConfig(Settings):
         le=1024,
         description="CPU threads of one replica; default: its share of the machine's cores",
     )
-    backend: Literal["auto", "torch"] = Field(
+    backend: Literal["auto", "eager", "triton", "torch"] = Field(
         "auto",
-        description="auto: the fastest code for model and device; torch: transformers' code, with plain torch "
-        "attention on a CPU, without CUDA graphs on a GPU",
+        description="auto: the fastest code that works; torch: transformers' code with plain torch. On a GPU the first "
+        "backend that is tried, and between these two are eager, as auto without CUDA graphs, and triton, "
+        "transformers' code with our kernels for attention",
+    )
+    require: Literal["graphs", "eager", "triton"] | None = Field(
+        None, description="on a GPU: no replica starts with a slower backend than this; default: any may serve"
     )
     batch_invariant: bool = Field(
         False, description="logits equal in every bit, whatever shares a request's steps; refused where it cannot be"
@@ -68,7 +72,7 @@ class ModelConfig(Settings):
             for name, value, is_wrong in (
                 ("device", self.device, self.device == ("cpu" if is_fp8 else "cuda")),
                 ("dtype", self.dtype, is_fp8 and self.dtype == "float32"),
-                ("backend", self.backend, self.backend != "auto"),
+                ("backend", self.backend, self.backend not in (("auto", "eager") if is_fp8 else ("auto",))),
                 ("simulated", "set", self.simulated is not None),
             )
             if is_wrong

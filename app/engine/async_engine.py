@@ -23,6 +23,7 @@ from app.engine.adapter_store import HeldAdapter
 from app.engine.batch import DeviceLost
 from app.engine.engine import NO_ADAPTERS, Engine, StepError
 from app.engine.matcher import Matcher, Matchers
+from app.engine.model_runner import TakenBackend
 from app.engine.request import Adapter, Address, FinishReason, ModelInfo, Queued, Request, TokenDelta
 from app.engine.sleep_controller import SleepController
 from app.engine.snapshot import EngineSnapshot
@@ -274,6 +275,11 @@ class AsyncEngine:
     def sleep(self) -> SleepStats:
         """Whether the engine sleeps, and what its sleeper has done. Any thread may read it."""
         return AWAKE if self._sleeper is None else self._sleeper.stats
+
+    @property
+    def backend(self) -> TakenBackend | None:
+        """The code that computes on a GPU; None on a CPU. Any thread may read it."""
+        return self._engine.runner.backend
 
     async def snapshot(self, *, is_full: bool = True) -> EngineSnapshot:
         """`Engine.snapshot`, after the current step.

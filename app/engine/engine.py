@@ -372,6 +372,7 @@ class Engine:
             num_outstanding_tokens=scheduler.num_outstanding_tokens,
             num_padding_tokens=self.runner.num_padding_tokens,
             num_steps_without_graph=self.runner.num_steps_without_graph,
+            backend=self.runner.backend,
             tuning=self.tuning,
             adapters=None if self.adapters is None else self.adapters.stats(),
             sleep=None,  # an engine in its thread may have a sleeper

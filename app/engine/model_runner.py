@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 from app.engine.batch import StepBatch, StepResult
 
@@ -52,6 +53,13 @@ class BlockMemory(ABC):
         """To copy what the steps that were begun before have written, and into blocks of which no later one knows."""
 
 
+class TakenBackend(NamedTuple):
+    """The code that computes a model on a GPU (`app/model/gpu_backends.py`)."""
+
+    name: str
+    left: Mapping[str, str] = MappingProxyType({})  # what has failed before it, each with the reason
+
+
 class ModelRunner(ABC):
     """Turns a batch into tokens. `run` is all that it must have; the rest is for runners that can do more."""
 
@@ -60,6 +68,7 @@ class ModelRunner(ABC):
     can_sleep = False  # whether it gives up its memory in `sleep`
     num_padding_tokens = 0  # computed for nothing since the start, where steps have a few sizes only
     num_steps_without_graph = 0  # since the start, where a device replays steps from graphs
+    backend: TakenBackend | None = None  # of a GPU
 
     @abstractmethod
     def run(self, batch: StepBatch) -> StepResult:

@@ -13,6 +13,7 @@ from app.config import SchedulerConfig
 from app.engine.adapter_store import AdapterStats
 from app.engine.batch import SchedulingDecision, StepBatch
 from app.engine.histogram import SECONDS, SMALL_NUMBERS, TOKENS, Distribution, Histogram
+from app.engine.model_runner import TakenBackend
 from app.engine.observer import EndedStep, StepObserver
 from app.engine.request import EngineTimes
 from app.engine.sequence import Sequence
@@ -147,6 +148,7 @@ class EngineMeasurements:
     step_requests: Distribution  # in one step
     num_padding_tokens: int = 0  # computed for nothing, as steps run from graphs of a few sizes
     num_steps_without_graph: int = 0  # launched kernel by kernel
+    backend: TakenBackend | None = None  # None on a CPU
     tuning: Tuning | None = None  # what the tuner does; None without targets
     adapters: AdapterStats | None = None  # None where the model runner computes with none
     sleep: SleepStats | None = None  # None where the engine never sleeps

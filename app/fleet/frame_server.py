@@ -275,4 +275,5 @@ def report_of_engine(engine: AsyncEngine, *, group: str = "", weights: int = 0) 
         weights=weights,
         adapters=None if engine.adapters is None else engine.adapters.stats().loaded,
         sleep=engine.sleep,
+        backend=engine.backend,
     )

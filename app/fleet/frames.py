@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar, get_args, get_type_hints
 
 import msgspec
 
+from app.engine.model_runner import TakenBackend
 from app.engine.request import Request, TokenDelta
 from app.engine.snapshot import EngineSnapshot
 from app.engine.stats import AWAKE, EngineStats, SleepStats
@@ -129,6 +130,7 @@ def report_of(
     weights: int = 0,
     adapters: tuple[str, ...] | None = None,
     sleep: SleepStats = AWAKE,
+    backend: TakenBackend | None = None,
 ) -> ReplicaReport:
     """A replica's report: its engine's snapshot, and what the snapshot does not have."""
     return ReplicaReport(
@@ -148,6 +150,8 @@ def report_of(
         sends_views=True,
         state=sleep.state,
         wake_s=sleep.expected_wake_s,
+        backend="" if backend is None else backend.name,
+        backends_left={} if backend is None else dict(backend.left),
         num_free_kv_tokens=stats.num_free_blocks // stats.num_layer_groups * stats.block_size,
         is_short_of_memory=stats.num_blocks > 0 and stats.num_free_blocks < stats.num_running * stats.num_layer_groups,
     )

@@ -333,5 +333,7 @@ class ReplicaRegistry:
             "sleep": report and str(report.state),
             "wake_s": report and report.wake_s,
             "weights": report and f"{report.weights:08x}",
+            "backend": report and report.backend,
+            "backends_left": report and report.backends_left,
             "last_dispatch": decision and f"{decision.rule}: {decision.scoring.explain(decision.candidates[0])}",
         }

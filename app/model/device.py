@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import re
@@ -17,7 +18,6 @@ from app.config import EngineConfig, ModelConfig
 from app.errors import InvalidSetup, first_line
 from app.model.architectures import architectures_of, computed_by
 from app.model.cpu.library import is_fast
-from app.model.cuda.attention import TritonAttention
 from app.model.cuda.fp8 import why_no_fp8
 from app.model.description import read_config
 
@@ -31,8 +31,8 @@ def device_of(config: ModelConfig) -> torch.device:
     """Where a model is computed.
 
     Raises:
-        InvalidSetup: there is no such device, or it has no Triton; or `auto` finds a card that this torch, which is
-            built for CUDA, cannot use.
+        InvalidSetup: there is no such device; or `auto` finds a card that this torch, which is built for CUDA, cannot
+            use.
     """
     if config.device == "cpu":
         return torch.device("cpu")
@@ -45,14 +45,7 @@ def device_of(config: ModelConfig) -> torch.device:
             f"model.device is {config.device}{card}, but torch sees no CUDA device: {_why_no_cuda()}; or set "
             f"model.device: cpu"
         )
-    device = torch.device("cuda")
-    lacks = _what_triton_lacks(device)
-    if lacks is not None:
-        raise InvalidSetup(
-            f"model.device is {config.device} and torch sees a CUDA device, but Triton, in which attention is written, "
-            f"{lacks}, or set model.device: cpu"
-        )
-    return device
+    return torch.device("cuda")
 
 
 def _sign_of_a_card() -> str | None:
@@ -75,14 +68,14 @@ def _why_no_cuda() -> str:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
     # https://docs.nvidia.com/cuda/cuda-toolkit-release-notes, minor version compatibility
     return (
-        f"{reason} (the driver is {_driver()}, CUDA_VISIBLE_DEVICES is {visible!r}). torch {version} is built for CUDA "
-        f"{built_for}; CUDA 12 needs the driver 525 or newer, CUDA 13 needs 580: update it, or install a torch for an "
-        f"older CUDA (https://pytorch.org/get-started/previous-versions)"
+        f"{reason} (the driver is {driver_version()}, CUDA_VISIBLE_DEVICES is {visible!r}). torch {version} is built "
+        f"for CUDA {built_for}; CUDA 12 needs the driver 525 or newer, CUDA 13 needs 580: update it, or install torch "
+        f"for an older CUDA (https://pytorch.org/get-started/previous-versions)"
     )
 
 
-def _driver() -> str:
-    """Its version; in containers, too."""
+def driver_version() -> str:
+    """Of the driver of NVIDIA's cards; in containers, too."""
     try:
         found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", _SIGNS_OF_A_CARD[1].read_text())
     except OSError:
@@ -90,9 +83,11 @@ def _driver() -> str:
     return "unknown" if found is None else found[0]
 
 
-def _what_triton_lacks(device: torch.device) -> str | None:
+def why_no_triton(device: torch.device) -> str | None:
     """And what to do. It compiles a launcher in C for its kernels, see `triton/runtime/build.py`."""
-    if not TritonAttention.fits(device):
+    if device.type != "cuda":
+        return None  # its interpreter
+    if importlib.util.find_spec("triton") is None:
         return "is not installed: pip install triton (torch for CUDA brings it on Linux)"
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
@@ -133,7 +128,7 @@ def dtype_of(config: ModelConfig, location: str) -> ChosenDtype:
     """As configured; else bfloat16 on CUDA, and on a CPU the checkpoint's own where the native code is fast in it.
 
     Raises:
-        InvalidSetup: there is no such device, or it has no Triton.
+        InvalidSetup: there is no such device.
     """
     if config.dtype != "auto":
         return ChosenDtype(torch.float32 if config.dtype == "float32" else torch.bfloat16, "model.dtype says so")
@@ -170,6 +165,15 @@ def refused_quantization(config: ModelConfig, reason: str) -> InvalidSetup:
         f"model.quantization is {config.quantization}, which only {config.quantised_by} computes; "
         f"{config.path} cannot run there: {reason}. Set model.quantization to none"
     )
+
+
+def check_backend_on_cpu(config: ModelConfig) -> None:
+    """Raises InvalidSetup if the settings ask for the backend of a GPU."""
+    for name, value in (("backend", config.backend), ("require", config.require)):
+        if value not in (None, "auto", "torch"):
+            raise InvalidSetup(
+                f"model.{name} is {value}, which is for GPUs, and {config.path} runs on a CPU; leave it out"
+            )
 
 
 def check_kv_device(config: EngineConfig, device: torch.device) -> None:

@@ -16,19 +16,31 @@ import torch
 from app.config import EngineConfig, ModelConfig
 from app.cores import num_cores
 from app.disk import cache_folder
+from app.errors import CarouselError, described
 from app.model.attention import StateShape
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.graph_runner import GraphModelRunner
-from app.model.device import ChosenDtype, check_kv_device, device_of, dtype_of, refused_quantization, warn_of_turns
+from app.model.device import (
+    ChosenDtype,
+    check_backend_on_cpu,
+    check_kv_device,
+    device_of,
+    driver_version,
+    dtype_of,
+    refused_quantization,
+    warn_of_turns,
+    why_no_triton,
+)
+from app.model.gpu_backends import TORCH, TRITON, BackendFailed, Ladder, config_for
 from app.model.kv_cache import block_bytes, check_host_memory, num_blocks_that_fit, num_state_slots_that_fit
 from app.model.language_model import check_files_of_text
 from app.model.location import resolve_model_path
-from app.model.memory import refusing_to_run_short, state_bytes
+from app.model.memory import is_out_of_memory, refusing_to_run_short, state_bytes
 from app.model.parallel.group import RankGroup
 from app.model.runner import TorchModelRunner
 from app.model.source import ModelSource, module_without_weights, refusing_what_fails
 from app.model.ways.cuda_decoder import CudaModel
-from app.model.ways.gpu import bytes_for_kv
+from app.model.ways.gpu import bytes_for_kv, why_plain_draws
 from app.model.ways.loaded_model import LoadedModel
 from app.model.ways.native_decoder import NativeModel
 from app.model.ways.transformers_code import TransformersModel
@@ -45,6 +57,7 @@ CheckStates = Callable[[Sequence[StateShape]], object]
 class LoadedRunner:
     """A model, and what runs its steps."""
 
+    config: EngineConfig  # with the backend that computes it
     model: LoadedModel
     runner: TorchModelRunner | GraphModelRunner
     num_blocks: int  # of its KV memory
@@ -64,7 +77,45 @@ def load_runner(
     check_kv_device(config, device)
     if device.type == "cuda" and gpu_share < 1:
         warn_of_turns(gpu_share)
-    model, of_draft = _load(config, group), config.of_draft_model
+    load = partial(_with_memory, num_threads=num_threads, gpu_share=gpu_share, group=group, keeps_all=keeps_all)
+    if not TritonAttention.fits(device):
+        check_backend_on_cpu(config.model)
+        return load(config, _load(config, group))
+    ladder = Ladder.of(
+        config, device, driver=driver_version(), why_no_triton=why_no_triton(device), is_shared=group is not None
+    )
+    model: LoadedModel | None = None
+    for backend in ladder.backends():
+        chosen = config_for(config, backend)
+        with ladder.trying(backend):
+            if model is None or (backend in (TRITON, TORCH) and not isinstance(model, TransformersModel)):
+                model = None  # before another one takes its memory
+                model = _load(chosen, group)
+            ladder.note("decoder", model.why_not_ours)
+            if (reason := model.why_not_on(backend)) is not None:
+                ladder.skipped[backend] = reason
+                continue
+            if backend != TORCH:
+                model = replace(model, why_plain_draws=why_plain_draws(model))
+                ladder.note("sampler", model.why_plain_draws)
+            loaded = load(chosen, model)
+            assert isinstance(loaded.runner, GraphModelRunner), "it is for GPUs"
+            loaded.runner.report(ladder, backend)
+            return loaded
+    raise AssertionError("the ladder ends with an error")
+
+
+def _with_memory(
+    config: EngineConfig,
+    model: LoadedModel,
+    *,
+    num_threads: int,
+    gpu_share: float,
+    group: RankGroup | None,
+    keeps_all: bool,
+) -> LoadedRunner:
+    """A loaded model with its draft model, and the KV memory of both."""
+    of_draft = config.of_draft_model
     draft = None if of_draft is None else _load(of_draft, None)
     if draft is None and not keeps_all:  # a draft model's KV memory lies in the same blocks
         model = model.giving_back()
@@ -137,7 +188,7 @@ def _with_kv_memory(config: EngineConfig, model: LoadedModel, num_blocks: int, n
         num_threads, num_blocks, config.cache.block_size,
     )  # fmt: skip
     logger.info("%s", model.abilities)
-    return LoadedRunner(model, model.runner(config, num_blocks=num_blocks, num_threads=num_threads), num_blocks)
+    return LoadedRunner(config, model, model.runner(config, num_blocks=num_blocks, num_threads=num_threads), num_blocks)
 
 
 @torch.inference_mode()
@@ -179,15 +230,16 @@ def _by_first_way(source: ModelSource, chosen: ChosenDtype, check_states: CheckS
     if reason is not None and config.quantization != "none":
         raise refused_quantization(config, reason)
     logger.info("%s: the type is %s: %s", config.path, chosen.name, chosen.reason)
-    if reason is None and way is NativeModel and (verified := NativeModel.verified_before(source)) is not None:
-        return verified
+    if reason is None and way is NativeModel and (before := NativeModel.verified_before(source)) is not None:
+        return before
     _check_before_weights(source, check_states)
     if reason is not None:
         return _on_transformers_code(source, TransformersModel.load(source), reason)
     own = TransformersModel.load(source, from_files=way is NativeModel or config.quantization == "fp8")
     reason = way.why_not(source, own)
     if reason is None:
-        return _verified(way, source, own) or own.ready(source)
+        verified = _verified(way, source, own)
+        return replace(own.ready(source), why_not_ours=verified) if isinstance(verified, str) else verified
     if config.quantization != "none":
         raise refused_quantization(config, reason)
     return _on_transformers_code(source, own, reason)
@@ -217,19 +269,33 @@ def _on_transformers_code(source: ModelSource, own: TransformersModel, reason: s
 
 def _verified(
     way: type[CudaModel | NativeModel], source: ModelSource, own: TransformersModel
-) -> CudaModel | NativeModel | None:
-    """The model loaded by a way; None, with the reason in the log, if that computes something else.
+) -> CudaModel | NativeModel | str:
+    """The model loaded by a way; the reason, which is in the log, if that computes something else.
 
     Of ranks all call it; where one finds a difference, none has this way.
     """
     expected = own.expected.behind_head(own.module)
-    model = way.load(source, own, expected)
-    difference = model.difference(source)
+    try:
+        model = way.load(source, own, expected)
+        difference = model.difference(source)
+    except Exception as error:
+        if (
+            way is NativeModel
+            or source.group is not None
+            or isinstance(error, CarouselError)
+            or is_out_of_memory(error)
+        ):
+            raise
+        if source.device.type == "cuda":
+            torch.cuda.synchronize(source.device)  # raises where the device is lost
+        difference = f"an error is raised: {described(error)}"
     if source.group is not None and not source.group.minimum(int(difference is None)):
         difference = difference or "the output differs on another rank"
     if difference is None:
         return model.when_verified(source, own)
     if source.config.quantization != "none":
+        if way is CudaModel:
+            raise BackendFailed(f"in {way.name} {difference}")
         raise refused_quantization(source.config, difference)
     logger.warning("%s runs on transformers' code, slower: in %s %s", source.config.path, way.name, difference)
-    return None
+    return f"in {way.name} {difference}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from app.config import GIB
-from app.errors import InvalidSetup, first_line
+from app.errors import TooLittleMemory, first_line
 from app.model.attention import StateShape
 
 # The CUDA context with the code of all kernels, outside of torch's allocator: 0.5 GiB on an A100 (the baseline in
@@ -71,13 +71,13 @@ class GpuMemory:
         return self.granted - needs.total - beyond_their_share
 
     def check(self, needs: MemoryNeeds, *, block_bytes: int) -> None:
-        """Raises InvalidSetup, with the numbers, if not even one block fits beside the needs."""
+        """Raises TooLittleMemory, with the numbers, if not even one block fits beside the needs."""
         left = self.left_for_kv(needs)
         if left >= block_bytes:
             return
         of = f"{self.total / GIB:.2f} GiB" if self.share == 1 else f"{self.share:g} of {self.total / GIB:.2f} GiB"
         others = max(0, self.granted - needs.total - left)
-        raise InvalidSetup(
+        raise TooLittleMemory(
             f"cache.gpu_memory_fraction={self.fraction:g} of this GPU ({of}) is {self.granted / GIB:.2f} GiB"
             + (f", of which other programs use {others / GIB:.2f} GiB" if others else "")
             + f"; beside KV memory the model needs {needs.total / GIB:.2f} GiB ({needs}), and one KV block "
@@ -123,11 +123,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 def refusing_to_run_short(doing: str, fix: str) -> Iterator[None]:
     """Around work at the start of a replica.
 
-    Raises InvalidSetup, with how much is free and what to set, if the device has too little memory for it.
+    Raises TooLittleMemory, with how much is free and what to set, if the device has too little memory for it.
     """
     try:
         yield
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        raise InvalidSetup(f"the GPU's memory does not hold {doing}: {first_line(error)}. {fix}") from error
+        raise TooLittleMemory(f"the GPU's memory does not hold {doing}: {first_line(error)}. {fix}") from error

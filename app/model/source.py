@@ -20,6 +20,7 @@ from app.model.cpu.checkpoint import Checkpoint, MappedModel
 from app.model.cpu.weights import why_not_native
 from app.model.cuda.attention import TritonAttention
 from app.model.description import read_config
+from app.model.gpu_backends import BackendFailed
 from app.model.language_model import language_class, language_config, plain_names
 from app.model.latent_attention import store_latents
 from app.model.llama import why_not_llama_like
@@ -77,7 +78,7 @@ def refusing_what_fails(path: str, group: RankGroup | None = None) -> Iterator[N
     """
     try:
         yield
-    except CarouselError:
+    except (CarouselError, BackendFailed):
         raise
     except Exception as error:
         if _is_of_machine(error) or (group is not None and isinstance(error, RuntimeError)):

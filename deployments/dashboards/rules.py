@@ -77,6 +77,12 @@ ALERTS = (
         summary="Calls of {{ $labels.model_name }} are refused because no replica is there.",
     ),
     Alert(
+        name="CarouselBackendFailed",
+        expr="max by (model_name, replica) (carousel_backends_failed) > 0",
+        lasts="5m",
+        summary="Replica {{ $labels.replica }} of {{ $labels.model_name }} uses slower code than its GPU should.",
+    ),
+    Alert(
         name="CarouselWantsReplicas",
         expr="max by (model_name) (carousel_replicas_wanted) > count by (model_name) (carousel_slots)",
         lasts="10m",

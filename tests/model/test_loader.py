@@ -16,11 +16,10 @@ from app.errors import InvalidSetup, UnsupportedModel
 from app.model import attention, device
 from app.model.attention import AttentionRules, AttentionStep, TorchAttention
 from app.model.cpu.checkpoint import Checkpoint
-from app.model.cuda.attention import TritonAttention
 from app.model.device import dtype_of
 from app.model.inputs import ModelInputs
 from app.model.kv_cache import KVCache
-from app.model.loader import load_model, load_runner
+from app.model.loader import load_runner
 from app.model.source import ModelSource, module_of_transformers, module_on_device
 from app.model.verification import BlocksToTry, Reference
 from app.model.ways.transformers_code import TransformersModel
@@ -105,34 +104,25 @@ def test_a_model_that_cannot_be_served_is_refused_with_the_reason(config, reason
         load(tmp_path)
 
 
-@pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_cuda_without_triton_is_refused_with_the_fix(tiny_model_path, monkeypatch, device: str) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(TritonAttention, "fits", staticmethod(lambda device: False))
-    path = str(tiny_model_path("llama"))
-    for load_it in (load_model, dtype_of):
-        with pytest.raises(InvalidSetup, match=r"Triton, .* pip install triton .*, or set model\.device: cpu"):
-            load_it(ModelConfig(path=path, device=device), path)  # type: ignore[operator]
-
-
-@pytest.mark.parametrize("lacks", ["a compiler", "headers"])
-def test_cuda_without_what_triton_compiles_its_launchers_with_is_refused_with_the_fix(
-    tiny_model_path, monkeypatch, tmp_path: Path, lacks: str
-) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(TritonAttention, "fits", staticmethod(lambda device: True))
+@pytest.mark.parametrize("lacks", ["triton", "a compiler", "headers"])
+def test_what_triton_lacks_on_a_gpu_is_told_with_the_fix(monkeypatch, tmp_path: Path, lacks: str) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.delenv("CC", raising=False)
     compiler, header = tmp_path / "clang", tmp_path / "Python.h"
     for each in (compiler, header):
         each.touch(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("sysconfig.get_path", lambda *_: str(tmp_path))
-    config = ModelConfig(path=str(tiny_model_path("llama")), device="auto")
-    assert device.device_of(config).type == "cuda"
-    (compiler if lacks == "a compiler" else header).unlink()
-    what = r"a C compiler \(gcc or clang\)" if lacks == "a compiler" else r"Python's headers \(.*/Python\.h\)"
-    with pytest.raises(InvalidSetup, match=rf"lacks {what}, .* apt-get install -y gcc .*, or dnf .*device: cpu"):
-        load_model(config, config.path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if lacks == name else name)
+    gpu, expected = torch.device("cuda"), None
+    if lacks == "triton":
+        expected = r"is not installed: pip install triton .*"
+    else:
+        assert device.why_no_triton(gpu) is None
+        (compiler if lacks == "a compiler" else header).unlink()
+        what = r"a C compiler \(gcc or clang\)" if lacks == "a compiler" else r"Python's headers \(.*/Python\.h\)"
+        expected = rf"lacks {what}, .* apt-get install -y gcc .*, or dnf .*"
+    assert re.fullmatch(expected, device.why_no_triton(gpu) or "")
+    assert device.why_no_triton(torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize(("share", "has_mps"), [(0.5, False), (0.5, True), (1.0, False)])

@@ -24,8 +24,9 @@ import torch
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 from app.engine.batch import DeviceLost, ScheduledSequence, StepBatch, StepResult
-from app.errors import InvalidSetup, described, first_line
+from app.errors import described, first_line
 from app.model.adapters import AdapterWeights, SlottedAdapter, read_adapter
+from app.model.attention import TorchAttention
 from app.model.cuda.adapters import AdaptedRows
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.batch_invariant import BatchInvariantMode
@@ -39,10 +40,12 @@ from app.model.cuda.captured_inputs import (
     smallest_fitting,
 )
 from app.model.cuda.device_blocks import DeviceBlocks
-from app.model.forward import Prediction
+from app.model.forward import ForwardOneByOne, Prediction
+from app.model.gpu_backends import Ladder
 from app.model.inputs import build_inputs
 from app.model.logprobs import Logprobs
 from app.model.memory import is_out_of_memory
+from app.model.own_attention import OwnAttention
 from app.model.parallel.ranks import Ranks
 from app.model.pooling import PooledStates
 from app.model.recurrent_layers import StatefulAttention
@@ -69,7 +72,7 @@ class GraphModelRunner(LeadingRunner):
     def __init__(
         self,
         model: LoadedModel,
-        attention: TritonAttention,
+        attention: TritonAttention | TorchAttention | OwnAttention,
         *,
         stateful: StatefulAttention | None = None,
         max_rows: int,
@@ -90,7 +93,8 @@ class GraphModelRunner(LeadingRunner):
         self._sampler = sampler or Sampler()
         self._forward = model.device_forward(attention)
         self._attention = attention
-        self.launches = stateful is None  # slots of a step are known when the one before has ended
+        # Slots of a step are known when the one before has ended.
+        self.launches = stateful is None and not isinstance(self._forward, ForwardOneByOne)
         self._steps = stateful or attention
         self._states = () if stateful is None else tuple(stateful.states)
         self._arithmetic: Callable[[], AbstractContextManager[Any]] = (
@@ -105,21 +109,46 @@ class GraphModelRunner(LeadingRunner):
         self.num_padding_tokens = 0  # that replays have computed for nothing
         self._capture = capture  # None once it has been used
         self._captured_by = capture
+        self._ladder: Ladder | None = None
         self._away: OffDevice | None = None  # while it sleeps
         self._blocks: DeviceBlocks | None = None  # until they are asked for
-        self._finding_loss = FindingLoss(synchronize) if synchronize is not None else nullcontext()
+        self._finding_loss: AbstractContextManager[None] = nullcontext()
+        if synchronize is not None:
+            self._finding_loss = FindingLoss(synchronize, self._note_loss)
+
+    def report(self, ladder: Ladder, backend: str) -> None:
+        """Have it report this backend, and note there when the device is lost."""
+        self._ladder, self.backend = ladder, ladder.taken(backend)
+
+    def _note_loss(self, reason: str) -> None:
+        if self._ladder is not None and self.backend is not None:
+            self._ladder.lost.note(self.backend.name, reason)
 
     def prepare(self) -> None:
         """Capture what is to be captured; takes seconds. The work is bound to the workspaces of this thread.
 
-        Where memory ends, mixed steps are left out first, then sizes of decode steps. Raises InvalidSetup if the
-        device's memory does not hold the `coarse_sizes`.
+        Where memory ends, mixed steps are left out first, then sizes of decode steps. Steps run without graphs if the
+        device's memory does not hold the `coarse_sizes`, or if the model cannot be captured.
+
+        Raises:
+            InvalidSetup: `model.require` is `graphs`, and there are none.
+            DeviceLost: as `launch`.
         """
         if self._capture is None:
             return
         with self._ranks.preparing(), _without_collections():
             self._capture_all(self._capture)
         self._capture = None
+
+    def _leave_graphs(self, error: RuntimeError, reason: str) -> None:
+        """Run steps eagerly from now on. Raises as `prepare`."""
+        if isinstance(self._finding_loss, FindingLoss):
+            self._finding_loss.check(error)
+        logger.warning("steps run without CUDA graphs, slower: %s", reason)
+        self._graphs.clear()
+        self._logits = self._likeliest = None
+        if self._ladder is not None:
+            self.backend = self._ladder.without_graphs(reason)
 
     @torch.inference_mode()
     def load_adapter(self, folder: Path, make_room: Callable[[], None] = lambda: None) -> SlottedAdapter:
@@ -147,6 +176,8 @@ class GraphModelRunner(LeadingRunner):
 
     def kv_memory(self) -> DeviceBlocks | None:
         if isinstance(self._ranks, Ranks) or self._states:  # no thread copies states: blocks alone are of no use
+            return None
+        if not isinstance(self._attention, TritonAttention):  # a kernel copies blocks
             return None
         if self._blocks is None:
             self._blocks = DeviceBlocks(self._attention.cache.tensors)
@@ -225,6 +256,8 @@ class GraphModelRunner(LeadingRunner):
 
     def _eagerly(self, batch: StepBatch) -> Prediction:
         inputs = build_inputs(batch, block_size=self._attention.block_size, device=self._model.device)
+        if isinstance(self._forward, ForwardOneByOne):
+            return self._forward.predict(batch, inputs)
         with self._arithmetic():
             return self._forward.compute(
                 self._known(inputs.token_ids, batch.scheduled),
@@ -296,11 +329,11 @@ class GraphModelRunner(LeadingRunner):
             except RuntimeError as error:
                 reason = first_line(error)
                 if not is_out_of_memory(error):
-                    logger.warning("steps run without CUDA graphs, slower: this model cannot be captured (%s)", reason)
-                    self._graphs.clear()
+                    self._leave_graphs(error, f"this model cannot be captured ({reason})")
                     return False
                 if num_rows in coarse:
-                    raise InvalidSetup(_too_little_for_graphs(len(self._graphs), coarse, num_rows, reason)) from error
+                    self._leave_graphs(error, _too_little_for_graphs(len(self._graphs), coarse, num_rows, reason))
+                    return False
                 logger.warning(
                     "%d of %d CUDA graphs of decode steps fit into the GPU's memory; these are padded to the next of "
                     "%s sequences, and steps with prompts have none. Lower cache.gpu_memory_fraction for the others "
@@ -348,14 +381,14 @@ class GraphModelRunner(LeadingRunner):
 
     def _captured(self, size: StepSize, capture: Capture) -> _Graph:
         """On all ranks or on none. Raises RuntimeError."""
-        group, adapters = self._group, self._model.adapters
+        group = self._group
         if group is None:
-            inputs = CapturedInputs(size, self._attention, adapters)
+            inputs = self._inputs_of(size)
             return _Graph(inputs, capture(lambda: self._static_logits(inputs)))
 
         def tried() -> CapturedInputs:
             """Memory that ends, ends here, where no other rank waits for this one."""
-            inputs = CapturedInputs(size, self._attention, adapters)
+            inputs = self._inputs_of(size)
             with group.alone():
                 self._static_logits(inputs)
             return inputs
@@ -367,13 +400,17 @@ class GraphModelRunner(LeadingRunner):
         inputs = group.together(tried)
         return group.together(captured)
 
+    def _inputs_of(self, size: StepSize) -> CapturedInputs:
+        assert isinstance(self._attention, TritonAttention), "others read lengths on the host"
+        return CapturedInputs(size, self._attention, self._model.adapters)
+
     @torch.inference_mode()
     def compute_padding(self, size: StepSize) -> torch.Tensor:
         """Once the work that a graph of this size repeats, for its memory. Returns the logits, [num_rows, vocab_size].
 
         No column is of a sequence.
         """
-        return self._static_logits(CapturedInputs(size, self._attention, self._model.adapters))
+        return self._static_logits(self._inputs_of(size))
 
     def _static_logits(self, inputs: CapturedInputs) -> torch.Tensor:
         """The captured work: from inputs on the device to logits on the device."""
@@ -465,18 +502,23 @@ class FindingLoss:
     every later call fails. A lack of memory or a refused launch does not.
     """
 
-    def __init__(self, synchronize: Callable[[], None]) -> None:
-        self._synchronize = synchronize
+    def __init__(self, synchronize: Callable[[], None], note: Callable[[str], None] = lambda reason: None) -> None:
+        """note: gets the reason of a loss."""
+        self._synchronize, self._note = synchronize, note
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        if not isinstance(error, Exception):
-            return
+        if isinstance(error, Exception):
+            self.check(error)
+
+    def check(self, error: Exception) -> None:
+        """Raise DeviceLost if the device works no more after this error."""
         try:
             self._synchronize()
         except RuntimeError as loss:
+            self._note(described(error))
             raise DeviceLost(f"the device works no more in this process: {described(loss)}") from error
 
 
@@ -500,8 +542,7 @@ def _too_little_for_graphs(num_captured: int, needed: Sequence[int], size: int, 
     return (
         f"the GPU's memory holds {num_captured} of the {len(needed)} CUDA graphs that decode steps need at least (of "
         f"{', '.join(map(str, needed))} sequences); it ran out at {size} ({reason}). Lower cache.gpu_memory_fraction, "
-        f"which leaves more beside the KV memory, or scheduler.max_running; or set model.backend: torch, which does "
-        f"without graphs and is slower"
+        f"which leaves more beside the KV memory, or scheduler.max_running"
     )
 
 

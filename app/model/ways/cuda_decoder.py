@@ -10,7 +10,7 @@ import torch
 from app.config import EngineConfig
 from app.engine.batch import StepBatch
 from app.model.abilities import Abilities
-from app.model.attention import PagedAttention
+from app.model.attention import PagedAttention, TorchAttention
 from app.model.cpu.checkpoint import add_positions
 from app.model.cuda.adapters import AdapterSlots
 from app.model.cuda.attention import TritonAttention
@@ -19,9 +19,11 @@ from app.model.cuda.fp8 import why_no_fp8, why_not_in_fp8
 from app.model.cuda.graph_runner import GraphModelRunner
 from app.model.cuda.weights import CudaWeights, fuse_weights
 from app.model.device import check_kv_device
+from app.model.gpu_backends import TORCH, TRITON
 from app.model.inputs import build_inputs
 from app.model.llama import settings_of, why_attention_is_not_llama_like, why_not_llama_like
 from app.model.memory import MemoryNeeds
+from app.model.own_attention import OwnAttention
 from app.model.source import ModelSource
 from app.model.verification import BlocksToTry, Output, Reference, step_of
 from app.model.ways.gpu import needs_on_gpu, verified_graph_runner
@@ -41,7 +43,8 @@ class CudaModel(LoadedModel):
         """What of the machine and the settings keeps it from computing any model."""
         if source.config.quantization == "fp8":
             return why_no_fp8(source.device, on_a_cpu="model.quantization: int8 and int4")
-        return "model.backend is torch" if source.config.backend == "torch" else None
+        backend = source.config.backend
+        return f"model.backend is {backend}" if backend in (TRITON, TORCH) else None
 
     @staticmethod
     def why_not(source: ModelSource, own: TransformersModel) -> str | None:
@@ -121,7 +124,10 @@ class CudaModel(LoadedModel):
         check_kv_device(config, self.device)
         return verified_graph_runner(config, self, num_blocks)
 
-    def device_forward(self, attention: TritonAttention, *, num_layers: int = 0) -> CudaDecoder:
+    def device_forward(
+        self, attention: TritonAttention | TorchAttention | OwnAttention, *, num_layers: int = 0
+    ) -> CudaDecoder:
+        assert isinstance(attention, TritonAttention), "its kernels write to this one"
         return CudaDecoder(self.weights, attention, num_layers=num_layers, group=self.group)
 
     @property

@@ -14,19 +14,27 @@ from functools import partial
 
 import torch
 
-from app.config import GIB, EngineConfig
+from app.config import GIB, EngineConfig, SchedulerConfig
 from app.engine.batch import StepBatch
 from app.engine.largest_batch import largest_batch
+from app.errors import InvalidSetup, described
 from app.model.allocated_bytes import AllocatedBytes, num_bytes_of
+from app.model.attention import TorchAttention
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.batch_invariant import BatchInvariantMode
 from app.model.cuda.captured_inputs import StepSize, decode_size, graph_sizes, mixed_sizes
 from app.model.cuda.graph_runner import CudaCapture, GraphModelRunner
 from app.model.cuda.recurrence import TritonRecurrence
 from app.model.cuda.sampler import TritonSampler
+from app.model.forward import Prediction
+from app.model.gpu_backends import TORCH, BackendFailed
 from app.model.kv_cache import block_bytes, stored_dtype
 from app.model.memory import WORKSPACE_BYTES, MemoryNeeds, gpu_memory, graph_bytes, refusing_to_run_short
+from app.model.own_attention import OwnAttention
+from app.model.recurrence import TorchRecurrence
 from app.model.recurrent_layers import StatefulAttention
+from app.model.runner import draw_tokens
+from app.model.sampler import Sampler
 from app.model.verification import BlocksToTry
 from app.model.ways.loaded_model import LoadedModel
 
@@ -35,10 +43,21 @@ logger = logging.getLogger(__name__)
 # cuBLAS has a workspace for each thread and stream: those of the thread that builds the engine, of the engine's own
 # thread, and of the stream on which graphs are captured. On a GPU the first is part of the step that was computed.
 _NUM_WORKSPACES = 3
+_NUM_DRAWS = 4  # with which our sampler is tried
 
 
 def verified_graph_runner(config: EngineConfig, model: LoadedModel, num_blocks: int) -> GraphModelRunner:
-    """A runner with all its KV memory. Raises UnsupportedModel where steps with that compute something else."""
+    """A runner with all its KV memory.
+
+    Raises:
+        BackendFailed: steps with that compute something else.
+        InvalidSetup: the settings promise what plain torch does not keep.
+    """
+    if config.model.backend == TORCH and config.model.batch_invariant:
+        raise InvalidSetup(
+            f"model.batch_invariant is set, and {config.model.path} is left to plain torch on this GPU, where products "
+            f"depend on the size of a step; the log says why. Leave model.batch_invariant out to serve it so"
+        )
     max_blocks = min(num_blocks, -(-model.facts.max_model_len // config.cache.block_size))
     attention = _attention(config, model, num_blocks=num_blocks, max_blocks=max_blocks)
     num_groups = model.groups.num_groups
@@ -49,11 +68,13 @@ def verified_graph_runner(config: EngineConfig, model: LoadedModel, num_blocks: 
     # It is as a first request would be: kernels are compiled for the sizes that are served.
     quantization = "fp8" if attention.cache.in_fp8 else config.model.quantization
     with BatchInvariantMode() if attention.batch_invariant else nullcontext():  # type: ignore[no-untyped-call]
-        tried = _with_states(model, attention, blocks.num_state_slots) or attention
-        model.verify_steps(tried, blocks, quantization)
+        tried = _with_states(config, model, attention, blocks.num_state_slots) or attention
+        difference = model.difference_in_steps(tried, blocks, quantization)
+    if difference is not None:
+        raise BackendFailed(f"in steps with {type(attention).__name__} {difference}")
     del tried  # before the slots that are served take the memory
-    _draw_once(config, model)
-    stateful = _with_states(model, attention, model.facts.num_state_slots)
+    sampler = _sampler(config, model)
+    stateful = _with_states(config, model, attention, model.facts.num_state_slots)
     if stateful is not None:
         logger.info(
             "%s has recurrent layers: steps run without CUDA graphs, and each begins when the one before has ended",
@@ -67,15 +88,39 @@ def verified_graph_runner(config: EngineConfig, model: LoadedModel, num_blocks: 
         max_tokens=config.scheduler.max_step_tokens,
         capture=CudaCapture(model.device) if _is_captured(config, model) else None,
         synchronize=partial(torch.cuda.synchronize, model.device),
-        sampler=TritonSampler(model.device),
+        sampler=sampler,
     )
 
 
-def _draw_once(config: EngineConfig, model: LoadedModel) -> None:
-    """Compile what draws tokens and computes log-probabilities: a request would wait for it, and all beside it."""
-    limits = config.scheduler.model_copy(update={"max_running": 1, "max_step_tokens": 2})
-    batch = largest_batch(limits, model.facts, block_size=config.cache.block_size)
-    with_one_block(config, model).launch(batch).result()
+def _sampler(config: EngineConfig, model: LoadedModel) -> Sampler:
+    is_plain = config.model.backend == TORCH or model.why_plain_draws is not None
+    return Sampler() if is_plain else TritonSampler(model.device)
+
+
+@torch.inference_mode()
+def why_plain_draws(model: LoadedModel) -> str | None:
+    """What is wrong with our kernels for draws; None if they draw the same tokens as plain torch.
+
+    This compiles them, so that no request waits for it. Raises RuntimeError if the device is lost.
+    """
+    limits = SchedulerConfig(max_running=_NUM_DRAWS, max_step_tokens=_NUM_DRAWS)
+    batch = largest_batch(limits, model.facts, block_size=1)
+    random = torch.Generator().manual_seed(0)
+    # Far apart, so that rounding decides nothing.
+    logits = (20 * torch.rand(_NUM_DRAWS, model.facts.vocab_size, generator=random)).to(model.device, model.dtype)
+    expected = draw_tokens(batch, Prediction(logits), Sampler()).result()
+    try:
+        found = draw_tokens(batch, Prediction(logits), TritonSampler(model.device)).result()
+    except Exception as error:
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
+        reason = f"an error is raised: {described(error)}"
+    else:
+        if found.token_ids == expected.token_ids:
+            return None
+        reason = f"the tokens {found.token_ids} are drawn instead of {expected.token_ids}"
+    logger.warning("tokens are drawn by plain torch, slower: with our kernels %s", reason)
+    return reason
 
 
 def bytes_for_kv(config: EngineConfig, model: LoadedModel, gpu_share: float) -> int:
@@ -111,7 +156,7 @@ def needs_on_gpu(config: EngineConfig, model: LoadedModel, largest: StepBatch) -
 
 
 def _is_captured(config: EngineConfig, model: LoadedModel) -> bool:
-    return config.model.backend != "torch" and not model.states
+    return config.model.backend == "auto" and not model.states
 
 
 def _of_graphs(config: EngineConfig, model: LoadedModel) -> int:
@@ -156,20 +201,26 @@ def with_one_block(config: EngineConfig, model: LoadedModel) -> GraphModelRunner
     max_blocks = -(-model.facts.max_model_len // config.cache.block_size)
     attention = _attention(config, model, num_blocks=1, max_blocks=max_blocks)
     return GraphModelRunner(
-        model, attention, stateful=_with_states(model, attention, 1), max_rows=config.scheduler.max_running,
-        capture=None, sampler=TritonSampler(model.device),
+        model, attention, stateful=_with_states(config, model, attention, 1), max_rows=config.scheduler.max_running,
+        capture=None, sampler=_sampler(config, model),
     )  # fmt: skip
 
 
-def _with_states(model: LoadedModel, attention: TritonAttention, num_slots: int) -> StatefulAttention | None:
+def _with_states(
+    config: EngineConfig, model: LoadedModel, attention: TritonAttention | TorchAttention | OwnAttention, num_slots: int
+) -> StatefulAttention | None:
     """The attention, and the slots of recurrent layers beside it; None of a model that has none."""
     if not model.states:
         return None
-    recurrence = TritonRecurrence(model.device)
+    recurrence = TorchRecurrence() if config.model.backend == TORCH else TritonRecurrence(model.device)
     return StatefulAttention(attention, model.states, recurrence, num_slots=num_slots, device=model.device)
 
 
-def _attention(config: EngineConfig, model: LoadedModel, *, num_blocks: int, max_blocks: int) -> TritonAttention:
+def _attention(
+    config: EngineConfig, model: LoadedModel, *, num_blocks: int, max_blocks: int
+) -> TritonAttention | TorchAttention | OwnAttention:
+    if config.model.backend == TORCH:
+        return model.plain_attention(num_blocks, config.cache.block_size)
     return TritonAttention(
         model.in_block,
         groups=model.groups,

@@ -17,6 +17,7 @@ from app.model.abilities import Abilities
 from app.model.attention import StateShape
 from app.model.cpu.verification_cache import digest_of_files
 from app.model.cuda.adapters import AdapterSlots
+from app.model.gpu_backends import GRAPHS
 from app.model.kv_cache import ONE_GROUP, LayerGroups, LayerShape
 from app.model.location import resolve_model_path
 from app.model.memory import MemoryNeeds
@@ -25,10 +26,11 @@ from app.model.verification import BlocksToTry, Output, Reference
 from app.model.weights_digest import folder_of_weights
 
 if TYPE_CHECKING:
-    from app.model.attention import PagedAttention
+    from app.model.attention import PagedAttention, TorchAttention
     from app.model.cuda.attention import TritonAttention
     from app.model.cuda.graph_runner import GraphModelRunner
     from app.model.forward import DeviceForward
+    from app.model.own_attention import OwnAttention
     from app.model.runner import TorchModelRunner
 
 
@@ -45,6 +47,8 @@ class LoadedModel(ABC):
     adapters: AdapterSlots | None = None  # on a GPU, where adapters may be loaded
     groups: LayerGroups = ONE_GROUP  # in which blocks its layers keep their keys and values
     states: tuple[StateShape, ...] = ()  # of its recurrent operators, in the order of their calls
+    why_not_ours: str | None = None  # the reason, where transformers' code computes what a decoder of ours should
+    why_plain_draws: str | None = None  # on a GPU: the reason, where plain torch draws its tokens
 
     @classmethod
     def in_place_of(cls, own: LoadedModel, **more: Any) -> Self:
@@ -137,13 +141,31 @@ class LoadedModel(ABC):
         how = f"with {type(attention).__name__}"
         self.reference.verify_steps(how, partial(self.output_of_step, attention), blocks, quantization)
 
+    @torch.inference_mode()
+    def difference_in_steps(self, attention: PagedAttention, blocks: BlocksToTry, quantization: str) -> str | None:
+        """As `verify_steps`: the first difference, in words."""
+        assert self.reference is not None, "it is to be verified"
+        return self.reference.difference_in_steps(partial(self.output_of_step, attention), blocks, quantization)
+
     def output_of_step(self, attention: PagedAttention, batch: StepBatch) -> Output:
         """The outputs for all tokens of a step; of a decoder of ours with logits for the first layer's output."""
         raise NotImplementedError(f"{type(self).__name__} computes its attention itself")
 
-    def device_forward(self, attention: TritonAttention, *, num_layers: int = 0) -> DeviceForward:
+    def device_forward(
+        self, attention: TritonAttention | TorchAttention | OwnAttention, *, num_layers: int = 0
+    ) -> DeviceForward:
         """Its forward pass on a GPU. num_layers: only the first few, then norm and head; 0 for all."""
         raise NotImplementedError(f"{type(self).__name__} runs on CPUs")
+
+    def why_not_on(self, backend: str) -> str | None:
+        """Why a backend of a GPU is not for this kind of model; None if it is."""
+        if backend == GRAPHS and self.states:
+            return "steps of models with recurrent layers are not captured"
+        return None
+
+    def plain_attention(self, num_blocks: int, block_size: int) -> TorchAttention | OwnAttention:
+        """Attention in plain torch, or by the model's own code where it computes nothing else, with KV memory."""
+        raise NotImplementedError(f"{type(self).__name__} has kernels for it")
 
     @property
     def num_own_kernels(self) -> int:

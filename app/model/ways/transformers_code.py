@@ -35,6 +35,7 @@ from app.model.cuda.graph_runner import GraphModelRunner
 from app.model.description import as_token_ids, max_model_len
 from app.model.device import check_kv_dtype
 from app.model.forward import DeviceForward, ForwardOneByOne, TransformersForward
+from app.model.gpu_backends import TORCH
 from app.model.inputs import build_inputs
 from app.model.kv_cache import KVCache, LayerGroups
 from app.model.latent_attention import store_expanded
@@ -217,7 +218,7 @@ class TransformersModel(LoadedModel):
         served, block_size = self.giving_back(), source.block_size
         blocks = BlocksToTry.enough(block_size, num_groups=served.groups.num_groups)
         if self.attends_itself:
-            own = OwnAttention(self._torch_cache(blocks.num_blocks, block_size), self.layers, self.device)
+            own = self.plain_attention(blocks.num_blocks, block_size)
             self.verify_steps(own, blocks, source.config.quantization)
             return
         num_blocks = blocks.num_blocks * blocks.num_groups
@@ -228,7 +229,7 @@ class TransformersModel(LoadedModel):
             pages = NativeKVCache(served.in_block, num_blocks=num_blocks, block_size=block_size, dtype=self.dtype)
             attention = NativeAttention(pages, threads, served.groups)
         else:
-            attention = served._torch_attention(num_blocks, block_size)
+            attention = served.plain_attention(num_blocks, block_size)
         attention = served._with_states(attention, blocks.num_state_slots, threads)
         served.verify_steps(attention, blocks, source.config.quantization)
 
@@ -267,21 +268,18 @@ class TransformersModel(LoadedModel):
                 f"the native decoder (model.backend auto, a Llama-like model, cache.block_size a multiple of 16); the "
                 f"log says why it was not chosen"
             )
-        if self.attends_itself:
-            own = OwnAttention(self._torch_cache(num_blocks, cache.block_size), self.layers, self.device)
-            return TorchModelRunner(ForwardOneByOne(self.module, own), self.device)
         if why_not_native is None:
             threads = ThreadPool(num_threads)
             pages = NativeKVCache.provided(cache, self.in_block, threads, num_blocks=num_blocks, dtype=self.dtype)
             native = self._with_states(NativeAttention(pages, threads, self.groups), num_slots, threads)
             return self._runner_on_cpu(native, NativeSampler(threads))
         return self._runner_on_cpu(
-            self._with_states(self._torch_attention(num_blocks, cache.block_size), num_slots, None)
+            self._with_states(self.plain_attention(num_blocks, cache.block_size), num_slots, None)
         )
 
     def _runner_on_cpu(self, attention: PagedAttention, sampler: Sampler | None = None) -> TorchModelRunner:
         states = attention.states if isinstance(attention, StatefulAttention) else ()
-        return TorchModelRunner(TransformersForward(self.module, attention), self.device, sampler, states=states)
+        return TorchModelRunner(self._forward(attention), self.device, sampler, states=states)
 
     def _with_states(self, attention: PagedAttention, num_slots: int, threads: ThreadPool | None) -> PagedAttention:
         """With the slots of recurrent layers, if there are any. threads: of the operators in C++; None: plain torch."""
@@ -290,13 +288,21 @@ class TransformersModel(LoadedModel):
         recurrence = TorchRecurrence() if threads is None else NativeRecurrence(threads)
         return StatefulAttention(attention, self.states, recurrence, num_slots=num_slots, device=self.device)
 
-    def _torch_attention(self, num_blocks: int, block_size: int) -> TorchAttention:
-        return TorchAttention(self._torch_cache(num_blocks, block_size), self.device, self.groups)
+    def why_not_on(self, backend: str) -> str | None:
+        if self.attends_itself and backend != TORCH:
+            return "the model attends by its own code"
+        return super().why_not_on(backend)
 
-    def _torch_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        return KVCache(
+    def plain_attention(self, num_blocks: int, block_size: int) -> TorchAttention | OwnAttention:
+        cache = KVCache(
             self.in_block, num_blocks=num_blocks, block_size=block_size, dtype=self.dtype, device=self.device
         )  # fmt: skip
+        if self.attends_itself:
+            return OwnAttention(cache, self.layers, self.device)
+        return TorchAttention(cache, self.device, self.groups)
+
+    def _forward(self, attention: PagedAttention) -> TransformersForward:
+        return (ForwardOneByOne if self.attends_itself else TransformersForward)(self.module, attention)
 
     def _why_no_native_attention(self, config: ModelConfig, block_size: int) -> str | None:
         if config.backend == "torch":
@@ -305,9 +311,11 @@ class TransformersModel(LoadedModel):
             return "the model attends by its own code"
         return NativeKVCache.why_not(self.layers, block_size=block_size, dtype=self.dtype, device=self.device)
 
-    def device_forward(self, attention: TritonAttention, *, num_layers: int = 0) -> DeviceForward:
+    def device_forward(
+        self, attention: TritonAttention | TorchAttention | OwnAttention, *, num_layers: int = 0
+    ) -> DeviceForward:
         assert num_layers == 0, "transformers' code gives the first layer's output beside that of all"
-        return TransformersForward(self.module, attention)
+        return self._forward(attention)
 
     @property
     def num_own_kernels(self) -> int:
@@ -317,7 +325,7 @@ class TransformersModel(LoadedModel):
 def _verified_reference(source: ModelSource, module: PreTrainedModel) -> tuple[ProbeStep | CacheProbe, Reference]:
     """What the model gives, and our attention too, with the step of our attention.
 
-    On a CPU a model that our attention does not fit is tried with its own: see `own_attention`.
+    A model that our attention does not fit is tried with its own: see `own_attention`.
     """
     step, path = ProbeStep(), source.config.path
     reason, ours = _why_not_paged(source, module, step)
@@ -331,8 +339,8 @@ def _verified_reference(source: ModelSource, module: PreTrainedModel) -> tuple[P
         reference.verify("with paged attention", ours)
         return step, reference
     refusal = f"{path} ({module.config.model_type}) {reason}"
-    if source.device.type != "cpu" or source.group is not None:
-        raise UnsupportedModel(f"{refusal}. With its own attention it may run on a CPU alone: set model.device: cpu")
+    if source.group is not None:
+        raise UnsupportedModel(f"{refusal}. With its own attention it may run in one process alone")
     return _with_own_attention(source, module, refusal)
 
 

@@ -300,7 +300,7 @@ def test_an_engines_tokens_are_those_of_merged_weights_and_slots_are_used_again(
     assert len(engine.adapters.stats().loaded) == NUM_SLOTS
 
 
-@pytest.mark.parametrize("model", [{}, {"max_loaded_adapters": 2, "backend": "torch"}])
+@pytest.mark.parametrize("model", [{}, {"max_loaded_adapters": 2, "backend": "triton"}])
 def test_without_memory_for_adapters_or_in_transformers_code_there_are_none(
     model: dict[str, Any], folder: Path
 ) -> None:

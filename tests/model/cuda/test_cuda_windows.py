@@ -27,7 +27,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("backend", ["torch", "auto"], ids=["eager", "replayed"])
+@pytest.mark.parametrize("backend", ["triton", "auto"], ids=["eager", "replayed"])
 def test_tokens_are_those_of_generate(backend: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TritonAttention, "fits", staticmethod(lambda _: True))
     monkeypatch.setattr("app.model.ways.gpu.CudaCapture", lambda _: RunAgain())

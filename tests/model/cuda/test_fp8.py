@@ -37,6 +37,7 @@ from app.model.cuda import fp8
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.decoder import CudaDecoder
 from app.model.cuda.fp8 import FP8, LARGEST, Fp8Rows, empty_inputs, in_fp8, linear
+from app.model.gpu_backends import BackendFailed
 from tests.model.cuda.test_cuda_decoder import piece, predict
 from tests.model.cuda.test_decoder_kernels import Shape, decoder_of
 
@@ -288,7 +289,7 @@ class TestRefused:
     def test_other_results(self, tiny_model_path: Callable[[str], Path], monkeypatch) -> None:  # type: ignore[no-untyped-def]
         gated = CudaDecoder._gated
         monkeypatch.setattr(CudaDecoder, "_gated", lambda self, x, to: gated(self, x.flip(-1), to))
-        with pytest.raises(InvalidSetup, match="cannot run there: the first layer's output differs by"):
+        with pytest.raises(BackendFailed, match="in the decoder for CUDA the first layer's output differs by"):
             load(tiny_model_path("llama"))
 
     @pytest.mark.parametrize("other", [{"device": "cpu"}, {"backend": "torch"}, {"dtype": "float32"}])

@@ -171,7 +171,7 @@ def in_fp8_config(path: Path, *, num_blocks: int = 40, **model: Any) -> EngineCo
 
 @pytest.mark.usefixtures("triton_here")
 def test_tokens_are_the_same_alone_among_others_and_after_preemption(tiny_model_path: Callable[[str], Path]) -> None:
-    engine = build_sync_engine(in_fp8_config(tiny_model_path("llama"), num_blocks=4, dtype="float32", backend="torch"))
+    engine = build_sync_engine(in_fp8_config(tiny_model_path("llama"), num_blocks=4, dtype="float32", backend="triton"))
     requests = [make_request(prompt, max_tokens=4, ignore_eos=True) for prompt in ((5, 6, 7), tuple(range(3, 12)))]
     alone: dict[str, tuple[int, ...]] = {}
     for request in requests:

@@ -210,14 +210,14 @@ def test_an_engine_takes_it_where_it_fits_and_generates_the_same_tokens(
 ) -> None:
     config = config_of(
         tiny_model_path(architecture), cache={"block_size": 4, "num_blocks": 20}, device="auto", dtype="float32",
-        scheduler={"max_running": 3, "max_step_tokens": 16, "prefill_chunk_tokens": 9}, backend="torch",
+        scheduler={"max_running": 3, "max_step_tokens": 16, "prefill_chunk_tokens": 9},
     )  # fmt: skip
     prompts = (tuple(range(3, 15)), (5, 6, 7))
     requests = [make_request(prompt, max_tokens=3, ignore_eos=True) for prompt in prompts]
     tokens = []
     for fits in (True, False):
         monkeypatch.setattr(TritonAttention, "fits", staticmethod(lambda device, fits=fits: fits))
-        engine = build_sync_engine(config)
+        engine = build_sync_engine(config.with_setting("model.backend", "triton" if fits else "torch"))
         assert isinstance(engine.runner, GraphModelRunner) is fits  # type: ignore[attr-defined]
         tokens.append(run_to_end(engine, *requests).token_ids)
     assert tokens[0] == tokens[1]

@@ -1,0 +1,385 @@
+"""Whatever is wrong with the code for a GPU, a replica serves the same tokens with the next backend, and says why."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from app.build import build_sync_engine
+from app.engine.batch import DeviceLost
+from app.engine.engine import Engine
+from app.engine.model_runner import TakenBackend
+from app.engine.request import Request
+from app.errors import Failure, InvalidSetup, UnsupportedModel
+from app.model import device
+from app.model.gpu_backends import (
+    BACKENDS,
+    EAGER,
+    GRAPHS,
+    LEFT_OUT_S,
+    MOST_LOSSES,
+    TORCH,
+    TRITON,
+    BackendFailed,
+    Ladder,
+    LostDevices,
+    config_for,
+)
+from app.model.sampler import Sampler
+from tests.kit.engine import make_request, run_to_end
+from tests.kit.models import config_of, generate_plainly
+from tests.model.cuda.test_cuda_recurrent_layers import MODELS
+from tests.tiny_models import ALL, save_random_model
+
+pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
+
+from app.model.cuda import sampler as triton_sampler
+from app.model.cuda.attention import TritonAttention, TritonStep
+from app.model.cuda.decoder import CudaDecoder
+from app.model.cuda.recurrence import TritonRecurrence
+from app.model.ways import gpu
+
+CACHE = {"block_size": 4, "num_blocks": 24}
+SCHEDULER = {"max_running": 3, "max_step_tokens": 16, "prefill_chunk_tokens": 7}
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, triton_here: None) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+
+
+def some_requests() -> list[Request]:
+    return [
+        make_request((5, 6, 7, 8, 9, n), max_tokens=4, ignore_eos=True, seed=n, temperature=0.8 * (n == 11))
+        for n in (10, 11)
+    ]
+
+
+def tokens_of(engine: Engine) -> list[list[int]]:
+    requests = some_requests()
+    found = run_to_end(engine, *requests).token_ids
+    return [found[each.request_id] for each in requests]
+
+
+def engine_of(path: Path, *, cache: dict[str, Any] = CACHE, **model: Any) -> Engine:
+    engine = build_sync_engine(config_of(path, cache=cache, scheduler=SCHEDULER, **({"dtype": "float32"} | model)))
+    engine.prepare()
+    return engine
+
+
+@cache
+def expected_tokens(path: Path) -> list[list[int]]:
+    """By plain torch as on a CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TritonAttention, "fits", staticmethod(lambda device: False))
+        return tokens_of(engine_of(path, backend="torch"))
+
+
+def serves(path: Path, expected: str, /, **given: Any) -> TakenBackend:
+    """The backend of an engine that has the right tokens."""
+    engine = engine_of(path, **given)
+    assert tokens_of(engine) == expected_tokens(path)
+    taken = engine.measurements().backend
+    assert taken is not None
+    assert taken.name == expected
+    return taken
+
+
+def raises(error: Exception) -> Callable[..., Any]:
+    def fails(*_: object, **_options: object) -> None:
+        raise error
+
+    return fails
+
+
+def wrong_in_one_head(step: TritonStep, attended: Callable[..., torch.Tensor], *given: Any) -> torch.Tensor:
+    output = attended(step, *given)
+    output[:, 0] += output[:, 0].abs().mean() + 1
+    return output
+
+
+def breaks_kernels_at_import(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("app.model.cuda.attention.kernels_of", raises(ImportError("cannot import name 'constexpr'")))
+
+
+def breaks_kernels_at_compile(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TritonStep, "_attended", raises(RuntimeError("PassManager::run failed")))
+
+
+def breaks_one_head(patch: pytest.MonkeyPatch) -> None:
+    attended = TritonStep._attended
+    patch.setattr(TritonStep, "_attended", lambda step, *given: wrong_in_one_head(step, attended, *given))
+
+
+def breaks_decoder(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CudaDecoder, "compute", raises(RuntimeError("out of resource: shared memory, Required: 300000")))
+
+
+def breaks_decoders_numbers(patch: pytest.MonkeyPatch) -> None:
+    compute = CudaDecoder.compute
+
+    def wrong(*given: Any, **named: Any) -> Any:
+        prediction = compute(*given, **named)
+        return prediction._replace(logits=prediction.logits.flip(-1))
+
+    patch.setattr(CudaDecoder, "compute", wrong)
+
+
+def breaks_sampler(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(triton_sampler.TritonSampler, "_draw", raises(RuntimeError("PassManager::run failed")))
+
+
+def breaks_draws(patch: pytest.MonkeyPatch) -> None:
+    draw = triton_sampler.TritonSampler._draw
+
+    def wrong(sampler: Any, logits: torch.Tensor, items: Any, tokens: torch.Tensor) -> None:
+        draw(sampler, logits, items, tokens)
+        tokens.fill_(3)
+
+    patch.setattr(triton_sampler.TritonSampler, "_draw", wrong)
+
+
+def breaks_capture(error: RuntimeError) -> Break:
+    def breaks(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(gpu, "CudaCapture", lambda device: raises(error))
+
+    return breaks
+
+
+ALL_BUT_TORCH = {GRAPHS, EAGER, TRITON}
+
+
+@pytest.mark.parametrize(
+    ("breaks", "backend", "left"),
+    [
+        (breaks_kernels_at_import, TORCH, ALL_BUT_TORCH | {"decoder"}),
+        (breaks_kernels_at_compile, TORCH, ALL_BUT_TORCH | {"decoder"}),
+        (breaks_one_head, TORCH, ALL_BUT_TORCH | {"decoder"}),
+        (breaks_decoder, GRAPHS, {"decoder"}),
+        (breaks_decoders_numbers, GRAPHS, {"decoder"}),
+        (breaks_sampler, GRAPHS, {"sampler"}),
+        (breaks_draws, GRAPHS, {"sampler"}),
+        (breaks_capture(torch.OutOfMemoryError("CUDA out of memory")), EAGER, {GRAPHS}),
+        (breaks_capture(RuntimeError("operation not permitted when stream is capturing")), EAGER, {GRAPHS}),
+    ],
+)
+def test_what_fails_is_left_for_what_works(
+    small_path: Path, monkeypatch: pytest.MonkeyPatch, breaks: Break, backend: str, left: set[str]
+) -> None:
+    breaks(monkeypatch)
+    taken = serves(small_path, backend)
+    assert set(taken.left) == left
+    assert all(taken.left.values())
+
+
+def test_nothing_is_left_where_all_works(small_path: Path) -> None:
+    assert serves(small_path, GRAPHS).left == {}
+
+
+@pytest.mark.parametrize("backend", [EAGER, TRITON, TORCH])
+def test_the_settings_say_with_which_backend_to_begin(small_path: Path, backend: str) -> None:
+    assert serves(small_path, backend, backend=backend).left == {}
+
+
+@pytest.mark.parametrize(
+    ("breaks", "require"), [(breaks_one_head, "triton"), (breaks_capture(RuntimeError("no")), "graphs")]
+)
+def test_a_replica_does_not_start_below_the_backend_that_is_required(
+    small_path: Path, monkeypatch: pytest.MonkeyPatch, breaks: Break, require: str
+) -> None:
+    breaks(monkeypatch)
+    with pytest.raises(InvalidSetup, match=rf"model\.require is {require}, and .*graphs: .*leave model\.require out"):
+        engine_of(small_path, require=require)
+
+
+def test_without_triton_plain_torch_serves(small_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.model.loader.why_no_triton", lambda device: "is not installed: pip install triton")
+    assert serves(small_path, TORCH).left == dict.fromkeys(
+        (GRAPHS, EAGER, TRITON), "Triton is not installed: pip install triton"
+    )
+
+
+def test_keys_and_values_in_fp8_become_those_of_the_model_where_no_kernel_works(
+    small_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    breaks_kernels_at_compile(monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        serves(small_path, TORCH, cache=CACHE | {"dtype": "fp8"})
+    assert "cache.dtype is fp8, which torch does not compute" in caplog.text
+
+
+def test_weights_in_fp8_become_bfloat16_without_our_decoder() -> None:
+    config = config_of("m", device="auto", quantization="fp8")
+    assert config_for(config, GRAPHS).model.quantization == config_for(config, EAGER).model.quantization == "fp8"
+    assert config_for(config, TRITON).model.quantization == config_for(config, TORCH).model.quantization == "none"
+
+
+def test_a_promise_that_plain_torch_does_not_keep_is_not_broken(
+    small_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    breaks_kernels_at_compile(monkeypatch)
+    with pytest.raises(InvalidSetup, match=r"model\.batch_invariant is set, and .* plain torch"):
+        engine_of(small_path, batch_invariant=True)
+
+
+@pytest.mark.parametrize("architecture", [*ALL, "bloom"])
+def test_what_a_cpu_serves_plain_torch_serves_on_a_gpu(
+    architecture: str, tiny_model_path: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Bloom attends by its own code."""
+    path = save_random_model(tmp_path / "model", "bloom") if architecture == "bloom" else tiny_model_path(architecture)
+    request = some_requests()[0]
+    engine = engine_of(path, backend=TORCH, cache=CACHE | {"num_blocks": 48, "num_state_slots": 9})
+    assert run_to_end(engine, request).token_ids == generate_plainly(path, [request])
+
+
+@pytest.mark.parametrize("architecture", ["lfm2", "qwen3_5_text"])
+def test_recurrent_layers_are_computed_by_plain_torch_where_the_kernels_fail(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_random_model(tmp_path / "model", architecture, **MODELS[architecture])
+    for name in ("short_convolution", "gated_delta_rule"):
+        monkeypatch.setattr(TritonRecurrence, name, raises(RuntimeError("PassManager::run failed")))
+    taken = serves(path, TORCH, cache=CACHE | {"num_state_slots": 8})
+    assert set(taken.left) == {EAGER, TRITON}
+
+
+def test_a_model_that_no_backend_computes_is_refused_with_all_reasons(
+    small_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.model.ways.loaded_model.LoadedModel.difference_in_steps", lambda *_: "all is wrong")
+    with pytest.raises(UnsupportedModel, match=r"runs with no backend here: graphs: .*all is wrong; eager: .*torch: "):
+        engine_of(small_path)
+
+
+class TestLostDevices:
+    def setup_method(self) -> None:
+        self.now = 1000.0
+
+    def file(self, folder: Path, setup: str = "a card") -> LostDevices:
+        return LostDevices(folder / "deeper" / "lost.json", setup, clock=lambda: self.now)
+
+    def test_a_backend_is_left_out_for_a_while_then_until_a_version_changes(self, tmp_path: Path) -> None:
+        file = self.file(tmp_path)
+        assert file.left_out() == {}
+        for number in range(1, MOST_LOSSES):
+            file.note(GRAPHS, "an illegal memory access")
+            self.now += 60
+            reason = file.left_out()[GRAPHS]
+            assert "1 minutes ago by: an illegal memory access" in reason, number
+            assert str(file.path) in reason
+            self.now += LEFT_OUT_S
+            assert file.left_out() == {}
+        file.note(GRAPHS, "an illegal memory access")
+        self.now += 10 * LEFT_OUT_S
+        assert f"lost with it {MOST_LOSSES} times" in file.left_out()[GRAPHS]
+        assert self.file(tmp_path, "another card").left_out() == {}
+        file.path.unlink()
+        assert file.left_out() == {}
+
+    @pytest.mark.parametrize("content", ["", "[]", "{"])
+    def test_a_file_that_is_broken_is_begun_again(self, tmp_path: Path, content: str) -> None:
+        file = self.file(tmp_path)
+        file.path.parent.mkdir()
+        file.path.write_text(content)
+        assert file.left_out() == {}
+        file.note(EAGER, "why")
+        assert set(file.left_out()) == {EAGER}
+
+    def test_a_file_that_cannot_be_written_ends_nothing(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        (tmp_path / "deeper").write_text("a file")
+        self.file(tmp_path).note(EAGER, "why")
+        assert "cannot be written" in caplog.text
+
+
+def ladder_of(path: Path, **model: Any) -> Ladder:
+    return Ladder.of(config_of(path, **model), torch.device("cpu"), driver="1", why_no_triton=None, is_shared=False)
+
+
+def test_after_two_losses_in_a_row_only_plain_torch_is_tried(small_path: Path) -> None:
+    ladder = ladder_of(small_path)
+    assert list_backends(ladder) == list(BACKENDS)
+    ladder.lost.note(GRAPHS, "why")
+    assert list_backends(ladder_of(small_path)) == [EAGER, TRITON, TORCH]
+    ladder.lost.note(EAGER, "why")
+    assert list_backends(ladder_of(small_path)) == [TORCH]
+    ladder.lost.note(TORCH, "why")  # below it is nothing
+    assert list_backends(ladder_of(small_path)) == [TORCH]
+
+
+def list_backends(ladder: Ladder) -> list[str]:
+    found: list[str] = []
+    with suppress(UnsupportedModel):
+        for backend in ladder.backends():
+            found.append(backend)
+    return found
+
+
+def test_an_error_that_is_not_of_the_backend_leaves_the_ladder(small_path: Path) -> None:
+    ladder = ladder_of(small_path)
+    for error in (InvalidSetup("a"), UnsupportedModel("b"), Failure("c")):
+        with pytest.raises(type(error)), ladder.trying(GRAPHS):
+            raise error
+    assert ladder.left == {}
+    for backend in (GRAPHS, TRITON):
+        with ladder.trying(backend):
+            raise BackendFailed("why")
+    assert ladder.left == {GRAPHS: "why", TRITON: "why"}
+
+
+def test_a_device_that_is_lost_while_a_backend_loads_is_noted(
+    small_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(torch.cuda, "synchronize", raises(RuntimeError("CUDA error: an illegal memory access")))
+    gpu_device = torch.device("cuda")
+    ladder = Ladder.of(config_of(small_path), gpu_device, driver="1", why_no_triton=None, is_shared=False)
+    with pytest.raises(Failure, match="the next start tries another backend than graphs"), ladder.trying(GRAPHS):
+        raise RuntimeError("CUDA error: an illegal memory access")
+    [losses] = json.loads(ladder.lost.path.read_text()).values()
+    assert list(losses) == [GRAPHS]
+
+
+def test_the_replica_behind_one_that_lost_its_device_takes_another_backend(
+    small_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CUDA error in a step ends the engine; the next one has the same tokens."""
+    is_lost = False
+
+    def synchronize(*_: object) -> None:
+        if is_lost:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    for backend, after in ((GRAPHS, EAGER), (EAGER, TORCH)):
+        is_lost = False
+        engine = engine_of(small_path)
+        assert engine.measurements().backend is not None
+        assert engine.measurements().backend.name == backend  # type: ignore[union-attr]
+        is_lost = True
+        engine.add(some_requests()[0])
+        with monkeypatch.context() as patch:
+            patch.setattr(Sampler, "sample", raises(RuntimeError("CUDA error: unspecified launch failure")))
+            patch.setattr(triton_sampler.TritonSampler, "sample", Sampler.sample)
+            with pytest.raises(DeviceLost):
+                engine.step()
+        is_lost = False
+        assert "lost with it 0 minutes ago by: " in serves(small_path, after).left[backend]
+
+
+def test_a_cpu_has_no_backends_of_gpus(small_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TritonAttention, "fits", staticmethod(lambda device: False))
+    for name, value in (("backend", "eager"), ("backend", "triton"), ("require", "graphs")):
+        with pytest.raises(InvalidSetup, match=r"is for GPUs, and .* runs on a CPU"):
+            engine_of(small_path, **{name: value})  # type: ignore[arg-type]
+    assert device.why_no_triton(torch.device("cpu")) is None
