@@ -23,11 +23,10 @@ from app.engine.adapter_store import HeldAdapter
 from app.engine.batch import DeviceLost
 from app.engine.engine import NO_ADAPTERS, Engine, StepError
 from app.engine.matcher import Matcher, Matchers
-from app.engine.model_runner import TakenBackend
 from app.engine.request import Adapter, Address, FinishReason, ModelInfo, Queued, Request, TokenDelta
 from app.engine.sleep_controller import SleepController
 from app.engine.snapshot import EngineSnapshot
-from app.engine.stats import AWAKE, EngineMeasurements, EngineStats, SleepState, SleepStats
+from app.engine.stats import AWAKE, EngineMeasurements, EngineStats, SleepState, SleepStats, TakenBackend
 from app.errors import (
     CarouselError,
     DeviceFault,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from app.engine.batch import StepBatch, StepResult
+from app.engine.stats import TakenBackend
 
 
 class PendingStep(Protocol):
@@ -51,13 +51,6 @@ class BlockMemory(ABC):
     @abstractmethod
     def copies(self) -> AbstractContextManager[BlockCopies]:
         """To copy what the steps that were begun before have written, and into blocks of which no later one knows."""
-
-
-class TakenBackend(NamedTuple):
-    """The code that computes a model on a GPU (`app/model/gpu_backends.py`)."""
-
-    name: str
-    left: Mapping[str, str] = MappingProxyType({})  # what has failed before it, each with the reason
 
 
 class ModelRunner(ABC):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -13,7 +15,6 @@ from app.config import SchedulerConfig
 from app.engine.adapter_store import AdapterStats
 from app.engine.batch import SchedulingDecision, StepBatch
 from app.engine.histogram import SECONDS, SMALL_NUMBERS, TOKENS, Distribution, Histogram
-from app.engine.model_runner import TakenBackend
 from app.engine.observer import EndedStep, StepObserver
 from app.engine.request import EngineTimes
 from app.engine.sequence import Sequence
@@ -69,6 +70,13 @@ class SleepState(StrEnum):
     ASLEEP = "asleep"
     QUEUED = "queued"  # it has requests, and waits for memory that other engines of its device have
     WAKING = "waking"
+
+
+class TakenBackend(NamedTuple):
+    """The code that computes a model on a GPU (`app/model/gpu_backends.py`)."""
+
+    name: str
+    left: Mapping[str, str] = MappingProxyType({})  # what has failed before it, each with the reason
 
 
 class SleepStats(NamedTuple):

@@ -21,10 +21,9 @@ from typing import Any, Generic, TypeVar, get_args, get_type_hints
 
 import msgspec
 
-from app.engine.model_runner import TakenBackend
 from app.engine.request import Request, TokenDelta
 from app.engine.snapshot import EngineSnapshot
-from app.engine.stats import AWAKE, EngineStats, SleepStats
+from app.engine.stats import AWAKE, EngineStats, SleepStats, TakenBackend
 from app.errors import CarouselError, from_plain
 from app.fleet.dispatch import PrefixChanges, ReplicaReport
 

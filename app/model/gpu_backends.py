@@ -23,7 +23,7 @@ import torch
 
 from app.config import EngineConfig
 from app.disk import cache_folder, write_atomically
-from app.engine.model_runner import TakenBackend
+from app.engine.stats import TakenBackend
 from app.errors import CarouselError, Failure, InvalidSetup, TooLittleMemory, UnsupportedModel, described
 from app.versions import versions
 

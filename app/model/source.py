@@ -275,7 +275,7 @@ def module_without_weights(source: ModelSource, dtype: torch.dtype) -> PreTraine
         module = _with_our_attention(
             lambda name: source.model_class._from_config(source.found, dtype=dtype, attn_implementation=name)
         )
-    _adapt(source, module)
+    adapt(source, module)
     if (Path(source.location) / "generation_config.json").is_file():
         module.generation_config = GenerationConfig.from_pretrained(source.location)
     return module.eval()
@@ -353,7 +353,7 @@ def module_on_device(source: ModelSource) -> PreTrainedModel | None:
     return mapped.module
 
 
-def _adapt(source: ModelSource, module: PreTrainedModel) -> None:
+def adapt(source: ModelSource, module: PreTrainedModel) -> None:
     """Have a model compute with the states and the latents of a step. Latents only on CPUs, in one process."""
     use_slots(module)
     number_layers(module)
@@ -377,7 +377,7 @@ def module_of_transformers(source: ModelSource) -> PreTrainedModel:
                 **options,
             )
         )  # fmt: skip
-        _adapt(source, module)
+        adapt(source, module)
         return module if "device_map" in options else module.to(source.device)
     except Exception as error:  # each package of quantised weights has its own
         if is_out_of_memory(error):

@@ -6,6 +6,9 @@ leaves its error, and the next goes on. A second call with the same folder goes 
 middle of a stage, too: stages with a result on this device of their files as they are now are left out unless --again.
 FOLDER has what Triton has compiled: bring it back whole, and along to the next machine.
 
+On a card that has never run this code, begin with --first-contact: some three minutes, and FOLDER/results.jsonl says
+which backends work, and why others do not.
+
 With --stand-in every stage runs on a CPU, with tiny sizes and Triton's interpreter: the code is tried, and the figures
 are no claims.
 
@@ -36,6 +39,7 @@ from benchmarks.harness.command import BenchmarkError, above_zero, command_parse
 from benchmarks.harness.machine import PROJECT, environment
 
 _EARLIER = "earlier.json"
+_FIRST_CONTACT = "contact"
 _LOOK_EVERY_S = 5.0  # at the card, while a stage runs: each look makes the driver work
 _LAST_CHARACTERS = 2_000  # of what a stage said that failed
 _ASK_DEVICE = """
@@ -52,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.run is not None:
         return _run(_named([given.run])[0], given)
     try:
-        stages = _named(given.stages) if given.stages else STAGES
+        names = [_FIRST_CONTACT] if given.first_contact else given.stages
+        stages = _named(names) if names else STAGES
         device = NO_CLAIM if given.stand_in else _device()
         given.out.mkdir(parents=True, exist_ok=True)
     except (BenchmarkError, OSError) as error:
@@ -83,7 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _passes(stages: Sequence[Stage]) -> Iterator[tuple[Stage, int]]:
-    """Each stage with the number of its pass: all second passes before what is measured once."""
+    """Each stage with the number of its pass: all second passes before what is measured once, but for first contact."""
+    yield from ((stage, 1) for stage in stages if stage.name == _FIRST_CONTACT)
+    stages = [stage for stage in stages if stage.name != _FIRST_CONTACT]
     repeated = [stage for stage in stages if stage.num_passes > 1]
     yield from ((stage, 1) for stage in repeated)
     yield from ((stage, 2) for stage in repeated)
@@ -218,6 +225,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="for results, logs and the table")
     parser.add_argument(
         "--stages", nargs="+", metavar="STAGE", help=f"only these, of {', '.join(stage.name for stage in STAGES)}"
+    )
+    parser.add_argument(
+        "--first-contact",
+        action="store_true",
+        help="only whether each backend works here: the stage contact",
     )
     parser.add_argument(
         "--budget-s", type=float, default=3600.0, metavar="S", help="no stage begins that this time does not hold"

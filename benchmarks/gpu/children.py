@@ -28,17 +28,18 @@ def in_processes(
     *,
     deadline_s: float,
     takes_cpu_for_gpu: bool = True,
+    verifies: bool = False,
 ) -> list[Child]:
     """Call `work(bench, *arguments)` for each of the arguments, all at once.
 
     deadline_s: for all together, starts included; where it stands in, ten times that. takes_cpu_for_gpu: see
-    `standing_in`; not where the work is of processes that it starts itself.
+    `standing_in`; not where the work is of processes that it starts itself. verifies: as there.
     """
     files = [bench.out / f"{bench.stage}-{number}.json" for number in range(len(arguments))]
     processes = []
     for file, given in zip(files, arguments, strict=True):
         file.unlink(missing_ok=True)
-        own = (work, bench.out, file, bench.stage, bench.stands_in, takes_cpu_for_gpu, given)
+        own = (work, bench.out, file, bench.stage, bench.stands_in, takes_cpu_for_gpu, verifies, given)
         processes.append(multiprocessing.get_context("spawn").Process(target=_run, args=own))
         processes[-1].start()
     ends_at, children = time.monotonic() + bench.sized(1, 10) * deadline_s, []
@@ -54,9 +55,9 @@ def in_processes(
 
 def _run(
     work: Callable[..., None], out: Path, file: Path, stage: str, stands_in: bool, takes_cpu_for_gpu: bool,
-    given: Sequence[Any],
+    verifies: bool, given: Sequence[Any],
 ) -> None:  # fmt: skip
     bench = Bench(out=out, file=file, stands_in=stands_in, earlier={}, stage=stage)
-    with standing_in(stands_in and takes_cpu_for_gpu):
+    with standing_in(stands_in and takes_cpu_for_gpu, verifies=verifies):
         work(bench, *given)
     os._exit(0)  # without the end of what the libraries have started, which may wait for ever

@@ -83,9 +83,15 @@ class WorkAgain:
         return lambda: output.copy_(function())
 
 
+_UNVERIFIED = {"app.model.ways.loaded_model.LoadedModel.difference_in_steps": lambda *_: None}
+
+
 @contextmanager
-def standing_in(is_so: bool = True) -> Iterator[None]:
-    """The engine takes the CPU for a GPU: where it would choose Triton's kernels and graphs, it does."""
+def standing_in(is_so: bool = True, *, verifies: bool = False) -> Iterator[None]:
+    """The engine takes the CPU for a GPU: where it would choose Triton's kernels and graphs, it does.
+
+    verifies: the steps of each model, too; they are many, and the interpreter is slow.
+    """
     with ExitStack() as patches:
         if not is_so:
             yield
@@ -93,11 +99,9 @@ def standing_in(is_so: bool = True) -> Iterator[None]:
         for name, replacement in {
             "app.model.cuda.attention.TritonAttention.fits": staticmethod(lambda device: True),
             "app.model.ways.gpu.CudaCapture": WorkAgain,
-            "app.model.ways.loaded_model.LoadedModel.verify_steps": lambda *_, **__: (
-                None
-            ),  # many steps, and the interpreter is slow
             "app.model.verification.NUM_TOKENS": 4,
             "torch.cuda.synchronize": lambda device=None: None,
+            **({} if verifies else _UNVERIFIED),
         }.items():
             patches.enter_context(patch(name, replacement))
         yield

@@ -20,7 +20,7 @@ from app.engine.model_runner import ModelRunner
 from app.model.attention import ATTENTION_NAME
 from app.model.cuda.graph_runner import GraphModelRunner
 from app.model.loader import load_model
-from app.model.source import ModelSource
+from app.model.source import ModelSource, adapt
 from app.model.ways.loaded_model import LoadedModel
 from benchmarks.gpu.bench import BLOCK_SIZE, Bench
 from benchmarks.gpu.graphs import Replays
@@ -97,7 +97,45 @@ _ONE_LAYER = {"num_hidden_layers": 1}
 _NARROW = {name: _TINY[name] for name in _TINY if name.endswith(("_size", "_heads", "head_dim"))} | _ONE_LAYER
 # One thin layer before the whole vocabulary: nearly all of its step is sampling.
 LAYERS = ("Llama-3-8B", "Qwen3-8B", "Gemma-2-9B", "gpt-oss-20B")
+_SMALL = _TINY | {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+_QWEN3_MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+}
+_GEMMA3: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 10_000}
+                        for kind in ("sliding_attention", "full_attention")},
+}  # fmt: skip
+_QWEN3_5: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+# Llama-3.2-1B
+_1B = _8B | _LLAMA | {
+    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64,
+    "tie_word_embeddings": True,
+}  # fmt: skip
 _SHAPES = {
+    "tiny Llama": (_SMALL | _LLAMA | _NARROW | {"num_hidden_layers": 2},) * 2,
+    "tiny Qwen3-MoE": (_SMALL | _QWEN3_MOE,) * 2,
+    "tiny Gemma 3": (_SMALL | _GEMMA3,) * 2,
+    "tiny Qwen3.5": (_SMALL | _QWEN3_5,) * 2,
+    "1B": (_1B, _TINY),
     "8b": (_8B, _TINY),
     "sampling": (
         _8B | {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 2,
@@ -150,7 +188,9 @@ def made_weights() -> Iterator[None]:
     """In here a model that is loaded gets random weights, made on its device; all that follows is the loader's own."""
 
     def made(source: ModelSource) -> Any:
-        return random_module(source.found, source.dtype, source.device)
+        module = random_module(source.found, source.dtype, source.device)
+        adapt(source, module)
+        return module
 
     with patch("app.model.ways.transformers_code.read_module", made):
         yield

@@ -36,6 +36,7 @@ class Stage(NamedTuple):
 
 # By worth: what has targets, and what these are compared with, comes first and twice.
 STAGES = (
+    Stage("contact", "contact", 180, "each backend on small models: whether it loads, and has plain torch's tokens"),
     Stage("rates", "rates", 20, "versions, the card, rates of copies and of matrix products", 2),
     Stage("decode", "decode", 60, "steps by replay against bytes / rate of copies; prompts", 2),
     Stage("engine", "engine", 40, "the whole engine on requests of ragged lengths", 2),

@@ -134,6 +134,7 @@ def test_replicas_that_take_turns_on_a_card_are_told_of(  # type: ignore[no-unty
 
     monkeypatch.setattr("app.model.loader.device_of", lambda config: torch.device("cuda"))
     monkeypatch.setattr("app.model.loader._load", no_more)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
     if has_mps:
         (tmp_path / "control").touch()

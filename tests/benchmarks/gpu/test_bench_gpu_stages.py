@@ -19,8 +19,11 @@ import torch
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
 
 from app.config import ApplicationConfig
-from benchmarks.gpu import attention, engine, faults, kernel_tests, kernels, profiled, round_trip, sampler
+from app.model.cuda.attention import TritonStep
+from app.model.gpu_backends import BACKENDS, EAGER, GRAPHS, TORCH
+from benchmarks.gpu import attention, contact, engine, faults, kernel_tests, kernels, profiled, round_trip, sampler
 from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.children import Child
 from benchmarks.gpu.graphs import standing_in
 from benchmarks.gpu.models import LAYERS, engine_config, made_model, prepared_runner
 from benchmarks.gpu.results import STAGES
@@ -124,7 +127,9 @@ def bench(tmp_path: Path) -> Bench:
 
 
 @pytest.mark.parametrize(
-    "stage", [each for each in STAGES if each.name not in ("faults", "service")], ids=lambda stage: stage.name
+    "stage",
+    [each for each in STAGES if each.name not in ("contact", "faults", "service")],
+    ids=lambda stage: stage.name,
 )
 def test_a_stage_leaves_its_figures_and_tables(stage: Any, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     # What is measured more than once is measured for one case and another.
@@ -151,6 +156,40 @@ def test_streams_end_or_go_on_after_a_fault(case: str, stream: str, bench: Bench
         faults.run_case(bench, case)
     figures = bench.figures
     assert (figures["streams"], figures["next_request"]) == (f"2 {stream}", stream)
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_first_contact_says_of_each_backend_what_works(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, is_broken: bool
+) -> None:
+    """Here, and not in processes of their own. All that fails is told, and the stage comes to its end."""
+
+    def here(bench: Bench, work: Any, arguments: Any, *, deadline_s: float, verifies: bool) -> list[Child]:
+        own = Bench(out=bench.out, file=bench.out / "own.json", stands_in=True, earlier={})
+        for given in arguments:
+            work(own, *given)
+        return [Child(own.figures, "ended with 0")]
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("PassManager::run failed")
+
+    monkeypatch.setattr("app.model.gpu_backends.cache_folder", lambda: bench.out)
+    monkeypatch.setattr(contact, "in_processes", here)
+    if is_broken:
+        monkeypatch.setattr(TritonStep, "_attended", fails)
+    monkeypatch.setattr(contact, "MODELS", ("tiny Llama", "tiny Qwen3.5", "1B"))
+    with standing_in(verifies=True):
+        contact.measure(bench)
+    rows = {(row["backend"], row["model"]): row for row in bench.tables["contact"]}
+    for backend, model in product(BACKENDS, contact.MODELS[:-1]):
+        row, expected = rows[backend, model], backend
+        if model == "tiny Qwen3.5" and backend == GRAPHS:
+            expected = EAGER
+        assert row["equal"] is True, row
+        assert row["took"] == (TORCH if is_broken else expected), row
+        assert ("PassManager::run failed" in (row["failed"] or "")) == (is_broken and backend != TORCH), row
+        assert row["output_tokens_per_s"] > 0
+    assert all(rows[backend, "1B"]["failed"] == "its process ended with 0 before" for backend in BACKENDS)
 
 
 def test_a_stage_that_was_stopped_goes_on_with_the_part_in_which_it_was(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ import torch
 from app.build import build_sync_engine
 from app.engine.batch import DeviceLost
 from app.engine.engine import Engine
-from app.engine.model_runner import TakenBackend
 from app.engine.request import Request
+from app.engine.stats import TakenBackend
 from app.errors import Failure, InvalidSetup, UnsupportedModel
 from app.model import device
 from app.model.gpu_backends import (
@@ -54,7 +54,7 @@ Break = Callable[[pytest.MonkeyPatch], None]
 
 @pytest.fixture(autouse=True)
 def _own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, triton_here: None) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("app.model.gpu_backends.cache_folder", lambda: tmp_path / "cache")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
 
 
