@@ -193,6 +193,7 @@ function updateHead({ root, head, queue, dispatch, canvas, replica }) {
   const tokens = recent.reduce((sum, each) => sum + (isEncoder ? each.num_tokens : each.num_drawn_tokens), 0);
   const span = recent.length ? Math.max(1, (history.at - recent[0].at) / 1000 + 0.2) : 1;
   const bubbles = Math.round(bubblesOf(replica) * 100);
+  const failed = Object.keys(facts.backends_left ?? {}).join(", "); // faster code for its GPU
   const parts = [
     ["id", replica.id], ["state", STATES[replica.state] ?? replica.state], ["i", facts.group ? `group ${facts.group}` : ""],
     ["state", isThere ? SLEEP[facts.sleep] ?? "" : ""],
@@ -202,6 +203,8 @@ function updateHead({ root, head, queue, dispatch, canvas, replica }) {
     ["n", seen ? `${Math.round(tokens / span)} ${isEncoder ? "prompt tokens/s" : "tokens/s"}` : ""],
     ["n", seen && facts.tokens_per_s ? `speed ${Math.round(facts.tokens_per_s)}` : ""],
     ["n", seen && facts.last_dispatch !== undefined ? `load ${facts.prefill_tokens + facts.decode_tokens} tokens` : ""],
+    ["i", facts.backend ? `backend ${facts.backend}` : ""],
+    ["why", failed ? `${failed} failed` : ""],
     ["i", seen?.settings ? `settings ${seen.settings}` : ""],
     ["n", seen?.tuning ? tuned(seen) : ""],
     [bubbles ? "why bubbles" : "n bubbles", seen ? `bubbles ${bubbles} %${bubbles ? ": slots empty while requests wait for the batch" : ""}` : ""],
