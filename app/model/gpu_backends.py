@@ -149,6 +149,10 @@ class Ladder:
             InvalidSetup: the settings or the model are wrong for any backend.
             Failure: the device is lost, so this process can try no other.
         """
+        if self.left:  # only now nothing holds the error of the last one any more, and with it its memory
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
         try:
             yield
             return
@@ -174,15 +178,13 @@ class Ladder:
             self.left[part] = reason
 
     def leave(self, backend: str, reason: str) -> None:
-        """Note that a backend does not work, and give its memory back. Raises Failure as `trying` does."""
+        """Note that a backend does not work. Raises Failure as `trying` does."""
         self.left[backend] = reason
         logger.warning("%s is not computed by %s: %s", self.config.model.path, BACKENDS[backend], reason)
-        gc.collect()
         if self.device.type != "cuda":
             return
         try:
             torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
         except RuntimeError as error:
             self.lost.note(backend, reason)
             raise Failure(

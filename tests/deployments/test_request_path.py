@@ -121,7 +121,8 @@ def fleet_of(replica: Any) -> Fleet:
 async def walk(make_replica: Callable[..., Any], recorder: Recorder) -> list[int]:
     """Stream three tokens of a chat; returns where in the record each event was sent.
 
-    A chat before it is not recorded: the connection to the replica is open then, and what is remembered is known.
+    The chats before the last one are not recorded: the connection to the replica is open then, and what is remembered
+    is known.
     """
     replica = make_replica()
     fleet = fleet_of(replica)
@@ -148,11 +149,14 @@ async def walk(make_replica: Callable[..., Any], recorder: Recorder) -> list[int
         return True
 
     app = build_app(RequestHandler([model], ApiConfig()), is_ready)
-    for _ in range(2):
+    most = 20  # on a busy machine two tokens may come in one frame
+    for number in range(most):
         recorder.passed.clear()
         sent.clear()
         messages.append({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False})
         await app({**SCOPE}, receive, send)
+        if number and begin_of_token(recorder.passed, sent) is not None:
+            break
     fleet.close()
     await replica._frame_server.close()
     return sent
@@ -222,9 +226,15 @@ def test_the_page_lists_every_function_that_a_token_passes_on_its_way_back(
 
 def token_of(passed: Sequence[Passed], sent: Sequence[int]) -> Sequence[Passed]:
     """What the second token passes."""
-    delivered = ("call", stations("Back")[0])
-    begins = next(index for index in range(sent[0], sent[1]) if passed[index].moment == delivered)
+    begins = begin_of_token(passed, sent)
+    assert begins is not None, "it never came in a frame of its own"
     return passed[begins : sent[1]]
+
+
+def begin_of_token(passed: Sequence[Passed], sent: Sequence[int]) -> int | None:
+    """Where the second token leaves the engine; None if it came with another one."""
+    delivered = ("call", stations("Back")[0])
+    return next((index for index in range(sent[0], sent[1]) if passed[index].moment == delivered), None)
 
 
 # They run beside all requests: the connection is held open, the loop's pauses are measured, metrics are handed over.

@@ -140,7 +140,7 @@ class GraphModelRunner(LeadingRunner):
             self._capture_all(self._capture)
         self._capture = None
 
-    def _leave_graphs(self, error: RuntimeError, reason: str) -> None:
+    def _leave_graphs(self, error: Exception, reason: str) -> None:
         """Run steps eagerly from now on. Raises as `prepare`."""
         if isinstance(self._finding_loss, FindingLoss):
             self._finding_loss.check(error)
@@ -326,7 +326,7 @@ class GraphModelRunner(LeadingRunner):
         for num_rows in (*coarse, *finer):
             try:
                 self._graphs[decode_size(num_rows)] = self._captured(decode_size(num_rows), capture)
-            except RuntimeError as error:
+            except Exception as error:
                 reason = first_line(error)
                 if not is_out_of_memory(error):
                     self._leave_graphs(error, f"this model cannot be captured ({reason})")
@@ -355,7 +355,7 @@ class GraphModelRunner(LeadingRunner):
             try:
                 self._graphs[size] = self._captured(size, capture)
                 captured.insert(0, size)
-            except RuntimeError as error:
+            except Exception as error:
                 logger.warning(
                     "steps of %d tokens with prompts run without a CUDA graph, slower (%s)%s",
                     size.num_tokens, first_line(error),
@@ -371,7 +371,7 @@ class GraphModelRunner(LeadingRunner):
             adapted = replace(size, has_adapters=True)
             try:
                 self._graphs[adapted] = self._captured(adapted, capture)
-            except RuntimeError as error:
+            except Exception as error:
                 logger.warning(
                     "steps of %d tokens and fewer with adapters run without CUDA graphs, slower (%s)%s",
                     size.num_tokens, first_line(error),

@@ -149,7 +149,7 @@ def breaks_draws(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(triton_sampler.TritonSampler, "_draw", wrong)
 
 
-def breaks_capture(error: RuntimeError) -> Break:
+def breaks_capture(error: Exception) -> Break:
     def breaks(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(gpu, "CudaCapture", lambda device: raises(error))
 
@@ -171,6 +171,7 @@ ALL_BUT_TORCH = {GRAPHS, EAGER, TRITON}
         (breaks_draws, GRAPHS, {"sampler"}),
         (breaks_capture(torch.OutOfMemoryError("CUDA out of memory")), EAGER, {GRAPHS}),
         (breaks_capture(RuntimeError("operation not permitted when stream is capturing")), EAGER, {GRAPHS}),
+        (breaks_capture(ValueError("at 12:4: a kernel does not compile")), EAGER, {GRAPHS}),
     ],
 )
 def test_what_fails_is_left_for_what_works(
