@@ -78,6 +78,17 @@ def hidden_name(name: str) -> str:
     return f".{name}.tmp"
 
 
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """While other processes wait for this lock; see `take_lock`."""
+    descriptor = take_lock(path, waits=True)
+    assert descriptor is not None, "it has waited"
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def take_lock(path: Path, *, waits: bool = False) -> int | None:
     """A lock on a folder, or on a file that is made where there is none; None when another process has it.
 

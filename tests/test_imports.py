@@ -47,7 +47,8 @@ ALLOWED = {
     "app.model.adapter_files": {"app.errors", "app.engine.request", "app.model.location", "transformers"},
     "app.model.adapters": {"app.errors", "app.engine.batch", "app.model", "torch", "pydantic", "safetensors"},
     "app.model.gpu_backends": {
-        "app.config", "app.disk", "app.errors", "app.engine.stats", "app.versions", "torch",
+        "app.config", "app.disk", "app.errors", "app.engine.stats", "app.versions", "annotated_types", "pydantic",
+        "torch",
     },
     "app.model.gguf": {"app.disk", "app.errors", "gguf", "numpy", "tokenizers", "transformers"},
     "app.model.cpu.checkpoint": {"app.errors", "app.model", "torch", "safetensors", "transformers"},

@@ -76,7 +76,7 @@ class TakenBackend(NamedTuple):
     """The code that computes a model on a GPU (`app/model/gpu_backends.py`)."""
 
     name: str
-    left: Mapping[str, str] = MappingProxyType({})  # what has failed before it, each with the reason
+    failed: Mapping[str, str] = MappingProxyType({})  # what has failed before it, each with the reason
 
 
 class SleepStats(NamedTuple):

@@ -150,7 +150,7 @@ def report_of(
         state=sleep.state,
         wake_s=sleep.expected_wake_s,
         backend="" if backend is None else backend.name,
-        backends_left={} if backend is None else dict(backend.left),
+        backends_failed={} if backend is None else dict(backend.failed),
         num_free_kv_tokens=stats.num_free_blocks // stats.num_layer_groups * stats.block_size,
         is_short_of_memory=stats.num_blocks > 0 and stats.num_free_blocks < stats.num_running * stats.num_layer_groups,
     )

@@ -334,6 +334,6 @@ class ReplicaRegistry:
             "wake_s": report and report.wake_s,
             "weights": report and f"{report.weights:08x}",
             "backend": report and report.backend,
-            "backends_left": report and report.backends_left,
+            "backends_failed": report and report.backends_failed,
             "last_dispatch": decision and f"{decision.rule}: {decision.scoring.explain(decision.candidates[0])}",
         }

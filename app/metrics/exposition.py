@@ -194,7 +194,7 @@ _REPLICAS: Sequence[Family[EngineReport]] = (
     Family("gauge", "carousel_backend", "1 for the code that computes on a GPU: graphs is the fastest.",
         lambda each: {backend.name: 1} if (backend := each.measurements.backend) else {}, ("backend",)),
     Family("gauge", "carousel_backends_failed", "Faster code for the GPU that does not work here.",
-        lambda each: len(backend.left) if (backend := each.measurements.backend) else 0),
+        lambda each: len(backend.failed) if (backend := each.measurements.backend) else 0),
     Family("histogram", "carousel_step_seconds", "Time of one step.", lambda each: each.measurements.step_s),
     Family("histogram", "carousel_step_tokens", "Tokens computed in one step.",
         lambda each: each.measurements.step_tokens),

@@ -7,7 +7,7 @@ faster ones (`cpu/attention.py`, `cuda/attention.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
@@ -188,6 +188,18 @@ class PagedAttention(Protocol):
         ...
 
 
+_BYTES_AT_ONCE = 256 * 1024**2  # of gathered keys and values, or of scores
+
+
+def plain_attention_bytes(layers: Iterable[LayerShape], length: int, dtype: torch.dtype) -> int:
+    """What `TorchAttention` takes at most beside what a step of short sequences takes.
+
+    length: tokens of the longest sequence, whose keys and values are gathered whole, and copied once.
+    """
+    of_token = max((each.num_kv_heads * (each.key_dim + each.value_dim) for each in layers), default=0)
+    return 3 * _BYTES_AT_ONCE + 2 * length * of_token * dtype.itemsize
+
+
 class TorchAttention:
     """Plain torch: gathers each sequence's blocks, then `scaled_dot_product_attention`."""
 
@@ -231,8 +243,10 @@ class _TorchStep:
         read = partial(self._read, own, (stored, value), rules)
         output = query.new_empty(*query.shape[:2], value.shape[-1])
         if rows.decode is not None:
-            at = rows.decode.token_indices
-            output[at] = self._decode(read, query[at], rows.decode, rules)
+            of_row = rows.decode.block_tables.shape[1] * self._cache.block_size * (stored[0].nbytes + value[0].nbytes)
+            number = max(1, _BYTES_AT_ONCE // of_row)
+            for part in rows.decode.parts(number):
+                output[part.token_indices] = self._decode(read, query[part.token_indices], part, rules)
         for chunk in rows.prefill:
             output[chunk.tokens] = self._prefill(read, query[chunk.tokens], chunk, rules)
         return output
@@ -318,11 +332,15 @@ def _causal(
 ) -> torch.Tensor:
     """query: [num_tokens, num_heads, dim] at positions from `start`; keys, values: [length, num_kv_heads, dim]."""
     at = torch.arange(keys.shape[0], device=keys.device)
-    own = torch.arange(start, start + query.shape[0], device=keys.device)[:, None]
-    visible = at <= own
-    if rules.sliding_window is not None:
-        visible &= at > own - rules.sliding_window
-    return _scores_to_output(query[None], keys[None], values[None], visible[None], rules)[0]
+    number = max(1, _BYTES_AT_ONCE // (query.shape[1] * keys.shape[0] * torch.float32.itemsize))
+    parts = []
+    for first, part in zip(range(0, len(query), number), torch.split(query, number), strict=True):
+        own = torch.arange(start + first, start + first + len(part), device=keys.device)[:, None]
+        visible = at <= own
+        if rules.sliding_window is not None:
+            visible &= at > own - rules.sliding_window
+        parts.append(_scores_to_output(part[None], keys[None], values[None], visible[None], rules)[0])
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _blank_others(keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor) -> None:

@@ -84,7 +84,10 @@ def driver_version() -> str:
 
 
 def why_no_triton(device: torch.device) -> str | None:
-    """And what to do. It compiles a launcher in C for its kernels, see `triton/runtime/build.py`."""
+    """What Triton lacks on this device, and how to install it; None: nothing.
+
+    It compiles a launcher in C for its kernels, see `triton/runtime/build.py`.
+    """
     if device.type != "cuda":
         return None  # its interpreter
     if importlib.util.find_spec("triton") is None:

@@ -1,7 +1,7 @@
 """The backends of a GPU, best first. A replica takes the first one that works.
 
 A kernel that does not compile, a driver that refuses a launch, a step with wrong numbers: each of these costs a replica
-one backend, and the next one is tried. Plain torch is the last.
+a backend, and the next one is tried. Plain torch is the last. What ends or hangs the process itself is not remembered.
 
 A CUDA error may end what a process can do on its device. A file remembers the backend that a device was lost on, so
 that the replica which starts next takes another one.
@@ -13,19 +13,21 @@ import gc
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import torch
+from annotated_types import Len
+from pydantic import TypeAdapter, ValidationError
 
 from app.config import EngineConfig
-from app.disk import cache_folder, write_atomically
+from app.disk import cache_folder, locked, write_atomically
 from app.engine.stats import TakenBackend
-from app.errors import CarouselError, Failure, InvalidSetup, TooLittleMemory, UnsupportedModel, described
-from app.versions import versions
+from app.errors import CarouselError, Failure, InvalidSetup, TooLittleMemory, UnsupportedModel
+from app.versions import commit, versions
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +42,37 @@ BACKENDS: Mapping[str, str] = {
 FILE_NAME = "lost_devices.json"
 LEFT_OUT_S = 3600.0  # after a loss; a device may be lost for other reasons than the code that runs
 MOST_LOSSES = 3  # of a device with one backend, before only another version lets it be tried
-# A replica that loses its device while it loads has failed to start, and Ray gives up after a few of these.
-_MOST_LOST_BACKENDS = 2
+_ONE_EVENT_S = 60.0  # losses within are one: a fault may end all processes on a card
+_MOST_OF_A_MESSAGE = 200  # characters
 
 
 class BackendFailed(Exception):
     """A backend does not work here. The message says why."""
+
+
+def cause_of(error: Exception) -> str:
+    """An error of the load in one line. No client has sent anything yet, so its whole message may be shown.
+
+    Compilers begin with the place, and say what is wrong in the last line.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    ends = dict.fromkeys(line[:_MOST_OF_A_MESSAGE] for line in (lines[0], lines[-1]))
+    return f"{type(error).__name__}: {' … '.join(ends)}"
+
+
+def is_lost(device: torch.device) -> bool:
+    """Whether this process can compute nothing more on its device."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
+# By setup and backend the times of the last losses, by time.time, and what the last one was.
+_Setups = dict[str, dict[str, tuple[Annotated[list[float], Len(min_length=1)], str]]]
+_SETUPS: TypeAdapter[_Setups] = TypeAdapter(_Setups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,53 +83,57 @@ class LostDevices:
     setup: str  # card, driver, versions and model; other setups have entries of their own
     clock: Callable[[], float] = time.time
 
-    def note(self, backend: str, reason: str) -> None:
-        """Remember that a device was lost with this backend."""
-        setups = self._read()
-        losses = setups.setdefault(self.setup, {}).setdefault(backend, {"times": []})
-        losses |= {"times": [*losses["times"], self.clock()][-MOST_LOSSES:], "reason": reason[:500]}
+    def note(self, backends: Iterable[str], reason: str) -> None:
+        """Remember that a device was lost with these backends."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path, json.dumps(setups, indent=1).encode())
+            with locked(self.path.with_suffix(".lock")):
+                setups, now = self._read(), self.clock()
+                for backend in backends:
+                    before, _ = setups.setdefault(self.setup, {}).get(backend, ([], ""))
+                    times = [at for at in before if not 0 <= now - at < _ONE_EVENT_S]
+                    setups[self.setup][backend] = ([*times, now][-MOST_LOSSES:], reason[:500])
+                write_atomically(self.path, json.dumps(setups, indent=1).encode())
         except OSError as error:
-            logger.warning("the next replica may take backend %s again: %s cannot be written: %s",
-                           backend, self.path, error)  # fmt: skip
+            logger.warning("the next replica may take the same backend again: %s cannot be written: %s",
+                           self.path, error)  # fmt: skip
 
     def left_out(self) -> dict[str, str]:
         """The backends that are not tried now, each with the reason."""
         found = {}
-        for backend, losses in self._read().get(self.setup, {}).items():
-            number, ago_s = len(losses["times"]), self.clock() - losses["times"][-1]
+        for backend, (times, reason) in self._read().get(self.setup, {}).items():
+            number, ago_s = len(times), self.clock() - times[-1]
             if number >= MOST_LOSSES:
                 found[backend] = (
-                    f"the device was lost with it {number} times, the last time by: {losses['reason']}. Another "
-                    f"version of the driver, torch, Triton or Carousel is tried; remove {self.path} to try this one"
+                    f"the device was lost with it {number} times, the last time by: {reason}. A replica "
+                    f"tries it with another version of the driver or of the packages; remove {self.path} to try it now"
                 )
             elif ago_s < LEFT_OUT_S:
                 found[backend] = (
-                    f"the device was lost with it {ago_s / 60:.0f} minutes ago by: {losses['reason']}. It is tried "
-                    f"again in {(LEFT_OUT_S - ago_s) / 60:.0f} minutes; remove {self.path} to try it before"
+                    f"the device was lost with it {ago_s / 60:.0f} minutes ago by: {reason}. A replica "
+                    f"that starts in {(LEFT_OUT_S - ago_s) / 60:.0f} minutes tries it again; remove {self.path} to try "
+                    f"it now"
                 )
         return found
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self) -> _Setups:
         """The content of the file; nothing if it cannot be read."""
         try:
-            found = json.loads(self.path.read_bytes())
-        except (OSError, ValueError):
+            return _SETUPS.validate_json(self.path.read_bytes())
+        except (OSError, ValidationError):
             return {}
-        return found if isinstance(found, dict) else {}
 
 
 @dataclass(slots=True)
 class Ladder:
-    """The backends of one replica in the order in which they are tried, and why some of them are left."""
+    """The backends of one replica in the order in which they are tried, and why some of them are not taken."""
 
     config: EngineConfig
     device: torch.device
     lost: LostDevices
     is_shared: bool = False  # by ranks, which take the first backend or none
-    left: dict[str, str] = field(default_factory=dict)  # what has failed, and why
+    has_own_decoder: bool = True  # of the model, as far as is known
+    failed: dict[str, str] = field(default_factory=dict)  # backends, and parts that they do without; why
     skipped: dict[str, str] = field(default_factory=dict)  # what the settings or the kind of model leave out, and why
 
     @classmethod
@@ -111,19 +142,20 @@ class Ladder:
     ) -> Ladder:
         """The backends of a replica on this device. why_no_triton: what Triton lacks, if anything."""
         card = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        packages = ", ".join(f"{name} {number}" for name, number in versions().items())
+        packages = ", ".join(f"{name} {number}" for name, number in (versions() | {"commit": commit()}).items())
         setup = f"{config.model.path}; {card}; driver {driver}; {packages}"
         ladder = cls(config, device, LostDevices(cache_folder() / FILE_NAME, setup), is_shared)
         names, first = list(BACKENDS), config.model.backend
-        above_torch = names[:-1]
-        lost = {name: reason for name, reason in ladder.lost.left_out().items() if name in above_torch}
-        if len(lost) >= _MOST_LOST_BACKENDS:
-            lost = dict.fromkeys(above_torch, f"the device was lost with {' and '.join(lost)}") | lost
-        ladder.left |= lost
+        lost = {name: reason for name, reason in ladder.lost.left_out().items() if name != TORCH}
+        accepted = names[: names.index(config.model.require or TORCH) + 1]
+        if not set(accepted) <= lost.keys():  # else better the same once more than nothing
+            ladder.failed |= lost
         if why_no_triton is not None:
-            ladder.left |= dict.fromkeys(above_torch, f"Triton {why_no_triton}")
+            ladder.failed |= dict.fromkeys(names[:-1], f"Triton {why_no_triton}")
         if first != "auto":
             ladder.skipped |= dict.fromkeys(names[: names.index(first)], f"model.backend is {first}")
+        if config.model.batch_invariant:
+            ladder.skipped[TORCH] = "model.batch_invariant is set, and its products depend on the size of a step"
         return ladder
 
     def backends(self) -> Iterator[str]:
@@ -135,7 +167,7 @@ class Ladder:
         """
         path = self.config.model.path
         for backend in BACKENDS:
-            if backend not in self.left | self.skipped:
+            if backend not in self.failed | self.skipped:
                 yield backend
             if backend == self.config.model.require:
                 raise self._too_slow()
@@ -149,58 +181,67 @@ class Ladder:
             InvalidSetup: the settings or the model are wrong for any backend.
             Failure: the device is lost, so this process can try no other.
         """
-        if self.left:  # only now nothing holds the error of the last one any more, and with it its memory
+        if self.failed:  # only now nothing holds the error of the last one any more, and with it its memory
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
         try:
             yield
-            return
-        except BackendFailed as error:
-            if self.is_shared:
-                raise UnsupportedModel(f"{self.config.model.path} cannot be divided among ranks: {error}") from error
-            reason = str(error)
         except TooLittleMemory as error:
-            if backend != GRAPHS:  # the other backends need no more memory than the next
+            if self.is_shared or backend != GRAPHS:  # those below need as much
                 raise
-            reason = error.message
-        except CarouselError:
+            self.fail([GRAPHS], error.message)
+        except BackendFailed as error:
+            self.fail(self._alike(backend), str(error))
+        except (CarouselError, MemoryError, OSError):
             raise
         except Exception as error:
+            reason = cause_of(error)
+            if is_lost(self.device):
+                self.lost.note(self._alike(backend), reason)
+                raise Failure(
+                    f"the device is lost to this process, which tried backend {backend}: {reason}. The next start "
+                    f"tries another one"
+                ) from error
             if self.is_shared:  # the other ranks wait for this one
                 raise
-            reason = described(error)
-        self.leave(backend, reason)
+            self.fail(self._alike(backend), reason)
+
+    def _alike(self, backend: str) -> list[str]:
+        """The backends that load the same code as this one: without graphs nothing else is loaded."""
+        if backend not in (GRAPHS, EAGER):
+            return [backend]
+        return [GRAPHS, EAGER, *([] if self.has_own_decoder else [TRITON])]
 
     def note(self, part: str, reason: str | None) -> None:
         """Note what is wrong with a part that all backends can do without; None: nothing."""
         if reason is not None:
-            self.left[part] = reason
+            self.failed[part] = reason
 
-    def leave(self, backend: str, reason: str) -> None:
-        """Note that a backend does not work. Raises Failure as `trying` does."""
-        self.left[backend] = reason
-        logger.warning("%s is not computed by %s: %s", self.config.model.path, BACKENDS[backend], reason)
-        if self.device.type != "cuda":
-            return
-        try:
-            torch.cuda.synchronize(self.device)
-        except RuntimeError as error:
-            self.lost.note(backend, reason)
-            raise Failure(
-                f"the device is lost to this process, and the next start tries another backend than {backend}: {reason}"
-            ) from error
+    def fail(self, backends: Iterable[str], reason: str) -> None:
+        """Note that these do not work. Raises UnsupportedModel on ranks, which take the first backend or none."""
+        if self.is_shared:
+            raise UnsupportedModel(f"{self.config.model.path} does not work on ranks: {reason}")
+        for backend in backends:
+            if backend not in self.skipped:
+                self.failed.setdefault(backend, reason)
+                logger.warning("%s: backend %s does not work: %s", self.config.model.path, backend, reason)
+
+    def with_graphs(self) -> TakenBackend:
+        """What a replica reports whose steps are captured, perhaps at last."""
+        self.failed.pop(GRAPHS, None)
+        return self.taken(GRAPHS)
 
     def without_graphs(self, reason: str) -> TakenBackend:
         """What a replica reports whose steps turn out not to be captured. Raises InvalidSetup as `backends` does."""
-        self.left[GRAPHS] = reason
+        self.failed[GRAPHS] = reason
         if self.config.model.require == GRAPHS:
             raise self._too_slow()
         return self.taken(EAGER)
 
     def taken(self, backend: str) -> TakenBackend:
         """What a replica reports that computes with this backend."""
-        return TakenBackend(backend, dict(self.left))
+        return TakenBackend(backend, dict(self.failed))
 
     def _too_slow(self) -> InvalidSetup:
         model = self.config.model
@@ -210,7 +251,7 @@ class Ladder:
         )
 
     def _reasons(self) -> str:
-        return "; ".join(f"{backend}: {reason}" for backend, reason in (self.skipped | self.left).items())
+        return "; ".join(f"{backend}: {reason}" for backend, reason in (self.skipped | self.failed).items())
 
 
 def config_for(config: EngineConfig, backend: str) -> EngineConfig:

@@ -9,7 +9,7 @@ All scheduled tokens stand in one row without padding:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import NamedTuple
@@ -47,6 +47,14 @@ class DecodeRows:
     token_indices: torch.Tensor  # [num_rows], where each one's token stands in the packed row
     block_tables: torch.Tensor  # [num_rows, max_blocks], padded with 0
     lengths: torch.Tensor  # [num_rows], tokens to attend to, its own included
+
+    def parts(self, number: int) -> Iterator[DecodeRows]:
+        """So many rows at a time."""
+        for first in range(0, len(self.lengths), number):
+            own = slice(first, first + number)
+            yield DecodeRows(
+                token_indices=self.token_indices[own], block_tables=self.block_tables[own], lengths=self.lengths[own]
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ import torch
 from app.config import EngineConfig, ModelConfig
 from app.cores import num_cores
 from app.disk import cache_folder
-from app.errors import CarouselError, described
+from app.errors import CarouselError
 from app.model.attention import StateShape
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.graph_runner import GraphModelRunner
@@ -31,7 +31,7 @@ from app.model.device import (
     warn_of_turns,
     why_no_triton,
 )
-from app.model.gpu_backends import TORCH, TRITON, BackendFailed, Ladder, config_for
+from app.model.gpu_backends import TORCH, TRITON, BackendFailed, Ladder, cause_of, config_for, is_lost
 from app.model.kv_cache import block_bytes, check_host_memory, num_blocks_that_fit, num_state_slots_that_fit
 from app.model.language_model import check_files_of_text
 from app.model.location import resolve_model_path
@@ -91,6 +91,7 @@ def load_runner(
             if model is None or (backend in (TRITON, TORCH) and not isinstance(model, TransformersModel)):
                 model = None  # before another one takes its memory
                 model = _load(chosen, group)
+            ladder.has_own_decoder = not isinstance(model, TransformersModel)
             ladder.note("decoder", model.why_not_ours)
             if (reason := model.why_not_on(backend)) is not None:
                 ladder.skipped[backend] = reason
@@ -188,7 +189,11 @@ def _with_kv_memory(config: EngineConfig, model: LoadedModel, num_blocks: int, n
         num_threads, num_blocks, config.cache.block_size,
     )  # fmt: skip
     logger.info("%s", model.abilities)
-    return LoadedRunner(config, model, model.runner(config, num_blocks=num_blocks, num_threads=num_threads), num_blocks)
+    with refusing_to_run_short(
+        "the KV memory", "Lower cache.num_blocks, or cache.gpu_memory_fraction where that is not set"
+    ):
+        runner = model.runner(config, num_blocks=num_blocks, num_threads=num_threads)
+    return LoadedRunner(config, model, runner, num_blocks)
 
 
 @torch.inference_mode()
@@ -284,11 +289,10 @@ def _verified(
             or source.group is not None
             or isinstance(error, CarouselError)
             or is_out_of_memory(error)
+            or is_lost(source.device)
         ):
             raise
-        if source.device.type == "cuda":
-            torch.cuda.synchronize(source.device)  # raises where the device is lost
-        difference = f"an error is raised: {described(error)}"
+        difference = cause_of(error)
     if source.group is not None and not source.group.minimum(int(difference is None)):
         difference = difference or "the output differs on another rank"
     if difference is None:

@@ -60,7 +60,7 @@ def _contact(bench: Bench, model: str, backend: str) -> dict[str, Any]:
     _, seconds = _generated(engine, num_requests=num_requests, **sizes)
     taken = engine.measurements().backend
     assert taken is not None, "it runs on a GPU"
-    left = "; ".join(f"{part}: {reason[:_MOST_OF_A_REASON]}" for part, reason in taken.left.items())
+    left = "; ".join(f"{part}: {reason[:_MOST_OF_A_REASON]}" for part, reason in taken.failed.items())
     return {
         "took": taken.name,
         "failed": left or None,

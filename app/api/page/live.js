@@ -193,7 +193,7 @@ function updateHead({ root, head, queue, dispatch, canvas, replica }) {
   const tokens = recent.reduce((sum, each) => sum + (isEncoder ? each.num_tokens : each.num_drawn_tokens), 0);
   const span = recent.length ? Math.max(1, (history.at - recent[0].at) / 1000 + 0.2) : 1;
   const bubbles = Math.round(bubblesOf(replica) * 100);
-  const failed = Object.keys(facts.backends_left ?? {}).join(", "); // faster code for its GPU
+  const failed = Object.keys(facts.backends_failed ?? {}).join(", "); // faster code for its GPU
   const parts = [
     ["id", replica.id], ["state", STATES[replica.state] ?? replica.state], ["i", facts.group ? `group ${facts.group}` : ""],
     ["state", isThere ? SLEEP[facts.sleep] ?? "" : ""],

@@ -46,7 +46,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_free_kv_tokens: int = 0  # of num_kv_tokens, those that no request has, as far as is known
     is_short_of_memory: bool = False  # it has fewer free blocks than running requests
     backend: str = ""  # the code that computes on a GPU; empty on a CPU
-    backends_left: dict[str, str] = {}  # what has failed before it, each with the reason
+    backends_failed: dict[str, str] = {}  # what has failed before it, each with the reason
 
 
 class Ledger:

@@ -41,7 +41,7 @@ from app.model.cuda.captured_inputs import (
 )
 from app.model.cuda.device_blocks import DeviceBlocks
 from app.model.forward import ForwardOneByOne, Prediction
-from app.model.gpu_backends import Ladder
+from app.model.gpu_backends import Ladder, cause_of
 from app.model.inputs import build_inputs
 from app.model.logprobs import Logprobs
 from app.model.memory import is_out_of_memory
@@ -105,7 +105,8 @@ class GraphModelRunner(LeadingRunner):
         self._likeliest: torch.Tensor | None = None  # [largest number of rows] int64, the argmax of `_logits`
         self._graphs: dict[StepSize, _Graph] = {}
         self._decode_sizes = tuple(decode_size(num_rows) for num_rows in graph_sizes(max_rows))  # ascending
-        self._mixed_sizes = mixed_sizes(max_rows=max_rows, max_tokens=max_tokens)
+        self._mixed_sizes: tuple[StepSize, ...] = ()  # ascending, as far as they are captured
+        self._wanted_mixed_sizes = mixed_sizes(max_rows=max_rows, max_tokens=max_tokens)
         self.num_padding_tokens = 0  # that replays have computed for nothing
         self._capture = capture  # None once it has been used
         self._captured_by = capture
@@ -122,7 +123,7 @@ class GraphModelRunner(LeadingRunner):
 
     def _note_loss(self, reason: str) -> None:
         if self._ladder is not None and self.backend is not None:
-            self._ladder.lost.note(self.backend.name, reason)
+            self._ladder.lost.note([self.backend.name], reason)
 
     def prepare(self) -> None:
         """Capture what is to be captured; takes seconds. The work is bound to the workspaces of this thread.
@@ -139,11 +140,17 @@ class GraphModelRunner(LeadingRunner):
         with self._ranks.preparing(), _without_collections():
             self._capture_all(self._capture)
         self._capture = None
+        if self._graphs and self._ladder is not None:
+            self.backend = self._ladder.with_graphs()
+
+    def _check(self, error: Exception) -> None:
+        """Raise DeviceLost if it is one."""
+        if isinstance(self._finding_loss, FindingLoss):
+            self._finding_loss.check(error)
 
     def _leave_graphs(self, error: Exception, reason: str) -> None:
         """Run steps eagerly from now on. Raises as `prepare`."""
-        if isinstance(self._finding_loss, FindingLoss):
-            self._finding_loss.check(error)
+        self._check(error)
         logger.warning("steps run without CUDA graphs, slower: %s", reason)
         self._graphs.clear()
         self._logits = self._likeliest = None
@@ -327,7 +334,7 @@ class GraphModelRunner(LeadingRunner):
             try:
                 self._graphs[decode_size(num_rows)] = self._captured(decode_size(num_rows), capture)
             except Exception as error:
-                reason = first_line(error)
+                reason = cause_of(error)
                 if not is_out_of_memory(error):
                     self._leave_graphs(error, f"this model cannot be captured ({reason})")
                     return False
@@ -351,11 +358,12 @@ class GraphModelRunner(LeadingRunner):
         """The captured sizes, ascending: the largest first, so that others fit into its memory; without what is too
         large."""
         captured: list[StepSize] = []
-        for size in reversed(self._mixed_sizes):
+        for size in reversed(self._wanted_mixed_sizes):
             try:
                 self._graphs[size] = self._captured(size, capture)
                 captured.insert(0, size)
             except Exception as error:
+                self._check(error)
                 logger.warning(
                     "steps of %d tokens with prompts run without a CUDA graph, slower (%s)%s",
                     size.num_tokens, first_line(error),
@@ -372,6 +380,7 @@ class GraphModelRunner(LeadingRunner):
             try:
                 self._graphs[adapted] = self._captured(adapted, capture)
             except Exception as error:
+                self._check(error)
                 logger.warning(
                     "steps of %d tokens and fewer with adapters run without CUDA graphs, slower (%s)%s",
                     size.num_tokens, first_line(error),
@@ -510,7 +519,7 @@ class FindingLoss:
         pass
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        if isinstance(error, Exception):
+        if isinstance(error, Exception) and not isinstance(error, DeviceLost):  # noted already, or of another rank
             self.check(error)
 
     def check(self, error: Exception) -> None:
@@ -518,7 +527,7 @@ class FindingLoss:
         try:
             self._synchronize()
         except RuntimeError as loss:
-            self._note(described(error))
+            self._note(cause_of(error) if isinstance(error, RuntimeError) else described(error))
             raise DeviceLost(f"the device works no more in this process: {described(loss)}") from error
 
 

@@ -88,13 +88,13 @@ class RankGroup:
     def together(self, work: Callable[[], T]) -> T:
         """Do what exchanges nothing that is waited for. Where it fails on one rank it fails on all.
 
-        Raises RuntimeError, of which `is_out_of_memory` says on all ranks whether memory has ended.
+        Raises an error, of which `is_out_of_memory` says on all ranks whether memory has ended.
         """
         done, no_room, failed = 2, 1, 0
         outcome, error = done, None
         try:
             found = work()
-        except RuntimeError as raised:
+        except Exception as raised:  # of a compiler, too
             outcome, error = (no_room if is_out_of_memory(raised) else failed), raised
         worst = self.minimum(outcome)
         if worst == done:

@@ -7,6 +7,7 @@ it is counted operator by operator, also on the meta device, where it is a predi
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,11 +16,11 @@ from functools import partial
 import torch
 
 from app.config import GIB, EngineConfig, SchedulerConfig
-from app.engine.batch import StepBatch
+from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.largest_batch import largest_batch
-from app.errors import InvalidSetup, described
+from app.engine.request import SamplingParams
 from app.model.allocated_bytes import AllocatedBytes, num_bytes_of
-from app.model.attention import TorchAttention
+from app.model.attention import TorchAttention, plain_attention_bytes
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.batch_invariant import BatchInvariantMode
 from app.model.cuda.captured_inputs import StepSize, decode_size, graph_sizes, mixed_sizes
@@ -27,7 +28,7 @@ from app.model.cuda.graph_runner import CudaCapture, GraphModelRunner
 from app.model.cuda.recurrence import TritonRecurrence
 from app.model.cuda.sampler import TritonSampler
 from app.model.forward import Prediction
-from app.model.gpu_backends import TORCH, BackendFailed
+from app.model.gpu_backends import TORCH, BackendFailed, cause_of, is_lost
 from app.model.kv_cache import block_bytes, stored_dtype
 from app.model.memory import WORKSPACE_BYTES, MemoryNeeds, gpu_memory, graph_bytes, refusing_to_run_short
 from app.model.own_attention import OwnAttention
@@ -43,21 +44,18 @@ logger = logging.getLogger(__name__)
 # cuBLAS has a workspace for each thread and stream: those of the thread that builds the engine, of the engine's own
 # thread, and of the stream on which graphs are captured. On a GPU the first is part of the step that was computed.
 _NUM_WORKSPACES = 3
-_NUM_DRAWS = 4  # with which our sampler is tried
+# Options with which our sampler is tried, beside those of the largest step.
+_DRAWS = (
+    SamplingParams(max_tokens=1, logprobs=2, temperature=0.0),
+    SamplingParams(max_tokens=1, logprobs=2, seed=1, top_k=5),
+    SamplingParams(max_tokens=1, logprobs=2, seed=2, min_p=0.1),
+    SamplingParams(max_tokens=1, logprobs=2, seed=3, temperature=0.7),
+)
+_is_close = partial(math.isclose, abs_tol=1e-3)
 
 
 def verified_graph_runner(config: EngineConfig, model: LoadedModel, num_blocks: int) -> GraphModelRunner:
-    """A runner with all its KV memory.
-
-    Raises:
-        BackendFailed: steps with that compute something else.
-        InvalidSetup: the settings promise what plain torch does not keep.
-    """
-    if config.model.backend == TORCH and config.model.batch_invariant:
-        raise InvalidSetup(
-            f"model.batch_invariant is set, and {config.model.path} is left to plain torch on this GPU, where products "
-            f"depend on the size of a step; the log says why. Leave model.batch_invariant out to serve it so"
-        )
+    """A runner with all its KV memory. Raises BackendFailed where steps with that compute something else."""
     max_blocks = min(num_blocks, -(-model.facts.max_model_len // config.cache.block_size))
     attention = _attention(config, model, num_blocks=num_blocks, max_blocks=max_blocks)
     num_groups = model.groups.num_groups
@@ -103,22 +101,31 @@ def why_plain_draws(model: LoadedModel) -> str | None:
 
     This compiles them, so that no request waits for it. Raises RuntimeError if the device is lost.
     """
-    limits = SchedulerConfig(max_running=_NUM_DRAWS, max_step_tokens=_NUM_DRAWS)
-    batch = largest_batch(limits, model.facts, block_size=1)
+    number = len(_DRAWS) + 1
+    limits = SchedulerConfig(max_running=number, max_step_tokens=number)
+    largest = largest_batch(limits, model.facts, block_size=1)
+    first, *others = largest.scheduled
+    varied = [
+        ScheduledSequence(item.request_id, item.token_ids, item.start, item.block_ids, True, sampling)
+        for item, sampling in zip(others, _DRAWS, strict=True)
+    ]
+    batch = replace(largest, scheduled=(first, *varied))
     random = torch.Generator().manual_seed(0)
-    # Far apart, so that rounding decides nothing.
-    logits = (20 * torch.rand(_NUM_DRAWS, model.facts.vocab_size, generator=random)).to(model.device, model.dtype)
+    logits = (20 * torch.rand(number, model.facts.vocab_size, generator=random)).to(model.device, model.dtype)
     expected = draw_tokens(batch, Prediction(logits), Sampler()).result()
     try:
         found = draw_tokens(batch, Prediction(logits), TritonSampler(model.device)).result()
     except Exception as error:
-        if model.device.type == "cuda":
-            torch.cuda.synchronize(model.device)
-        reason = f"an error is raised: {described(error)}"
+        if is_lost(model.device):
+            raise
+        reason = cause_of(error)
     else:
-        if found.token_ids == expected.token_ids:
+        ours, plain = ([each.logprob for [each] in result.logprobs.values()] for result in (found, expected))
+        if found.token_ids == expected.token_ids and all(map(_is_close, ours, plain)):
             return None
-        reason = f"the tokens {found.token_ids} are drawn instead of {expected.token_ids}"
+        reason = (
+            f"tokens are {found.token_ids}, with log-probabilities {ours}, instead of {expected.token_ids}, {plain}"
+        )
     logger.warning("tokens are drawn by plain torch, slower: with our kernels %s", reason)
     return reason
 
@@ -144,7 +151,11 @@ def needs_on_gpu(config: EngineConfig, model: LoadedModel, largest: StepBatch) -
     is_cuda = model.device.type == "cuda"
     of_slots = 0 if model.adapters is None else num_bytes_of(model.adapters.tensors())
     runner = with_one_block(config, model)
-    step = _peak_of(lambda: runner.launch(largest), model.device)
+    step = _peak_of(lambda: runner.launch(largest), model.device) + (
+        plain_attention_bytes(model.layers.values(), model.facts.max_model_len, model.dtype)
+        if config.model.backend == TORCH
+        else 0
+    )
     return MemoryNeeds(
         weights=num_bytes_of(model.tensors()) - of_slots,
         step=step,

@@ -93,7 +93,7 @@ class LoadedModel(ABC):
         computed_by = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
         kinds = (
             type(self).__name__,
-            config.model.backend,  # other code lays out the same blocks in another way
+            config.model.backend == "torch",  # other code lays out the same blocks in another way
             computed_by,
             self.states,
             config.model.quantization,
