@@ -1,10 +1,10 @@
 """The backends of a GPU, best first. A replica takes the first one that works.
 
 A kernel that does not compile, a driver that refuses a launch, a step with wrong numbers: each of these costs a replica
-a backend, and the next one is tried. Plain torch is the last. What ends or hangs the process itself is not remembered.
+a backend, and the next one is tried. Plain torch is the last. A process that hangs or is killed leaves no note.
 
-A CUDA error may end what a process can do on its device. A file remembers the backend that a device was lost on, so
-that the replica which starts next takes another one.
+After some CUDA errors a process can do nothing more on its device. A file remembers the backend that ran, and the next
+replica takes another backend.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from app.versions import commit, versions
 logger = logging.getLogger(__name__)
 
 GRAPHS, EAGER, TRITON, TORCH = "graphs", "eager", "triton", "torch"
-# `model.backend` names the first one that is tried; `auto` begins with the best.
+# `model.backend` names the first backend to try; `auto` stands for the best.
 BACKENDS: Mapping[str, str] = {
     GRAPHS: "our decoder, or else transformers' code, with our kernels, replayed from CUDA graphs",
     EAGER: "the same without CUDA graphs",
@@ -40,9 +40,9 @@ BACKENDS: Mapping[str, str] = {
     TORCH: "transformers' code with plain torch for attention and sampling",
 }
 FILE_NAME = "lost_devices.json"
-LEFT_OUT_S = 3600.0  # after a loss; a device may be lost for other reasons than the code that runs
-MOST_LOSSES = 3  # of a device with one backend, before only another version lets it be tried
-_ONE_EVENT_S = 60.0  # losses within are one: a fault may end all processes on a card
+LEFT_OUT_S = 3600.0  # after a loss; the hardware may have failed, and not the code
+MOST_LOSSES = 3  # then the backend is left out until a version changes
+_ONE_EVENT_S = 60.0  # several losses in this time count as one: a fault may end all processes of a card
 _MOST_OF_A_MESSAGE = 200  # characters
 
 
@@ -51,9 +51,10 @@ class BackendFailed(Exception):
 
 
 def cause_of(error: Exception) -> str:
-    """An error of the load in one line. No client has sent anything yet, so its whole message may be shown.
+    """An error of the load in one line: its kind, and the first and the last line of its message.
 
-    Compilers begin with the place, and say what is wrong in the last line.
+    Compilers begin with the place and name the fault in the last line. No client has sent anything yet, so the message
+    holds no client's text.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
     ends = dict.fromkeys(line[:_MOST_OF_A_MESSAGE] for line in (lines[0], lines[-1]))
@@ -70,21 +71,21 @@ def is_lost(device: torch.device) -> bool:
     return False
 
 
-# By setup and backend the times of the last losses, by time.time, and what the last one was.
+# By setup and backend: the times of the last losses (`time.time`), and the reason of the last loss.
 _Setups = dict[str, dict[str, tuple[Annotated[list[float], Len(min_length=1)], str]]]
 _SETUPS: TypeAdapter[_Setups] = TypeAdapter(_Setups)
 
 
 @dataclass(frozen=True, slots=True)
 class LostDevices:
-    """The file that remembers with which backends a device was lost."""
+    """The file of the backends that ran when a device was lost."""
 
     path: Path
-    setup: str  # card, driver, versions and model; other setups have entries of their own
+    setup: str  # model, card, driver and versions; each setup has its own entries
     clock: Callable[[], float] = time.time
 
     def note(self, backends: Iterable[str], reason: str) -> None:
-        """Remember that a device was lost with these backends."""
+        """Note the loss of a device while these backends ran."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with locked(self.path.with_suffix(".lock")):
@@ -99,7 +100,7 @@ class LostDevices:
                            self.path, error)  # fmt: skip
 
     def left_out(self) -> dict[str, str]:
-        """The backends that are not tried now, each with the reason."""
+        """The backends to leave out now, each with the reason."""
         found = {}
         for backend, (times, reason) in self._read().get(self.setup, {}).items():
             number, ago_s = len(times), self.clock() - times[-1]
@@ -126,21 +127,21 @@ class LostDevices:
 
 @dataclass(slots=True)
 class Ladder:
-    """The backends of one replica in the order in which they are tried, and why some of them are not taken."""
+    """The backends of one replica, the best first, and the reasons against some of them."""
 
     config: EngineConfig
     device: torch.device
     lost: LostDevices
-    is_shared: bool = False  # by ranks, which take the first backend or none
-    has_own_decoder: bool = True  # of the model, as far as is known
-    failed: dict[str, str] = field(default_factory=dict)  # backends, and parts that they do without; why
-    skipped: dict[str, str] = field(default_factory=dict)  # what the settings or the kind of model leave out, and why
+    is_shared: bool = False  # by ranks; these take the first backend or none
+    has_own_decoder: bool = True  # until the model is loaded, it may have one
+    failed: dict[str, str] = field(default_factory=dict)  # the reason, by backend or part of one
+    skipped: dict[str, str] = field(default_factory=dict)  # the reason, by backend; from settings and the kind of model
 
     @classmethod
     def of(
         cls, config: EngineConfig, device: torch.device, *, driver: str, why_no_triton: str | None, is_shared: bool
     ) -> Ladder:
-        """The backends of a replica on this device. why_no_triton: what Triton lacks, if anything."""
+        """The backends of a replica on this device. why_no_triton: from `device.why_no_triton`."""
         card = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         packages = ", ".join(f"{name} {number}" for name, number in (versions() | {"commit": commit()}).items())
         setup = f"{config.model.path}; {card}; driver {driver}; {packages}"
@@ -148,7 +149,7 @@ class Ladder:
         names, first = list(BACKENDS), config.model.backend
         lost = {name: reason for name, reason in ladder.lost.left_out().items() if name != TORCH}
         accepted = names[: names.index(config.model.require or TORCH) + 1]
-        if not set(accepted) <= lost.keys():  # else better the same once more than nothing
+        if not set(accepted) <= lost.keys():  # else all accepted backends would be left out
             ladder.failed |= lost
         if why_no_triton is not None:
             ladder.failed |= dict.fromkeys(names[:-1], f"Triton {why_no_triton}")
@@ -175,20 +176,20 @@ class Ladder:
 
     @contextmanager
     def trying(self, backend: str) -> Iterator[None]:
-        """Around the load with one backend. Notes an error that the next backend may not have, and swallows it.
+        """Around the load with one backend. Notes and swallows an error if another backend may load without it.
 
         Raises:
             InvalidSetup: the settings or the model are wrong for any backend.
             Failure: the device is lost, so this process can try no other.
         """
-        if self.failed:  # only now nothing holds the error of the last one any more, and with it its memory
+        if self.failed:  # the error of the last backend is gone only now, and with it the memory that it held
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
         try:
             yield
         except TooLittleMemory as error:
-            if self.is_shared or backend != GRAPHS:  # those below need as much
+            if self.is_shared or backend != GRAPHS:  # the backends below need as much memory
                 raise
             self.fail([GRAPHS], error.message)
         except BackendFailed as error:
@@ -208,18 +209,18 @@ class Ladder:
             self.fail(self._alike(backend), reason)
 
     def _alike(self, backend: str) -> list[str]:
-        """The backends that load the same code as this one: without graphs nothing else is loaded."""
+        """All backends that load the same code: graphs are captured later, after the load."""
         if backend not in (GRAPHS, EAGER):
             return [backend]
         return [GRAPHS, EAGER, *([] if self.has_own_decoder else [TRITON])]
 
     def note(self, part: str, reason: str | None) -> None:
-        """Note what is wrong with a part that all backends can do without; None: nothing."""
+        """Note the fault of a decoder or a sampler; None: it works."""
         if reason is not None:
             self.failed[part] = reason
 
     def fail(self, backends: Iterable[str], reason: str) -> None:
-        """Note that these do not work. Raises UnsupportedModel on ranks, which take the first backend or none."""
+        """Note that these do not work. Raises UnsupportedModel on ranks: they take the first backend or none."""
         if self.is_shared:
             raise UnsupportedModel(f"{self.config.model.path} does not work on ranks: {reason}")
         for backend in backends:
@@ -228,19 +229,19 @@ class Ladder:
                 logger.warning("%s: backend %s does not work: %s", self.config.model.path, backend, reason)
 
     def with_graphs(self) -> TakenBackend:
-        """What a replica reports whose steps are captured, perhaps at last."""
+        """The report of a replica with captured steps."""
         self.failed.pop(GRAPHS, None)
         return self.taken(GRAPHS)
 
     def without_graphs(self, reason: str) -> TakenBackend:
-        """What a replica reports whose steps turn out not to be captured. Raises InvalidSetup as `backends` does."""
+        """The report of a replica without captured steps. Raises InvalidSetup as `backends` does."""
         self.failed[GRAPHS] = reason
         if self.config.model.require == GRAPHS:
             raise self._too_slow()
         return self.taken(EAGER)
 
     def taken(self, backend: str) -> TakenBackend:
-        """What a replica reports that computes with this backend."""
+        """The report of a replica with this backend."""
         return TakenBackend(backend, dict(self.failed))
 
     def _too_slow(self) -> InvalidSetup:
@@ -255,7 +256,7 @@ class Ladder:
 
 
 def config_for(config: EngineConfig, backend: str) -> EngineConfig:
-    """The settings with which a backend is loaded. FP8 needs our decoder for weights and our kernels for KV memory."""
+    """The settings for the load of a backend. FP8 needs our decoder for weights, and our kernels for KV memory."""
     model = config.model
     if backend in (TRITON, TORCH) and model.quantization == "fp8":
         logger.warning("model.quantization is fp8, which %s does not compute: weights are in bfloat16", backend)

@@ -1,7 +1,8 @@
 """First contact with a card: each backend on a few small models, and on one of a billion parameters.
 
-Each row says which backend was asked for, which one serves, what failed and why, and whether its greedy tokens are
-those of plain torch. Each backend has a process of its own: one that loses the device costs the others nothing.
+A row of the table has the backend that was asked for, the backend that serves, the faults and their reasons, and
+whether the greedy tokens equal the tokens of plain torch. Each backend runs in its own process, because a CUDA error
+may end the process.
 """
 
 from __future__ import annotations

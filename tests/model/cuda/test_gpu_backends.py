@@ -1,4 +1,4 @@
-"""If code for a GPU raises or computes something else, a replica has the same tokens with another backend, and says why."""
+"""Where code for a GPU fails, a replica has the same tokens with another backend, and says why."""
 
 from __future__ import annotations
 
