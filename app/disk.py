@@ -79,12 +79,12 @@ def hidden_name(name: str) -> str:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """While other processes wait for this lock; see `take_lock`."""
+def locked(path: Path) -> Iterator[int]:
+    """Hold a lock, after the processes that hold it before. Gives the descriptor of `take_lock`."""
     descriptor = take_lock(path, waits=True)
     assert descriptor is not None, "it has waited"
     try:
-        yield
+        yield descriptor
     finally:
         os.close(descriptor)
 

@@ -24,7 +24,7 @@ from zlib import crc32
 
 import numpy as np
 
-from app.disk import take_lock
+from app.disk import locked
 
 logger = logging.getLogger(__name__)
 
@@ -155,16 +155,12 @@ class BlockFolder:
         counted anew before any is deleted. Raises OSError.
         """
         has_deleted = False
-        lock = take_lock(self._path / ".lock", waits=True)
-        assert lock is not None, "it waits"
-        try:
+        with locked(self._path / ".lock") as lock:
             found = os.pread(lock, TOTAL.size, 0)
             total = TOTAL.unpack(found)[0] if len(found) == TOTAL.size else None  # a new folder, or an older version's
             if total is None or total + num_bytes > self._max_bytes:
                 total, has_deleted = self._delete_oldest(num_bytes)
             os.pwrite(lock, TOTAL.pack(total + num_bytes), 0)
-        finally:
-            os.close(lock)
         if has_deleted:
             self._changed.clear()
             self.refresh()

@@ -203,18 +203,16 @@ def plain_attention_bytes(layers: Iterable[LayerShape], length: int, dtype: torc
 class TorchAttention:
     """Plain torch: gathers each sequence's blocks, then `scaled_dot_product_attention`."""
 
-    batch_invariant = False  # products of many sequences may round otherwise than those of one
-
     def __init__(self, cache: KVCache, device: torch.device, groups: LayerGroups = ONE_GROUP) -> None:
         self.block_size = cache.block_size
         self.kv_tensors = cache.tensors
         self.cache = cache
         self.groups = groups
-        self.device = device
+        self._device = device
 
     def begin_step(self, batch: StepBatch, inputs: ModelInputs) -> AttentionStep:
         rows = [
-            build_attention_rows(batch, group=group, block_size=self.block_size, device=self.device)
+            build_attention_rows(batch, group=group, block_size=self.block_size, device=self._device)
             for group in range(self.groups.num_groups)
         ]
         return _TorchStep(self, inputs.slots, rows)

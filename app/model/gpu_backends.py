@@ -136,6 +136,7 @@ class Ladder:
     has_own_decoder: bool = True  # until the model is loaded, it may have one
     failed: dict[str, str] = field(default_factory=dict)  # the reason, by backend or part of one
     skipped: dict[str, str] = field(default_factory=dict)  # the reason, by backend; from settings and the kind of model
+    _current: str = ""  # the backend that computes
 
     @classmethod
     def of(
@@ -166,13 +167,12 @@ class Ladder:
             InvalidSetup: none of those that `model.require` accepts works.
             UnsupportedModel: none works.
         """
-        path = self.config.model.path
         for backend in BACKENDS:
             if backend not in self.failed | self.skipped:
                 yield backend
             if backend == self.config.model.require:
                 raise self._too_slow()
-        raise UnsupportedModel(f"{path} runs with no backend here: {self._reasons()}")
+        raise UnsupportedModel(f"{self.config.model.path} runs with no backend here: {self._reasons()}")
 
     @contextmanager
     def trying(self, backend: str) -> Iterator[None]:
@@ -241,8 +241,13 @@ class Ladder:
         return self.taken(EAGER)
 
     def taken(self, backend: str) -> TakenBackend:
-        """The report of a replica with this backend."""
+        """The report of a replica with this backend, which computes from now on."""
+        self._current = backend
         return TakenBackend(backend, dict(self.failed))
+
+    def note_loss(self, reason: str) -> None:
+        """Note that the device was lost in a step of the backend that computes."""
+        self.lost.note([self._current], reason)
 
     def _too_slow(self) -> InvalidSetup:
         model = self.config.model

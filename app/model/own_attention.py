@@ -64,8 +64,6 @@ class CacheProbe:
 class OwnAttention:
     """KV memory in blocks for a model that attends by its own code. A step has tokens of one sequence."""
 
-    batch_invariant = False
-
     def __init__(self, cache: KVCache, layers: Mapping[int, LayerShape], device: torch.device) -> None:
         self.block_size = cache.block_size
         self.kv_tensors = cache.tensors

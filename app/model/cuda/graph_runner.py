@@ -26,7 +26,7 @@ from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 from app.engine.batch import DeviceLost, ScheduledSequence, StepBatch, StepResult
 from app.errors import described, first_line
 from app.model.adapters import AdapterWeights, SlottedAdapter, read_adapter
-from app.model.attention import TorchAttention
+from app.model.attention import PagedAttention
 from app.model.cuda.adapters import AdaptedRows
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.batch_invariant import BatchInvariantMode
@@ -45,7 +45,6 @@ from app.model.gpu_backends import Ladder, cause_of
 from app.model.inputs import build_inputs
 from app.model.logprobs import Logprobs
 from app.model.memory import is_out_of_memory
-from app.model.own_attention import OwnAttention
 from app.model.parallel.ranks import Ranks
 from app.model.pooling import PooledStates
 from app.model.recurrent_layers import StatefulAttention
@@ -72,20 +71,20 @@ class GraphModelRunner(LeadingRunner):
     def __init__(
         self,
         model: LoadedModel,
-        attention: TritonAttention | TorchAttention | OwnAttention,
+        attention: PagedAttention,
         *,
         stateful: StatefulAttention | None = None,
         max_rows: int,
         max_tokens: int = 0,
         capture: Capture | None,
-        synchronize: Callable[[], None] | None = None,
+        synchronize: Callable[[], None] = lambda: None,
         sampler: Sampler | None = None,
     ) -> None:
         """Capture every size up to `max_rows` sequences before the first step. Without a capture steps run eagerly.
 
         stateful: the attention with the states of recurrent layers. With states, each step ends before the next begins.
         max_tokens: of a step with prompts; 0: none of these is captured.
-        synchronize: waits for the device and raises what is wrong with it; None where no device can be lost.
+        synchronize: waits for the device and raises what is wrong with it; by default no device can be lost.
         """
         super().__init__()
         self._model = model
@@ -98,7 +97,7 @@ class GraphModelRunner(LeadingRunner):
         self._steps = stateful or attention
         self._states = () if stateful is None else tuple(stateful.states)
         self._arithmetic: Callable[[], AbstractContextManager[Any]] = (
-            BatchInvariantMode if attention.batch_invariant else nullcontext
+            BatchInvariantMode if isinstance(attention, TritonAttention) and attention.batch_invariant else nullcontext
         )
         self._drawn: torch.Tensor | None = None  # [num_sampled], by the step launched last
         self._logits: torch.Tensor | None = None  # [largest number of rows, vocab_size], of the last replay
@@ -113,17 +112,12 @@ class GraphModelRunner(LeadingRunner):
         self._ladder: Ladder | None = None
         self._away: OffDevice | None = None  # while it sleeps
         self._blocks: DeviceBlocks | None = None  # until they are asked for
-        self._finding_loss: AbstractContextManager[None] = nullcontext()
-        if synchronize is not None:
-            self._finding_loss = FindingLoss(synchronize, self._note_loss)
+        self._finding_loss = FindingLoss(synchronize)
 
     def report(self, ladder: Ladder, backend: str) -> None:
         """Have it report this backend, and note there when the device is lost."""
         self._ladder, self.backend = ladder, ladder.taken(backend)
-
-    def _note_loss(self, reason: str) -> None:
-        if self._ladder is not None and self.backend is not None:
-            self._ladder.lost.note([self.backend.name], reason)
+        self._finding_loss.note = ladder.note_loss
 
     def prepare(self) -> None:
         """Capture what is to be captured; takes seconds. The work is bound to the workspaces of this thread.
@@ -143,14 +137,9 @@ class GraphModelRunner(LeadingRunner):
         if self._graphs and self._ladder is not None:
             self.backend = self._ladder.with_graphs()
 
-    def _check(self, error: Exception) -> None:
-        """Raise DeviceLost if it is one."""
-        if isinstance(self._finding_loss, FindingLoss):
-            self._finding_loss.check(error)
-
     def _leave_graphs(self, error: Exception, reason: str) -> None:
         """Run steps eagerly from now on. Raises as `prepare`."""
-        self._check(error)
+        self._finding_loss.check(error)
         logger.warning("steps run without CUDA graphs, slower: %s", reason)
         self._graphs.clear()
         self._logits = self._likeliest = None
@@ -187,13 +176,13 @@ class GraphModelRunner(LeadingRunner):
         if not isinstance(self._attention, TritonAttention):  # a kernel copies blocks
             return None
         if self._blocks is None:
-            self._blocks = DeviceBlocks(self._attention.cache.tensors)
+            self._blocks = DeviceBlocks(self._attention.kv_tensors)
         return self._blocks if self._blocks.is_there else None
 
     @torch.inference_mode()
     def sleep(self) -> None:
         """The weights go to the host's memory."""
-        cache, device = self._attention.cache, self._model.device
+        device = self._model.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         self._graphs.clear()
@@ -202,7 +191,7 @@ class GraphModelRunner(LeadingRunner):
             self._blocks.leave()
         if self._model.adapters is not None:
             self._model.adapters.leave_device()
-        self._away = OffDevice(self._model.tensors(), (*cache.tensors, *self._states))
+        self._away = OffDevice(self._model.tensors(), (*self._attention.kv_tensors, *self._states))
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -363,7 +352,7 @@ class GraphModelRunner(LeadingRunner):
                 self._graphs[size] = self._captured(size, capture)
                 captured.insert(0, size)
             except Exception as error:
-                self._check(error)
+                self._finding_loss.check(error)
                 logger.warning(
                     "steps of %d tokens with prompts run without a CUDA graph, slower (%s)%s",
                     size.num_tokens, first_line(error),
@@ -380,7 +369,7 @@ class GraphModelRunner(LeadingRunner):
             try:
                 self._graphs[adapted] = self._captured(adapted, capture)
             except Exception as error:
-                self._check(error)
+                self._finding_loss.check(error)
                 logger.warning(
                     "steps of %d tokens and fewer with adapters run without CUDA graphs, slower (%s)%s",
                     size.num_tokens, first_line(error),
@@ -475,7 +464,7 @@ class LaunchedStep:
     def __init__(
         self,
         draw: Callable[[StepBatch], _Drawn],
-        finding_loss: AbstractContextManager[None],
+        finding_loss: FindingLoss,
         pooled: PooledStates | None = None,
         *,
         ranks: Ranks | NoRanks,
@@ -511,9 +500,9 @@ class FindingLoss:
     every later call fails. A lack of memory or a refused launch does not.
     """
 
-    def __init__(self, synchronize: Callable[[], None], note: Callable[[str], None] = lambda reason: None) -> None:
-        """note: gets the reason of a loss."""
-        self._synchronize, self._note = synchronize, note
+    def __init__(self, synchronize: Callable[[], None]) -> None:
+        self._synchronize = synchronize
+        self.note: Callable[[str], None] = lambda reason: None  # gets the reason of a loss
 
     def __enter__(self) -> None:
         pass
@@ -527,7 +516,7 @@ class FindingLoss:
         try:
             self._synchronize()
         except RuntimeError as loss:
-            self._note(cause_of(error) if isinstance(error, RuntimeError) else described(error))
+            self.note(cause_of(error) if isinstance(error, RuntimeError) else described(error))
             raise DeviceLost(f"the device works no more in this process: {described(loss)}") from error
 
 

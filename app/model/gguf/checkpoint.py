@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from app.disk import hidden_name, sync_folder, take_lock
+from app.disk import hidden_name, locked, sync_folder
 from app.errors import InvalidSetup
 from app.model.gguf.description import Description, describe
 from app.model.gguf.reader import GgufFile
@@ -43,9 +43,7 @@ def checkpoint_of(path: Path, cache: Path, report: Callable[[str], None] = logge
     description = describe(file)
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        lock = take_lock(cache / f".{target.name}.lock", waits=True)
-        assert lock is not None, "it has waited"
-        with open(lock):
+        with locked(cache / f".{target.name}.lock"):
             if not target.is_dir():
                 _make(target, file, description, report)
     except OSError as error:

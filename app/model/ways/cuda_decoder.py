@@ -10,7 +10,7 @@ import torch
 from app.config import EngineConfig
 from app.engine.batch import StepBatch
 from app.model.abilities import Abilities
-from app.model.attention import PagedAttention, TorchAttention
+from app.model.attention import PagedAttention
 from app.model.cpu.checkpoint import add_positions
 from app.model.cuda.adapters import AdapterSlots
 from app.model.cuda.attention import TritonAttention
@@ -23,7 +23,6 @@ from app.model.gpu_backends import TORCH, TRITON
 from app.model.inputs import build_inputs
 from app.model.llama import settings_of, why_attention_is_not_llama_like, why_not_llama_like
 from app.model.memory import MemoryNeeds
-from app.model.own_attention import OwnAttention
 from app.model.source import ModelSource
 from app.model.verification import BlocksToTry, Output, Reference, step_of
 from app.model.ways.gpu import needs_on_gpu, verified_graph_runner
@@ -124,9 +123,7 @@ class CudaModel(LoadedModel):
         check_kv_device(config, self.device)
         return verified_graph_runner(config, self, num_blocks)
 
-    def device_forward(
-        self, attention: TritonAttention | TorchAttention | OwnAttention, *, num_layers: int = 0
-    ) -> CudaDecoder:
+    def device_forward(self, attention: PagedAttention, *, num_layers: int = 0) -> CudaDecoder:
         assert isinstance(attention, TritonAttention), "its kernels write to this one"
         return CudaDecoder(self.weights, attention, num_layers=num_layers, group=self.group)
 

@@ -20,7 +20,7 @@ from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.largest_batch import largest_batch
 from app.engine.request import SamplingParams
 from app.model.allocated_bytes import AllocatedBytes, num_bytes_of
-from app.model.attention import TorchAttention, plain_attention_bytes
+from app.model.attention import PagedAttention, plain_attention_bytes
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.batch_invariant import BatchInvariantMode
 from app.model.cuda.captured_inputs import StepSize, decode_size, graph_sizes, mixed_sizes
@@ -28,10 +28,9 @@ from app.model.cuda.graph_runner import CudaCapture, GraphModelRunner
 from app.model.cuda.recurrence import TritonRecurrence
 from app.model.cuda.sampler import TritonSampler
 from app.model.forward import Prediction
-from app.model.gpu_backends import TORCH, BackendFailed, cause_of, is_lost
+from app.model.gpu_backends import GRAPHS, TORCH, BackendFailed, cause_of, is_lost
 from app.model.kv_cache import block_bytes, stored_dtype
 from app.model.memory import WORKSPACE_BYTES, MemoryNeeds, gpu_memory, graph_bytes, refusing_to_run_short
-from app.model.own_attention import OwnAttention
 from app.model.recurrence import TorchRecurrence
 from app.model.recurrent_layers import StatefulAttention
 from app.model.runner import draw_tokens
@@ -64,8 +63,8 @@ def verified_graph_runner(config: EngineConfig, model: LoadedModel, num_blocks: 
         max_blocks=max_blocks, max_rows=config.scheduler.max_running,
     )  # fmt: skip
     # It is as a first request would be: kernels are compiled for the sizes that are served.
-    quantization = "fp8" if attention.cache.in_fp8 else config.model.quantization
-    with BatchInvariantMode() if attention.batch_invariant else nullcontext():  # type: ignore[no-untyped-call]
+    quantization = "fp8" if config.cache.dtype == "fp8" else config.model.quantization
+    with BatchInvariantMode() if config.model.batch_invariant else nullcontext():  # type: ignore[no-untyped-call]
         tried = _with_states(config, model, attention, blocks.num_state_slots) or attention
         difference = model.difference_in_steps(tried, blocks, quantization)
     if difference is not None:
@@ -167,7 +166,7 @@ def needs_on_gpu(config: EngineConfig, model: LoadedModel, largest: StepBatch) -
 
 
 def _is_captured(config: EngineConfig, model: LoadedModel) -> bool:
-    return config.model.backend == "auto" and not model.states
+    return config.model.backend == "auto" and model.why_not_on(GRAPHS) is None
 
 
 def _of_graphs(config: EngineConfig, model: LoadedModel) -> int:
@@ -218,7 +217,7 @@ def with_one_block(config: EngineConfig, model: LoadedModel) -> GraphModelRunner
 
 
 def _with_states(
-    config: EngineConfig, model: LoadedModel, attention: TritonAttention | TorchAttention | OwnAttention, num_slots: int
+    config: EngineConfig, model: LoadedModel, attention: PagedAttention, num_slots: int
 ) -> StatefulAttention | None:
     """The attention, and the slots of recurrent layers beside it; None of a model that has none."""
     if not model.states:
@@ -227,9 +226,7 @@ def _with_states(
     return StatefulAttention(attention, model.states, recurrence, num_slots=num_slots, device=model.device)
 
 
-def _attention(
-    config: EngineConfig, model: LoadedModel, *, num_blocks: int, max_blocks: int
-) -> TritonAttention | TorchAttention | OwnAttention:
+def _attention(config: EngineConfig, model: LoadedModel, *, num_blocks: int, max_blocks: int) -> PagedAttention:
     if config.model.backend == TORCH:
         return model.plain_attention(num_blocks, config.cache.block_size)
     return TritonAttention(

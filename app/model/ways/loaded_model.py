@@ -26,11 +26,9 @@ from app.model.verification import BlocksToTry, Output, Reference
 from app.model.weights_digest import folder_of_weights
 
 if TYPE_CHECKING:
-    from app.model.attention import PagedAttention, TorchAttention
-    from app.model.cuda.attention import TritonAttention
+    from app.model.attention import PagedAttention
     from app.model.cuda.graph_runner import GraphModelRunner
     from app.model.forward import DeviceForward
-    from app.model.own_attention import OwnAttention
     from app.model.runner import TorchModelRunner
 
 
@@ -151,9 +149,7 @@ class LoadedModel(ABC):
         """The outputs for all tokens of a step; of a decoder of ours with logits for the first layer's output."""
         raise NotImplementedError(f"{type(self).__name__} computes its attention itself")
 
-    def device_forward(
-        self, attention: TritonAttention | TorchAttention | OwnAttention, *, num_layers: int = 0
-    ) -> DeviceForward:
+    def device_forward(self, attention: PagedAttention, *, num_layers: int = 0) -> DeviceForward:
         """Its forward pass on a GPU. num_layers: only the first few, then norm and head; 0 for all."""
         raise NotImplementedError(f"{type(self).__name__} runs on CPUs")
 
@@ -163,7 +159,7 @@ class LoadedModel(ABC):
             return "steps of models with recurrent layers are not captured"
         return None
 
-    def plain_attention(self, num_blocks: int, block_size: int) -> TorchAttention | OwnAttention:
+    def plain_attention(self, num_blocks: int, block_size: int) -> PagedAttention:
         """Attention in plain torch, or by the model's own code where it computes nothing else, with KV memory."""
         raise NotImplementedError(f"{type(self).__name__} has kernels for it")
 

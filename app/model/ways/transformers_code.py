@@ -293,7 +293,7 @@ class TransformersModel(LoadedModel):
             return "the model attends by its own code"
         return super().why_not_on(backend)
 
-    def plain_attention(self, num_blocks: int, block_size: int) -> TorchAttention | OwnAttention:
+    def plain_attention(self, num_blocks: int, block_size: int) -> PagedAttention:
         cache = KVCache(
             self.in_block, num_blocks=num_blocks, block_size=block_size, dtype=self.dtype, device=self.device
         )  # fmt: skip
@@ -311,9 +311,7 @@ class TransformersModel(LoadedModel):
             return "the model attends by its own code"
         return NativeKVCache.why_not(self.layers, block_size=block_size, dtype=self.dtype, device=self.device)
 
-    def device_forward(
-        self, attention: TritonAttention | TorchAttention | OwnAttention, *, num_layers: int = 0
-    ) -> DeviceForward:
+    def device_forward(self, attention: PagedAttention, *, num_layers: int = 0) -> DeviceForward:
         assert num_layers == 0, "transformers' code gives the first layer's output beside that of all"
         return self._forward(attention)
 
