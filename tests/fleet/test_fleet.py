@@ -131,9 +131,11 @@ async def test_a_request_goes_on_with_its_adapter_whether_or_not_the_other_repli
                 await replica.engine.load_adapter(ADAPTER)
         requests = [with_adapter(0), *alike(4), with_adapter(1)]
         local.hold(*local.replicas)
-        answers = local.start(requests)
-        first = await until(lambda: [each for each in local.replicas if any(r.adapter for r in each.served)])
+        answers = local.start(requests[:1])  # alone, so that every step of its replica is one of its own
+        first = await until(lambda: [each for each in local.replicas if each.served])
         await local.held(first[0])
+        answers += local.start(requests[1:])
+        await until(lambda: sum(len(each.served) for each in local.replicas) == len(requests))
         other = next(replica for replica in local.replicas if replica is not first[0])
         other_has_it = ADAPTER.digest in other.engine.adapters.stats().loaded  # type: ignore[union-attr]
         first[0].kill()
