@@ -15,10 +15,9 @@ from app.model.abilities import Abilities, Ability
 from app.model.architectures import ARCHITECTURES
 from app.model.kv_cache import LayerGroups, LayerShape
 from app.model.recurrent_layers import has_operators
+from scripts.written_tables import with_table
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "guide" / "serve-a-model.md"
-_BEGIN = "<!-- Written by `python -m scripts.architectures_table`. Change app/model/abilities.py, not this table. -->"
-_END = "<!-- The end of the table. -->"
 # Beside those of our decoders: hybrids, and models that many people serve. Others are as GPT-2.
 _ON_TRANSFORMERS_CODE = (
     "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM", "Lfm2MoeForCausalLM", "GraniteMoeHybridForCausalLM",
@@ -75,9 +74,7 @@ def _numbered(reason: str, reasons: list[str]) -> str:
 
 def page() -> str:
     """The page with the table as it should be."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(_BEGIN)
-    _, _, after = rest.partition(_END)
-    return f"{before}{_BEGIN}\n\n{table()}\n\n{_END}{after}"
+    return with_table(PAGE, table(), command="scripts.architectures_table", source="app/model/abilities.py")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
@@ -21,7 +22,7 @@ from app.config import ApiConfig, ApplicationConfig, KeysConfig, leaves
 from app.metrics import exposition
 from benchmarks.clients import with_codex
 from deployments.serve.settings import parse
-from scripts import architectures_table, configuration_page, draw_pictures
+from scripts import architectures_table, backends_table, configuration_page, draw_pictures
 from scripts.draw_pictures import imported
 from tests.doc_pages import COMMANDS, GUIDES, OUTPUT, PAGES, PROJECT, Block, blocks
 from tests.metrics.test_exposition import after_one_request
@@ -117,10 +118,9 @@ def test_the_configuration_page_is_that_of_the_settings() -> None:
     )
 
 
-def test_the_table_of_architectures_follows_from_the_code() -> None:
-    assert architectures_table.PAGE.read_text() == architectures_table.page(), (
-        "run `python -m scripts.architectures_table`"
-    )
+@pytest.mark.parametrize("script", [architectures_table, backends_table])
+def test_tables_follow_from_the_code(script: ModuleType) -> None:
+    assert script.PAGE.read_text() == script.page(), f"run `python -m {script.__name__}`"
 
 
 def test_the_configuration_page_has_every_setting() -> None:

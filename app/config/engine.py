@@ -36,13 +36,14 @@ class ModelConfig(Settings):
         le=1024,
         description="CPU threads of one replica; default: its share of the machine's cores",
     )
-    backend: Literal["auto", "eager", "triton", "torch"] = Field(
+    backend: Literal["auto", "graphs", "eager", "triton", "library", "torch"] = Field(
         "auto",
         description="auto: the fastest code that works; torch: transformers' code with plain torch. On a GPU the first "
-        "backend that is tried, and between these two are eager, as auto without CUDA graphs, and triton, "
-        "transformers' code with our kernels for attention",
+        "backend that is tried, also after it lost a device. The others are graphs, which auto begins with; eager, the "
+        "same without CUDA graphs; triton, transformers' code with our kernels for attention; and library, with "
+        "torch's FlashAttention, before triton where it is named here",
     )
-    require: Literal["graphs", "eager", "triton"] | None = Field(
+    require: Literal["graphs", "eager", "triton", "library"] | None = Field(
         None, description="on a GPU: no replica starts with a slower backend than this; default: any may serve"
     )
     batch_invariant: bool = Field(
@@ -72,7 +73,7 @@ class ModelConfig(Settings):
             for name, value, is_wrong in (
                 ("device", self.device, self.device == ("cpu" if is_fp8 else "cuda")),
                 ("dtype", self.dtype, is_fp8 and self.dtype == "float32"),
-                ("backend", self.backend, self.backend not in (("auto", "eager") if is_fp8 else ("auto",))),
+                ("backend", self.backend, self.backend not in (("auto", "graphs", "eager") if is_fp8 else ("auto",))),
                 ("simulated", "set", self.simulated is not None),
             )
             if is_wrong

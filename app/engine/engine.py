@@ -30,8 +30,7 @@ logger = logging.getLogger(__name__)
 
 NO_ADAPTERS = (
     "this replica computes with no adapters: they need replicas.tensor_parallel: 1, and no encoder and no model that "
-    "is simulated; on a GPU also engine.model.max_loaded_adapters, for their memory is taken at the start, and a model "
-    "that the decoder for CUDA computes (the replica's log says whether it does)"
+    "is simulated; on a GPU also engine.model.max_loaded_adapters, for their memory is taken at the start"
 )
 
 

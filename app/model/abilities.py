@@ -12,7 +12,7 @@ from typing import Literal
 from app.model.architectures import ARCHITECTURES, Backend
 
 Ability = Literal[
-    "C++ on a CPU", "int8 and int4", "LoRA on a CPU", "freed windows", "tiers and fetches", "lookup drafts",
+    "C++ on a CPU", "int8 and int4", "freed windows", "tiers and fetches", "lookup drafts",
     "draft model", "ranks", "own decoder on a GPU",
 ]  # fmt: skip
 
@@ -31,7 +31,6 @@ class Abilities:
         reasons: dict[Ability, str | None] = {
             "C++ on a CPU": no_decoder["cpu"],
             "int8 and int4": no_decoder["cpu"] and "only the C++ decoder packs weights",
-            "LoRA on a CPU": no_decoder["cpu"] and "only the C++ decoder adds adapters",
             "freed windows": self._why_windows_are_kept(),
             "draft model": "a draft would need slots for states of its own" if self.has_states else None,
             "ranks": "recurrent layers are not divided" if self.has_states else None,

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from app.engine.batch import StepBatch
 from app.errors import UnsupportedAdapter, first_line
 from app.model.adapter_files import CONFIG, WEIGHTS
 from app.model.architectures import Names
+from app.model.inputs import to_device
 from app.model.language_model import plain_name
 from app.model.llama import QUERIES_KEYS_VALUES, DecoderSettings, LayerSettings
 
@@ -220,39 +221,57 @@ class LinearUpdates:
     """Adapters in the code of transformers: each linear layer's output gets what the adapters of its rows add."""
 
     def __init__(self, module: torch.nn.Module) -> None:
+        self._linears: dict[str, torch.nn.Module] = {}
         self.sizes: dict[str, Sizes] = {}
-        self._parts: Sequence[tuple[AdapterWeights, torch.Tensor]] = ()  # of the step that runs: adapter, its tokens
-        self._dtype = next(module.parameters()).dtype
+        weight = next(module.parameters())
+        self._dtype, self._device = weight.dtype, weight.device
         for name, linear in module.named_modules():
             inputs, outputs = getattr(linear, "in_features", None), getattr(linear, "out_features", None)
             parent = module.get_submodule(name.rpartition(".")[0])
             is_called = not (name.endswith(".kv_b_proj") and hasattr(parent, "latent_heads"))
             if name.endswith("_proj") and is_called and isinstance(inputs, int) and isinstance(outputs, int):
                 self.sizes[name] = Sizes(inputs, outputs)
-                linear.register_forward_hook(partial(self._add, name))
+                self._linears[name] = linear
 
     def prepare(self, weights: AdapterWeights) -> AdapterWeights:
         """An adapter as the `adapter` of scheduled sequences."""
-        dtype = self._dtype
-        return {name: LowRankUpdate(each.down.to(dtype), each.up.to(dtype)) for name, each in weights.items()}
+        to = partial(torch.Tensor.to, device=self._device, dtype=self._dtype)
+        return {name: LowRankUpdate(to(each.down), to(each.up)) for name, each in weights.items()}
+
+    @property
+    def most_bytes(self) -> int:
+        """Memory of the largest adapter."""
+        numbers = sum(each.num_inputs + each.num_outputs for each in self.sizes.values())
+        return numbers * MAX_RANK * self._dtype.itemsize
 
     @contextmanager
     def of(self, batch: StepBatch) -> Iterator[None]:
         """Around a forward pass of this batch."""
-        parts = tokens_by_adapter(batch) if batch.has_adapters else ()
-        self._parts = [(cast(AdapterWeights, adapter), torch.tensor(tokens)) for adapter, tokens in parts]
-        try:
+        with ExitStack() as hooks:
+            for name, parts in self._parts_by_linear(batch).items():
+                hooks.callback(self._linears[name].register_forward_hook(partial(_add, parts)).remove)
             yield
-        finally:
-            self._parts = ()
 
-    def _add(self, name: str, linear: torch.nn.Module, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        """given, output: [1, num_tokens, features], or without the first dimension."""
-        for weights, tokens in self._parts:
-            update = weights.get(name)
-            if update is not None:
-                rows = given[0].view(-1, given[0].shape[-1])[tokens]
-                output.view(-1, output.shape[-1])[tokens] += rows @ update.down.T @ update.up.T
+    def _parts_by_linear(self, batch: StepBatch) -> dict[str, list[tuple[LowRankUpdate, torch.Tensor]]]:
+        """By linear layer: what is added, and to which tokens."""
+        found: dict[str, list[tuple[LowRankUpdate, torch.Tensor]]] = {}
+        for adapter, places in tokens_by_adapter(batch) if batch.has_adapters else ():
+            tokens = to_device(places, self._device)
+            for name, update in cast(AdapterWeights, adapter).items():
+                found.setdefault(name, []).append((update, tokens))
+        return found
+
+
+def _add(
+    parts: Sequence[tuple[LowRankUpdate, torch.Tensor]],
+    _linear: torch.nn.Module,
+    given: tuple[torch.Tensor, ...],
+    output: torch.Tensor,
+) -> None:
+    """given, output: [1, num_tokens, features], or without the first dimension."""
+    for update, tokens in parts:
+        rows = given[0].view(-1, given[0].shape[-1])[tokens]
+        output.view(-1, output.shape[-1])[tokens] += rows @ update.down.T @ update.up.T
 
 
 def tokens_by_adapter(batch: StepBatch) -> list[tuple[object, list[int]]]:

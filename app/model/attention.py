@@ -188,7 +188,7 @@ class PagedAttention(Protocol):
         ...
 
 
-_BYTES_AT_ONCE = 256 * 1024**2  # of gathered keys and values, or of scores
+BYTES_AT_ONCE = 256 * 1024**2  # of gathered keys and values, or of scores
 
 
 def plain_attention_bytes(layers: Iterable[LayerShape], length: int, dtype: torch.dtype) -> int:
@@ -197,7 +197,7 @@ def plain_attention_bytes(layers: Iterable[LayerShape], length: int, dtype: torc
     length: tokens of the longest sequence, whose keys and values are gathered whole, and copied once.
     """
     of_token = max((each.num_kv_heads * (each.key_dim + each.value_dim) for each in layers), default=0)
-    return 3 * _BYTES_AT_ONCE + 2 * length * of_token * dtype.itemsize
+    return 3 * BYTES_AT_ONCE + 2 * length * of_token * dtype.itemsize
 
 
 class TorchAttention:
@@ -242,7 +242,7 @@ class _TorchStep:
         output = query.new_empty(*query.shape[:2], value.shape[-1])
         if rows.decode is not None:
             of_row = rows.decode.block_tables.shape[1] * self._cache.block_size * (stored[0].nbytes + value[0].nbytes)
-            number = max(1, _BYTES_AT_ONCE // of_row)
+            number = max(1, BYTES_AT_ONCE // of_row)
             for part in rows.decode.parts(number):
                 output[part.token_indices] = self._decode(read, query[part.token_indices], part, rules)
         for chunk in rows.prefill:
@@ -330,7 +330,7 @@ def _causal(
 ) -> torch.Tensor:
     """query: [num_tokens, num_heads, dim] at positions from `start`; keys, values: [length, num_kv_heads, dim]."""
     at = torch.arange(keys.shape[0], device=keys.device)
-    number = max(1, _BYTES_AT_ONCE // (query.shape[1] * keys.shape[0] * torch.float32.itemsize))
+    number = max(1, BYTES_AT_ONCE // (query.shape[1] * keys.shape[0] * torch.float32.itemsize))
     parts = []
     for first, part in zip(range(0, len(query), number), torch.split(query, number), strict=True):
         own = torch.arange(start + first, start + first + len(part), device=keys.device)[:, None]

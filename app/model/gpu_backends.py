@@ -1,4 +1,4 @@
-"""The backends of a GPU, best first. A replica takes the first one that works.
+"""The backends of a GPU, best first. A replica takes the first one that works, see docs/design/gpu.md.
 
 A kernel that does not compile, a driver that refuses a launch, a step with wrong numbers: each of these costs a replica
 a backend, and the next one is tried. Plain torch is the last. A process that hangs or is killed leaves no note.
@@ -31,14 +31,56 @@ from app.versions import commit, versions
 
 logger = logging.getLogger(__name__)
 
-GRAPHS, EAGER, TRITON, TORCH = "graphs", "eager", "triton", "torch"
+GRAPHS, EAGER, TRITON, LIBRARY, TORCH = "graphs", "eager", "triton", "library", "torch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """One row of the table in docs/design/gpu.md, which `scripts.backends_table` writes."""
+
+    computes: str
+    needs: str
+    has_decoder: bool  # our own, if that computes the model: weights in FP8 need it
+    has_triton: bool  # our kernels for attention: FP8 KV memory, `batch_invariant` and copies of blocks need them
+
+
 # `model.backend` names the first backend to try; `auto` stands for the best.
-BACKENDS: Mapping[str, str] = {
-    GRAPHS: "our decoder, or else transformers' code, with our kernels, replayed from CUDA graphs",
-    EAGER: "the same without CUDA graphs",
-    TRITON: "transformers' code with our kernels for attention",
-    TORCH: "transformers' code with plain torch for attention and sampling",
+BACKENDS: Mapping[str, Backend] = {
+    GRAPHS: Backend(
+        computes="our decoder, or else transformers' code, with our kernels, replayed from CUDA graphs",
+        needs="Triton, a C compiler, Python's headers; a model without recurrent layers",
+        has_decoder=True,
+        has_triton=True,
+    ),
+    EAGER: Backend(
+        computes="the same, launched kernel by kernel",
+        needs="the same, without memory for graphs",
+        has_decoder=True,
+        has_triton=True,
+    ),
+    TRITON: Backend(
+        computes="transformers' code with our kernels for attention and recurrent layers",
+        needs="the same",
+        has_decoder=False,
+        has_triton=True,
+    ),
+    LIBRARY: Backend(
+        computes="transformers' code with torch's FlashAttention over gathered keys and values, recurrent layers in "
+        "plain torch",
+        needs="compute capability 8.0; a model in 16 bits, keys and values of one size of at most 256, no softcap, "
+        "sinks or latents",
+        has_decoder=False,
+        has_triton=False,
+    ),
+    TORCH: Backend(
+        computes="transformers' code with plain torch for attention, recurrent layers and draws",
+        needs="torch with CUDA",
+        has_decoder=False,
+        has_triton=False,
+    ),
 }
+WITHOUT_DECODER = frozenset(name for name, each in BACKENDS.items() if not each.has_decoder)
+WITHOUT_TRITON = frozenset(name for name, each in BACKENDS.items() if not each.has_triton)
 FILE_NAME = "lost_devices.json"
 LEFT_OUT_S = 3600.0  # after a loss; the hardware may have failed, and not the code
 MOST_LOSSES = 3  # then the backend is left out until a version changes
@@ -106,14 +148,14 @@ class LostDevices:
             number, ago_s = len(times), self.clock() - times[-1]
             if number >= MOST_LOSSES:
                 found[backend] = (
-                    f"the device was lost with it {number} times, the last time by: {reason}. A replica "
-                    f"tries it with another version of the driver or of the packages; remove {self.path} to try it now"
+                    f"the device was lost with it {number} times, the last time by: {reason}. A replica tries it with "
+                    f"another version of the driver or of the packages; model.backend: {backend} tries it now"
                 )
             elif ago_s < LEFT_OUT_S:
                 found[backend] = (
                     f"the device was lost with it {ago_s / 60:.0f} minutes ago by: {reason}. A replica "
-                    f"that starts in {(LEFT_OUT_S - ago_s) / 60:.0f} minutes tries it again; remove {self.path} to try "
-                    f"it now"
+                    f"that starts in {(LEFT_OUT_S - ago_s) / 60:.0f} minutes tries it again; model.backend: {backend} "
+                    f"tries it now"
                 )
         return found
 
@@ -147,18 +189,28 @@ class Ladder:
         packages = ", ".join(f"{name} {number}" for name, number in (versions() | {"commit": commit()}).items())
         setup = f"{config.model.path}; {card}; driver {driver}; {packages}"
         ladder = cls(config, device, LostDevices(cache_folder() / FILE_NAME, setup), is_shared)
-        names, first = list(BACKENDS), config.model.backend
-        lost = {name: reason for name, reason in ladder.lost.left_out().items() if name != TORCH}
+        first = config.model.backend
+        # A backend that the settings name is tried after a loss too.
+        lost = {name: reason for name, reason in ladder.lost.left_out().items() if name not in (TORCH, first)}
+        names = ladder.order
         accepted = names[: names.index(config.model.require or TORCH) + 1]
         if not set(accepted) <= lost.keys():  # else all accepted backends would be left out
             ladder.failed |= lost
         if why_no_triton is not None:
-            ladder.failed |= dict.fromkeys(names[:-1], f"Triton {why_no_triton}")
-        if first != "auto":
-            ladder.skipped |= dict.fromkeys(names[: names.index(first)], f"model.backend is {first}")
+            ladder.failed |= dict.fromkeys(BACKENDS.keys() - WITHOUT_TRITON, f"Triton {why_no_triton}")
+        ladder.skipped |= {name: f"model.backend is {first}" for name in BACKENDS if name not in names}
         if config.model.batch_invariant:
-            ladder.skipped[TORCH] = "model.batch_invariant is set, and its products depend on the size of a step"
+            reason = "model.batch_invariant is set, and its products depend on the size of a step"
+            ladder.skipped |= dict.fromkeys(WITHOUT_TRITON, reason)
         return ladder
+
+    @property
+    def order(self) -> list[str]:
+        """The backends that the settings allow. `library` is for those who want it before our kernels."""
+        names, first = list(BACKENDS), self.config.model.backend
+        if first == LIBRARY:
+            return [LIBRARY, TRITON, TORCH]
+        return names if first == "auto" else names[names.index(first) :]
 
     def backends(self) -> Iterator[str]:
         """The backends to try, one after the other.
@@ -167,7 +219,7 @@ class Ladder:
             InvalidSetup: none of those that `model.require` accepts works.
             UnsupportedModel: none works.
         """
-        for backend in BACKENDS:
+        for backend in self.order:
             if backend not in self.failed | self.skipped:
                 yield backend
             if backend == self.config.model.require:
@@ -189,9 +241,9 @@ class Ladder:
         try:
             yield
         except TooLittleMemory as error:
-            if self.is_shared or backend != GRAPHS:  # the backends below need as much memory
+            if self.is_shared or backend not in (GRAPHS, LIBRARY):  # the backends below need as much memory
                 raise
-            self.fail([GRAPHS], error.message)
+            self.fail([backend], error.message)
         except BackendFailed as error:
             self.fail(self._alike(backend), str(error))
         except (CarouselError, MemoryError, OSError):
@@ -246,8 +298,11 @@ class Ladder:
         return TakenBackend(backend, dict(self.failed))
 
     def note_loss(self, reason: str) -> None:
-        """Note that the device was lost in a step of the backend that computes."""
-        self.lost.note([self._current], reason)
+        """Note that the device was lost in a step of the backend that computes.
+
+        The backends with the same code are left out too: if a capture failed, the ladder would lead back to this one.
+        """
+        self.lost.note([GRAPHS] if self._current == GRAPHS else self._alike(self._current), reason)
 
     def _too_slow(self) -> InvalidSetup:
         model = self.config.model
@@ -257,16 +312,17 @@ class Ladder:
         )
 
     def _reasons(self) -> str:
-        return "; ".join(f"{backend}: {reason}" for backend, reason in (self.skipped | self.failed).items())
+        reasons = self.skipped | self.failed
+        return "; ".join(f"{name}: {reasons[name]}" for name in dict.fromkeys([*BACKENDS, *reasons]) if name in reasons)
 
 
 def config_for(config: EngineConfig, backend: str) -> EngineConfig:
     """The settings for the load of a backend. FP8 needs our decoder for weights, and our kernels for KV memory."""
     model = config.model
-    if backend in (TRITON, TORCH) and model.quantization == "fp8":
+    if backend in WITHOUT_DECODER and model.quantization == "fp8":
         logger.warning("model.quantization is fp8, which %s does not compute: weights are in bfloat16", backend)
         config = config.with_setting("model.quantization", "none")
-    if backend == TORCH and config.cache.dtype == "fp8":
+    if backend in WITHOUT_TRITON and config.cache.dtype == "fp8":
         logger.warning("cache.dtype is fp8, which %s does not compute: KV memory is in the model's type", backend)
         config = config.with_setting("cache.dtype", "auto")
     return config.with_setting("model.backend", "auto" if backend == GRAPHS else backend)

@@ -219,6 +219,14 @@ class KVCache:
         start = block_tables.dim() - 1
         return keys[block_tables].flatten(start, start + 1), values[block_tables].flatten(start, start + 1)
 
+    def read_tokens(
+        self, place: int, slots: torch.Tensor, *, part: int, like: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of tokens: keys and values [num_tokens, num_kv_heads, dim]. slots: [num_tokens]; others as `read`."""
+        at = slots // self.block_size, slots % self.block_size
+        keys, values = self._keys[place], self._values[place]
+        return self._part(keys, part, like[0])[at], self._part(values, part, like[1])[at]
+
     def _part(self, memory: torch.Tensor, part: int, new: torch.Tensor) -> torch.Tensor:
         """Return the part of a place that belongs to one layer: [num_blocks, block_size, num_kv_heads, dim].
 

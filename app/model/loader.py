@@ -31,7 +31,7 @@ from app.model.device import (
     warn_of_turns,
     why_no_triton,
 )
-from app.model.gpu_backends import TORCH, TRITON, BackendFailed, Ladder, cause_of, config_for, is_lost
+from app.model.gpu_backends import TORCH, WITHOUT_DECODER, BackendFailed, Ladder, cause_of, config_for, is_lost
 from app.model.kv_cache import block_bytes, check_host_memory, num_blocks_that_fit, num_state_slots_that_fit
 from app.model.language_model import check_files_of_text
 from app.model.location import resolve_model_path
@@ -88,7 +88,7 @@ def load_runner(
     for backend in ladder.backends():
         chosen = config_for(config, backend)
         with ladder.trying(backend):
-            if model is None or (backend in (TRITON, TORCH) and not isinstance(model, TransformersModel)):
+            if model is None or (backend in WITHOUT_DECODER and not isinstance(model, TransformersModel)):
                 model = None  # before another one takes its memory
                 model = _load(chosen, group)
             ladder.has_own_decoder = not isinstance(model, TransformersModel)

@@ -20,7 +20,7 @@ from app.model.abilities import Abilities
 from app.model.adapters import MAX_RANK
 from app.model.cpu.adapters import AdaptedModel
 from app.model.device import device_of, dtype_of, refused_quantization
-from app.model.gpu_backends import TORCH, TRITON
+from app.model.gpu_backends import WITHOUT_DECODER
 from app.model.kv_cache import block_bytes, num_state_slots
 from app.model.location import resolve_model_path
 from app.model.memory import MemoryNeeds, state_bytes
@@ -168,7 +168,7 @@ def planned_gpu_model(config: EngineConfig, *, dtype: torch.dtype, num_ranks: in
     reason = CudaModel.why_not(source, own)
     if config.model.quantization == "fp8" and reason is not None:
         raise refused_quantization(config.model, reason)
-    is_ours = reason is None and config.model.backend not in (TRITON, TORCH)
+    is_ours = reason is None and config.model.backend not in WITHOUT_DECODER
     return CudaModel.planned(source, own) if is_ours else own
 
 

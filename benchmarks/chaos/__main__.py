@@ -37,6 +37,7 @@ from benchmarks.chaos.faults import (
     part_from_replicas,
     stop_one_of_three,
 )
+from benchmarks.chaos.lost_cards import lose_cards
 from benchmarks.chaos.node_loss import lose_node
 from benchmarks.chaos.rolling_update import change_under_load
 from benchmarks.chaos.stage import MODEL, Size
@@ -71,6 +72,7 @@ ROWS: dict[str, Row] = {
     "R13": change_under_load,
     "R14": strike_at_random,
     "R15": break_tier,
+    "R16": lose_cards,
     "node": lose_node,
     "C1": disconnect_at_each_phase,
     "C7": kill_clients,

@@ -174,6 +174,7 @@ def application(
     end_probability: float = 0.004,
     crash_token_id: int | None = None,
     weights: bool = False,
+    is_batch_invariant: bool = True,
     max_running: int = 96,
     max_waiting: int = 96,
     model: str = MODEL,
@@ -187,14 +188,15 @@ def application(
     """The `args` of an application with simulated replicas, or with real `weights`, which adapters need.
 
     num_state_slots: of simulated replicas, as of a model with recurrent layers; 0: they have no states. adapters: their
-    folders by name. replicas: settings of that branch.
+    folders by name. is_batch_invariant: of real replicas of one rank. replicas: settings of that branch.
     """
     costs = {
         "step_ms": step_ms, "per_token_ms": per_token_ms, "end_probability": end_probability,
         "crash_token_id": crash_token_id, "num_state_slots": num_state_slots,
     }  # fmt: skip
     # Ranks on CPUs run transformers' code, which cannot promise equal bits: there float32 keeps the tokens apart.
-    computed = {"dtype": "float32"} if replicas.get("tensor_parallel", 1) > 1 else {"batch_invariant": True}
+    is_batch_invariant &= replicas.get("tensor_parallel", 1) == 1
+    computed = {"batch_invariant": True} if is_batch_invariant else {"dtype": "float32"}
     engine = {
         "model": {"path": model} | (computed if weights else {"simulated": costs}),
         "cache": {"num_blocks": 4096, "block_size": 16} | dict(cache),

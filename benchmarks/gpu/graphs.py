@@ -9,10 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from inspect import signature
+from itertools import pairwise
+from operator import sub
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
 
 import app.model.ways.gpu
 from app.config import EngineConfig
@@ -83,6 +88,37 @@ class WorkAgain:
         return lambda: output.copy_(function())
 
 
+def plain_varlen_attn(*given: Any, **named: Any) -> torch.Tensor:
+    """Stands for torch's function, as its documentation has it. Checks the arguments that the function would check."""
+    call = signature(varlen_attn).bind(*given, **named).arguments
+    query, key, value = call["query"], call["key"], call["value"]
+    assert all(each.is_contiguous() for each in (key, value))
+    assert call["enable_gqa"]
+    ends = [call[name].tolist() for name in ("cu_seq_q", "cu_seq_k")]
+    assert all(call[name].dtype == torch.int32 for name in ("cu_seq_q", "cu_seq_k"))
+    assert call["max_q"] == max(map(sub, ends[0][1:], ends[0]))
+    assert call["max_k"] == max(map(sub, ends[1][1:], ends[1]))
+    before, after = call["window_size"]
+    assert after == 0
+    output = torch.full_like(query, torch.nan)
+    for queries, keys in zip(pairwise(ends[0]), pairwise(ends[1]), strict=True):
+        own, others = slice(*queries), slice(*keys)
+        num_queries, num_keys = own.stop - own.start, others.stop - others.start
+        at = torch.arange(num_keys - num_queries, num_keys)[:, None]  # the last query sees the last key
+        seen = torch.arange(num_keys)
+        visible = (seen <= at) & ((before == -1) | (seen >= at - before))
+        shared = query.shape[1] // key.shape[1]
+        of_heads = [query[own], *(each[others].repeat_interleave(shared, dim=1) for each in (key, value))]
+        of_query, of_key, of_value = (each.transpose(0, 1) for each in of_heads)
+        attended = functional.scaled_dot_product_attention(
+            of_query, of_key, of_value, attn_mask=visible, scale=call["scale"]
+        )
+        output[own] = attended.transpose(0, 1)
+    return output
+
+
+# What stands for the FlashAttention of torch, which CPUs do not have, by the names in its module.
+LIBRARY = {"varlen_attn": plain_varlen_attn, "_DTYPES": (torch.float32, torch.bfloat16)}
 _UNVERIFIED = {"app.model.ways.loaded_model.LoadedModel.difference_in_steps": lambda *_: None}
 
 
@@ -101,6 +137,7 @@ def standing_in(is_so: bool = True, *, verifies: bool = False) -> Iterator[None]
             "app.model.ways.gpu.CudaCapture": WorkAgain,
             "app.model.verification.NUM_TOKENS": 4,
             "torch.cuda.synchronize": lambda device=None: None,
+            **{f"app.model.cuda.library_attention.{name}": each for name, each in LIBRARY.items()},
             **({} if verifies else _UNVERIFIED),
         }.items():
             patches.enter_context(patch(name, replacement))

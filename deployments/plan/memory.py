@@ -37,8 +37,8 @@ class GpuPlan:
         self._planned: PlannedMemory = planned_memory(config, num_ranks=num_ranks)
         if config.model.max_loaded_adapters is not None and not self._planned.needs.adapters:
             raise InvalidSetup(
-                f"--adapters: {config.model.path} on {self._where} computes with none; it needs the decoder for CUDA "
-                f"(a Llama-like model)"
+                f"--adapters: {config.model.path} on {self._where} computes with none; it has no linear layers with "
+                f"names that end in _proj"
             )
 
     def table(self) -> str:

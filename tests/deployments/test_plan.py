@@ -173,11 +173,11 @@ def test_adapters_take_of_a_gpus_memory_what_those_of_the_highest_rank_need(plan
     assert f"adapters      {expected / 2**30:>9.2f} GiB" in planned(*options, "--tensor-parallel", "2")
 
 
-def test_adapters_on_a_gpu_need_the_decoder_for_cuda(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapters_on_a_gpu_need_layers_that_can_be_adapted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bloom = {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100, "seq_length": 64}
     (tmp_path / "config.json").write_text(json.dumps(bloom))
     assert plan(tmp_path, "--gpu", "T4", "--adapters", "8", "--context", "64") == 1
-    assert "on T4 computes with none; it needs the decoder for CUDA" in capsys.readouterr().err
+    assert "on T4 computes with none; it has no linear layers with names that end in _proj" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(library() is None, reason="there is no C++ compiler")

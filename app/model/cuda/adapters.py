@@ -32,13 +32,15 @@ from app.model.adapters import (
     whole_size,
 )
 from app.model.cuda.attention import padded
-from app.model.cuda.fp8 import Fp8Rows, Rows
+from app.model.cuda.fp8 import Fp8Rows, Rows, in_fp8
 from app.model.cuda.launching import beside_steps, kernels_of
 from app.model.cuda.weights import CudaWeights
 from app.model.inputs import to_device
+from app.model.verification import MAX_DIFFERENCES
 
 _TILE_ROWS = _TILE_RANKS = 16  # the least that matrix instructions take
 _TILE_COLUMNS = 128
+_RANK = 5  # of the adapter that is tried; odd, so that a tile is not full
 _TILE_DEPTH_BYTES = 256
 # Inputs that one program adds up. Its size follows from the layer alone, because a row's bits follow from it.
 _SPLIT = 2048
@@ -220,6 +222,39 @@ class AdapterSlots:
             second_size=second, third_size=third, num_splits=num_splits, tile_columns=_TILE_COLUMNS, num_warps=4,
             num_stages=2, **options,
         )  # fmt: skip
+
+    @torch.inference_mode()
+    def difference(self, *, has_fp8: bool) -> str | None:
+        """How the kernels differ from plain torch, in words; None: by no more than rounding. No slot may be in use.
+
+        One product of each size is tried, with two of three rows. has_fp8: whether its inputs are in FP8.
+        """
+        numbers = torch.Generator().manual_seed(0)
+
+        def random(*size: int) -> torch.Tensor:
+            return torch.randn(*size, generator=numbers)
+
+        order, tiles = to_device([0, 2], self._device), to_device([[0], [0], [2]], self._device)
+        tried = {(each.outputs, each.down.shape): (key, each) for key, each in self._stacked.items()}
+        for (layer, product), stacked in tried.values():
+            num_inputs = stacked.down.shape[-1]
+            stacked.write(
+                0, [LowRankUpdate(random(_RANK, num_inputs), random(size, _RANK)) for size in stacked.outputs]
+            )
+            inputs = random(3, num_inputs).to(stacked.down)
+            given = in_fp8(inputs) if has_fp8 else inputs
+            read = inputs.float() if isinstance(given, torch.Tensor) else given.values.float() * given.scales
+            found = torch.zeros(3, sum(stacked.outputs), dtype=inputs.dtype, device=self._device)
+            AdaptedRows(self, order, tiles).add(layer, product, given, found)
+            ups = torch.split(stacked.up[0, :, :_RANK].float(), list(stacked.outputs))
+            downs = stacked.down[0, :, :_RANK].float()
+            expected = torch.cat([read @ down.T @ up.T for down, up in zip(downs, ups, strict=True)], dim=-1)
+            expected[1] = 0
+            stacked.ranks[:, 0] = 0
+            error = float((found - expected).norm() / expected.norm())
+            if not error < MAX_DIFFERENCES[inputs.dtype][0]:
+                return f"what an adapter adds to {product} of layer {layer} differs by {error:.2g} of its size"
+        return None
 
     def _max_tiles(self, num_tokens: int) -> int:
         """Each adapter's last tile may be short, and none is without a row."""

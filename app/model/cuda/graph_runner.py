@@ -25,7 +25,7 @@ from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 from app.engine.batch import DeviceLost, ScheduledSequence, StepBatch, StepResult
 from app.errors import described, first_line
-from app.model.adapters import AdapterWeights, SlottedAdapter, read_adapter
+from app.model.adapters import AdapterWeights, LinearUpdates, SlottedAdapter, read_adapter
 from app.model.attention import PagedAttention
 from app.model.cuda.adapters import AdaptedRows
 from app.model.cuda.attention import TritonAttention
@@ -40,7 +40,7 @@ from app.model.cuda.captured_inputs import (
     smallest_fitting,
 )
 from app.model.cuda.device_blocks import DeviceBlocks
-from app.model.forward import ForwardOneByOne, Prediction
+from app.model.forward import ForwardOneByOne, Prediction, TransformersForward
 from app.model.gpu_backends import Ladder, cause_of
 from app.model.inputs import build_inputs
 from app.model.logprobs import Logprobs
@@ -79,18 +79,23 @@ class GraphModelRunner(LeadingRunner):
         capture: Capture | None,
         synchronize: Callable[[], None] = lambda: None,
         sampler: Sampler | None = None,
+        may_adapt: bool = False,
     ) -> None:
         """Capture every size up to `max_rows` sequences before the first step. Without a capture steps run eagerly.
 
         stateful: the attention with the states of recurrent layers. With states, each step ends before the next begins.
         max_tokens: of a step with prompts; 0: none of these is captured.
         synchronize: waits for the device and raises what is wrong with it; by default no device can be lost.
+        may_adapt: whether transformers' code gets adapters, in steps that run eagerly.
         """
         super().__init__()
         self._model = model
-        self.adapts = model.adapters is not None
         self._sampler = sampler or Sampler()
         self._forward = model.device_forward(attention)
+        self.adapting: LinearUpdates | None = None
+        if may_adapt and model.group is None and isinstance(self._forward, TransformersForward):
+            self.adapting = self._forward.adapting  # it adds to whole linear layers
+        self.adapts = model.adapters is not None or self.adapting is not None
         self._attention = attention
         # Slots of a step are known when the one before has ended.
         self.launches = stateful is None and not isinstance(self._forward, ForwardOneByOne)
@@ -147,8 +152,12 @@ class GraphModelRunner(LeadingRunner):
             self.backend = self._ladder.without_graphs(reason)
 
     @torch.inference_mode()
-    def load_adapter(self, folder: Path, make_room: Callable[[], None] = lambda: None) -> SlottedAdapter:
+    def load_adapter(self, folder: Path, make_room: Callable[[], None] = lambda: None) -> object:
         """It may be asleep."""
+        if self.adapting is not None:
+            update = read_adapter(folder, self.adapting.sizes)
+            make_room()
+            return self.adapting.prepare(update)
         assert self._model.adapters is not None, "it adapts"
         weights = read_adapter(folder, self._model.adapters.sizes)
         make_room()
@@ -166,6 +175,8 @@ class GraphModelRunner(LeadingRunner):
         self._model.adapters.write(slot, part)
 
     def unload_adapter(self, adapter: object) -> None:
+        if self.adapting is not None:  # its memory goes with the last step that has it
+            return
         assert self._model.adapters is not None, "it adapts"
         assert isinstance(adapter, SlottedAdapter), "loaded here"
         self._model.adapters.free(adapter)
@@ -254,7 +265,8 @@ class GraphModelRunner(LeadingRunner):
         inputs = build_inputs(batch, block_size=self._attention.block_size, device=self._model.device)
         if isinstance(self._forward, ForwardOneByOne):
             return self._forward.predict(batch, inputs)
-        with self._arithmetic():
+        adapting = nullcontext() if self.adapting is None else self.adapting.of(batch)
+        with self._arithmetic(), adapting:
             return self._forward.compute(
                 self._known(inputs.token_ids, batch.scheduled),
                 inputs.positions,
@@ -265,9 +277,8 @@ class GraphModelRunner(LeadingRunner):
             )
 
     def _adapted_rows(self, batch: StepBatch) -> AdaptedRows | None:
-        if not batch.has_adapters:
+        if self._model.adapters is None or not batch.has_adapters:
             return None
-        assert self._model.adapters is not None, "it has loaded them"
         return self._model.adapters.rows(batch)
 
     def _replayed(self, graph: _Graph, batch: StepBatch) -> Prediction:
@@ -306,7 +317,7 @@ class GraphModelRunner(LeadingRunner):
             return
         self._decode_sizes = tuple(size for size in self._decode_sizes if size in self._graphs)
         self._mixed_sizes = self._capture_mixed(capture) if has_room else ()
-        if self.adapts:
+        if self._model.adapters is not None:
             self._capture_adapted(capture)
         logger.info(
             "steps run from %d CUDA graphs: decode steps of up to %d sequences, steps with prompts of up to %d tokens",

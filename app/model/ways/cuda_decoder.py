@@ -19,7 +19,7 @@ from app.model.cuda.fp8 import why_no_fp8, why_not_in_fp8
 from app.model.cuda.graph_runner import GraphModelRunner
 from app.model.cuda.weights import CudaWeights, fuse_weights
 from app.model.device import check_kv_device
-from app.model.gpu_backends import TORCH, TRITON
+from app.model.gpu_backends import WITHOUT_DECODER
 from app.model.inputs import build_inputs
 from app.model.llama import settings_of, why_attention_is_not_llama_like, why_not_llama_like
 from app.model.memory import MemoryNeeds
@@ -43,7 +43,7 @@ class CudaModel(LoadedModel):
         if source.config.quantization == "fp8":
             return why_no_fp8(source.device, on_a_cpu="model.quantization: int8 and int4")
         backend = source.config.backend
-        return f"model.backend is {backend}" if backend in (TRITON, TORCH) else None
+        return f"model.backend is {backend}" if backend in WITHOUT_DECODER else None
 
     @staticmethod
     def why_not(source: ModelSource, own: TransformersModel) -> str | None:
@@ -81,7 +81,10 @@ class CudaModel(LoadedModel):
     def difference(self, source: ModelSource) -> str | None:
         """How it differs from the reference, in words. All other steps are verified with the memory that is served."""
         assert self.reference is not None, "it is to be verified"
-        return self.reference.difference(self.output(source), source.config.quantization)
+        difference = self.reference.difference(self.output(source), source.config.quantization)
+        if difference is None and self.adapters is not None:
+            return self.adapters.difference(has_fp8=source.config.quantization == "fp8")
+        return difference
 
     def output(self, source: ModelSource) -> Output:
         """The reference's tokens in one step, with KV memory of their own; logits in place of the first layer."""

@@ -20,15 +20,16 @@ from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.largest_batch import largest_batch
 from app.engine.request import SamplingParams
 from app.model.allocated_bytes import AllocatedBytes, num_bytes_of
-from app.model.attention import PagedAttention, plain_attention_bytes
+from app.model.attention import PagedAttention, TorchAttention, plain_attention_bytes
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.batch_invariant import BatchInvariantMode
 from app.model.cuda.captured_inputs import StepSize, decode_size, graph_sizes, mixed_sizes
 from app.model.cuda.graph_runner import CudaCapture, GraphModelRunner
+from app.model.cuda.library_attention import LibraryAttention
 from app.model.cuda.recurrence import TritonRecurrence
 from app.model.cuda.sampler import TritonSampler
 from app.model.forward import Prediction
-from app.model.gpu_backends import GRAPHS, TORCH, BackendFailed, cause_of, is_lost
+from app.model.gpu_backends import GRAPHS, LIBRARY, TORCH, WITHOUT_TRITON, BackendFailed, cause_of, is_lost
 from app.model.kv_cache import block_bytes, stored_dtype
 from app.model.memory import WORKSPACE_BYTES, MemoryNeeds, gpu_memory, graph_bytes, refusing_to_run_short
 from app.model.recurrence import TorchRecurrence
@@ -86,6 +87,7 @@ def verified_graph_runner(config: EngineConfig, model: LoadedModel, num_blocks: 
         capture=CudaCapture(model.device) if _is_captured(config, model) else None,
         synchronize=partial(torch.cuda.synchronize, model.device),
         sampler=sampler,
+        may_adapt=config.model.max_loaded_adapters is not None,
     )
 
 
@@ -152,7 +154,7 @@ def needs_on_gpu(config: EngineConfig, model: LoadedModel, largest: StepBatch) -
     runner = with_one_block(config, model)
     step = _peak_of(lambda: runner.launch(largest), model.device) + (
         plain_attention_bytes(model.layers.values(), model.facts.max_model_len, model.dtype)
-        if config.model.backend == TORCH
+        if config.model.backend in WITHOUT_TRITON
         else 0
     )
     return MemoryNeeds(
@@ -160,13 +162,19 @@ def needs_on_gpu(config: EngineConfig, model: LoadedModel, largest: StepBatch) -
         step=step,
         graphs=_of_graphs(config, model) if _is_captured(config, model) else 0,
         workspaces=(_NUM_WORKSPACES - is_cuda) * WORKSPACE_BYTES,
-        # The largest step has none: what it would take for them is counted here.
-        adapters=0 if model.adapters is None else of_slots + model.adapters.step_bytes(largest.num_tokens),
+        adapters=_of_adapters(config, model, runner, largest.num_tokens),
     )
 
 
+def _of_adapters(config: EngineConfig, model: LoadedModel, runner: GraphModelRunner, num_tokens: int) -> int:
+    """The largest step has no adapters: what it would take for them is counted here."""
+    if model.adapters is not None:
+        return num_bytes_of(model.adapters.tensors()) + model.adapters.step_bytes(num_tokens)
+    return 0 if runner.adapting is None else runner.adapting.most_bytes * (config.model.max_loaded_adapters or 0)
+
+
 def _is_captured(config: EngineConfig, model: LoadedModel) -> bool:
-    return config.model.backend == "auto" and model.why_not_on(GRAPHS) is None
+    return config.model.backend in ("auto", GRAPHS) and model.why_not_on(GRAPHS) is None
 
 
 def _of_graphs(config: EngineConfig, model: LoadedModel) -> int:
@@ -212,7 +220,7 @@ def with_one_block(config: EngineConfig, model: LoadedModel) -> GraphModelRunner
     attention = _attention(config, model, num_blocks=1, max_blocks=max_blocks)
     return GraphModelRunner(
         model, attention, stateful=_with_states(config, model, attention, 1), max_rows=config.scheduler.max_running,
-        capture=None, sampler=_sampler(config, model),
+        capture=None, sampler=_sampler(config, model), may_adapt=config.model.max_loaded_adapters is not None,
     )  # fmt: skip
 
 
@@ -222,13 +230,15 @@ def _with_states(
     """The attention, and the slots of recurrent layers beside it; None of a model that has none."""
     if not model.states:
         return None
-    recurrence = TorchRecurrence() if config.model.backend == TORCH else TritonRecurrence(model.device)
+    is_plain = config.model.backend in WITHOUT_TRITON
+    recurrence = TorchRecurrence() if is_plain else TritonRecurrence(model.device)
     return StatefulAttention(attention, model.states, recurrence, num_slots=num_slots, device=model.device)
 
 
 def _attention(config: EngineConfig, model: LoadedModel, *, num_blocks: int, max_blocks: int) -> PagedAttention:
-    if config.model.backend == TORCH:
-        return model.plain_attention(num_blocks, config.cache.block_size)
+    if config.model.backend in WITHOUT_TRITON:
+        kind = LibraryAttention if config.model.backend == LIBRARY else TorchAttention
+        return model.plain_attention(num_blocks, config.cache.block_size, kind)
     return TritonAttention(
         model.in_block,
         groups=model.groups,

@@ -14,10 +14,10 @@ from app.config import EngineConfig
 from app.engine.batch import StepBatch
 from app.engine.request import ModelInfo
 from app.model.abilities import Abilities
-from app.model.attention import StateShape
+from app.model.attention import StateShape, TorchAttention
 from app.model.cpu.verification_cache import digest_of_files
 from app.model.cuda.adapters import AdapterSlots
-from app.model.gpu_backends import GRAPHS
+from app.model.gpu_backends import GRAPHS, WITHOUT_TRITON
 from app.model.kv_cache import ONE_GROUP, LayerGroups, LayerShape
 from app.model.location import resolve_model_path
 from app.model.memory import MemoryNeeds
@@ -91,7 +91,7 @@ class LoadedModel(ABC):
         computed_by = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
         kinds = (
             type(self).__name__,
-            config.model.backend == "torch",  # other code lays out the same blocks in another way
+            config.model.backend in WITHOUT_TRITON,  # other code lays out the same blocks in another way
             computed_by,
             self.states,
             config.model.quantization,
@@ -159,8 +159,10 @@ class LoadedModel(ABC):
             return "steps of models with recurrent layers are not captured"
         return None
 
-    def plain_attention(self, num_blocks: int, block_size: int) -> PagedAttention:
-        """Attention in plain torch, or by the model's own code where it computes nothing else, with KV memory."""
+    def plain_attention(
+        self, num_blocks: int, block_size: int, kind: type[TorchAttention] = TorchAttention
+    ) -> PagedAttention:
+        """Attention without our kernels, or by the model's own code where it computes nothing else, with KV memory."""
         raise NotImplementedError(f"{type(self).__name__} has kernels for it")
 
     @property

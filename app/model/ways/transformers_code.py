@@ -32,10 +32,11 @@ from app.model.cpu.recurrence import NativeRecurrence
 from app.model.cpu.sampling import NativeSampler
 from app.model.cuda.attention import LARGEST_TILE, TritonAttention
 from app.model.cuda.graph_runner import GraphModelRunner
+from app.model.cuda.library_attention import LibraryAttention
 from app.model.description import as_token_ids, max_model_len
 from app.model.device import check_kv_dtype
 from app.model.forward import DeviceForward, ForwardOneByOne, TransformersForward
-from app.model.gpu_backends import TORCH
+from app.model.gpu_backends import LIBRARY, TORCH
 from app.model.inputs import build_inputs
 from app.model.kv_cache import KVCache, LayerGroups
 from app.model.latent_attention import store_expanded
@@ -291,15 +292,19 @@ class TransformersModel(LoadedModel):
     def why_not_on(self, backend: str) -> str | None:
         if self.attends_itself and backend != TORCH:
             return "the model attends by its own code"
+        if backend == LIBRARY:
+            return LibraryAttention.why_not(self.layers, self.rules, self.dtype)
         return super().why_not_on(backend)
 
-    def plain_attention(self, num_blocks: int, block_size: int) -> PagedAttention:
+    def plain_attention(
+        self, num_blocks: int, block_size: int, kind: type[TorchAttention] = TorchAttention
+    ) -> PagedAttention:
         cache = KVCache(
             self.in_block, num_blocks=num_blocks, block_size=block_size, dtype=self.dtype, device=self.device
         )  # fmt: skip
         if self.attends_itself:
             return OwnAttention(cache, self.layers, self.device)
-        return TorchAttention(cache, self.device, self.groups)
+        return kind(cache, self.device, self.groups)
 
     def _forward(self, attention: PagedAttention) -> TransformersForward:
         return (ForwardOneByOne if self.attends_itself else TransformersForward)(self.module, attention)

@@ -10,6 +10,7 @@ import torch
 
 from app.model.cuda.attention import TritonAttention
 from app.model.ways.cuda_decoder import CudaModel
+from benchmarks.gpu.graphs import LIBRARY
 from tests.kit.interpreter import quicken_interpreter
 from tests.tiny_models import build_tiny_model
 
@@ -49,3 +50,11 @@ def triton_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TritonAttention, "fits", staticmethod(lambda device: device.type != "meta"))
     if not torch.cuda.is_available():
         monkeypatch.setattr("app.model.ways.gpu.CudaCapture", lambda device: lambda function: function)
+
+
+@pytest.fixture
+def library_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's FlashAttention has a stand-in where there is no GPU, which computes in any type."""
+    if not torch.cuda.is_available():
+        for name, replacement in LIBRARY.items():
+            monkeypatch.setattr(f"app.model.cuda.library_attention.{name}", replacement)

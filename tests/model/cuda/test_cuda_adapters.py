@@ -6,6 +6,7 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from transformers import PreTrainedModel
 from app.build import build_sync_engine
 from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.engine import Engine
+from app.engine.largest_batch import largest_batch
 from app.engine.request import Request
 from app.errors import UnsupportedAdapter
 from app.model.adapter_files import adapter_at
 from app.model.adapters import MAX_RANK, read_adapter
 from app.model.verification import MAX_DIFFERENCES
+from app.model.ways.cuda_decoder import CudaModel
 from app.model.ways.loaded_model import LoadedModel
 from tests.kit.engine import make_request, run_to_end
 from tests.kit.models import DEVICE, config_of, generate_plainly, own_model, relative_error
@@ -32,6 +35,7 @@ from app.model.cuda.adapters import AdapterSlots
 from app.model.cuda.captured_inputs import CapturedInputs, StepSize, decode_size
 from app.model.cuda.fp8 import in_fp8
 from app.model.cuda.graph_runner import CudaCapture, GraphModelRunner
+from app.model.cuda.launching import kernels_of
 from tests.model.cuda.counting import counting
 from tests.model.cuda.test_cuda_decoder import load, piece, runner_of
 from tests.model.cuda.test_graph_runner import RunAgain, RunsOutAt, attention_for
@@ -286,8 +290,17 @@ def some_requests(folder: Path) -> dict[str, Request]:
     }
 
 
-def test_an_engines_tokens_are_those_of_merged_weights_and_slots_are_used_again(folder: Path) -> None:
-    engine = build(folder, max_loaded_adapters=NUM_SLOTS)
+@pytest.mark.usefixtures("library_here")
+@pytest.mark.parametrize("backend", ["graphs", "triton", "library", "torch", "no decoder"])
+def test_an_engines_tokens_are_those_of_merged_weights_and_slots_are_used_again(
+    folder: Path, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without our decoder, the code of transformers adds adapters in steps that are not captured."""
+    if backend == "no decoder":
+        monkeypatch.setattr(CudaModel, "why_not", staticmethod(lambda source, own: "it is not tried"))
+        backend = "graphs"
+    engine = build(folder, max_loaded_adapters=NUM_SLOTS, backend=backend)
+    engine.prepare()
     requests = some_requests(folder)
     for names in (("base", "merged-first", "merged-second"), ("merged-third",), ("merged-first",)):
         wave = {name: replace(requests[name], request_id=f"{names}-{name}") for name in names}
@@ -298,13 +311,44 @@ def test_an_engines_tokens_are_those_of_merged_weights_and_slots_are_used_again(
     assert engine.adapters is not None
     assert engine.adapters.stats().num_loads == 4
     assert len(engine.adapters.stats().loaded) == NUM_SLOTS
+    taken = engine.measurements().backend
+    assert taken is not None
+    assert taken.name == backend
 
 
-@pytest.mark.parametrize("model", [{}, {"max_loaded_adapters": 2, "backend": "triton"}])
-def test_without_memory_for_adapters_or_in_transformers_code_there_are_none(
-    model: dict[str, Any], folder: Path
+@pytest.mark.parametrize("changes", [{}, {"quantization": "fp8", "dtype": "bfloat16"}])
+@pytest.mark.parametrize("kernel", ["shrink_kernel", "expand_kernel"])
+def test_kernels_that_do_not_work_leave_adapters_to_the_code_of_transformers(
+    folder: Path, kernel: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert build(folder, **model).adapters is None
+    """They raise, or add nothing."""
+    for broken, reason in (
+        (MagicMock(side_effect=RuntimeError("PassManager::run failed")), "RuntimeError: PassManager::run failed"),
+        (MagicMock(), "what an adapter adds to query_key_value of layer 0 differs by"),
+    ):
+        with monkeypatch.context() as patch:
+            launch = MagicMock(__getitem__=MagicMock(return_value=broken))
+            patch.setattr(kernels_of("adapter_kernels", DEVICE), kernel, launch)
+            engine = build(folder, max_loaded_adapters=NUM_SLOTS, **changes)
+            taken = engine.measurements().backend
+            assert taken is not None
+            assert reason in str(taken.failed)
+            assert isinstance(engine.runner, GraphModelRunner)
+            assert engine.runner.adapting is not None
+
+
+def test_without_memory_for_adapters_there_are_none(folder: Path) -> None:
+    assert build(folder).adapters is None
+
+
+def test_memory_of_adapters_without_slots_is_left_beside_keys_and_values(folder: Path) -> None:
+    model = load(folder / "base", dtype="float32", backend="torch")
+    linears = [each for each in small_model().model.layers.modules() if isinstance(each, torch.nn.Linear)]
+    of_one = sum(each.in_features + each.out_features for each in linears) * MAX_RANK * 4
+    for number in (None, 1, 3):
+        config = config_of(folder / "base", backend="torch", max_loaded_adapters=number, scheduler={"max_running": 2})
+        largest = largest_batch(config.scheduler, model.facts, block_size=16)
+        assert model.needs(config, largest).adapters == (number or 0) * of_one
 
 
 @pytest.mark.usefixtures("rounded_fp8")

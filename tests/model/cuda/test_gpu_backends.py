@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from app.model.gpu_backends import (
     FILE_NAME,
     GRAPHS,
     LEFT_OUT_S,
+    LIBRARY,
     MOST_LOSSES,
     TORCH,
     TRITON,
@@ -189,7 +191,7 @@ def test_nothing_is_left_where_all_works(small_path: Path) -> None:
     assert serves(small_path, GRAPHS).failed == {}
 
 
-@pytest.mark.parametrize("backend", [EAGER, TRITON, TORCH])
+@pytest.mark.parametrize("backend", [GRAPHS, EAGER, TRITON, TORCH])
 def test_the_settings_say_with_which_backend_to_begin(small_path: Path, backend: str) -> None:
     assert serves(small_path, backend, backend=backend).failed == {}
 
@@ -206,7 +208,7 @@ def test_a_replica_does_not_start_below_the_backend_that_is_required(
 
 
 def test_plain_torch_attends_in_parts_that_fit(small_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.model.attention._BYTES_AT_ONCE", 1)  # a row, or a token, at a time
+    monkeypatch.setattr("app.model.attention.BYTES_AT_ONCE", 1)  # a row, or a token, at a time
     serves(small_path, TORCH, backend=TORCH)
 
 
@@ -215,6 +217,29 @@ def test_without_triton_plain_torch_serves(small_path: Path, monkeypatch: pytest
     assert serves(small_path, TORCH).failed == dict.fromkeys(
         (GRAPHS, EAGER, TRITON), "Triton is not installed: pip install triton"
     )
+
+
+@pytest.mark.usefixtures("library_here")
+def test_the_attention_of_a_library_comes_before_plain_torch(small_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.model.loader.why_no_triton", lambda device: "is not installed: pip install triton")
+    assert set(serves(small_path, LIBRARY).failed) == {GRAPHS, EAGER, TRITON}
+    with monkeypatch.context() as patch:
+        patch.setattr("app.model.cuda.library_attention.varlen_attn", raises(RuntimeError("needs sm80 or newer")))
+        failed = serves(small_path, TORCH).failed
+        assert failed[LIBRARY] == "RuntimeError: needs sm80 or newer"
+    with monkeypatch.context() as patch:
+        patch.setattr("app.model.cuda.library_attention.varlen_attn", lambda query, *_, **__: query)
+        assert "in steps with LibraryAttention" in serves(small_path, TORCH).failed[LIBRARY]
+
+
+@pytest.mark.usefixtures("library_here")
+def test_the_attention_of_a_library_comes_first_where_the_settings_say_so(
+    small_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert list_backends(ladder_of(small_path, backend=LIBRARY)) == [LIBRARY, TRITON, TORCH]
+    assert serves(small_path, LIBRARY, backend=LIBRARY).failed == {}
+    monkeypatch.setattr("app.model.cuda.library_attention.varlen_attn", raises(RuntimeError("needs sm80 or newer")))
+    assert set(serves(small_path, TRITON, backend=LIBRARY).failed) == {LIBRARY}
 
 
 def test_keys_and_values_in_fp8_become_those_of_the_model_where_no_kernel_works(
@@ -287,7 +312,7 @@ class TestLostDevices:
             self.now += 60
             reason = file.left_out()[GRAPHS]
             assert "1 minutes ago by: an illegal memory access" in reason, number
-            assert str(file.path) in reason
+            assert f"model.backend: {GRAPHS} tries it now" in reason
             self.now += LEFT_OUT_S
             assert file.left_out() == {}
         file.note([GRAPHS], "an illegal memory access")
@@ -320,11 +345,13 @@ def test_backends_that_lost_a_device_are_not_tried(small_path: Path) -> None:
     ladder = ladder_of(small_path)
     assert list_backends(ladder) == list(BACKENDS)
     ladder.lost.note([GRAPHS, EAGER], "why")
-    assert list_backends(ladder_of(small_path)) == [TRITON, TORCH]
+    assert list_backends(ladder_of(small_path)) == [TRITON, LIBRARY, TORCH]
     assert GRAPHS not in list_backends(ladder_of(small_path, require="triton"))
     assert list_backends(ladder_of(small_path, require="eager")) == [GRAPHS, EAGER]  # nothing else is accepted
+    assert list_backends(ladder_of(small_path, backend=EAGER)) == [EAGER, TRITON, LIBRARY, TORCH]
+    assert list_backends(ladder_of(small_path, backend=GRAPHS)) == [GRAPHS, TRITON, LIBRARY, TORCH]
     ladder.lost.note([TORCH], "why")  # below it is nothing
-    assert list_backends(ladder_of(small_path)) == [TRITON, TORCH]
+    assert list_backends(ladder_of(small_path)) == [TRITON, LIBRARY, TORCH]
 
 
 def list_backends(ladder: Ladder) -> list[str]:
@@ -411,34 +438,59 @@ def test_a_device_that_is_lost_while_a_backend_loads_is_noted(
     assert list(losses) == [GRAPHS, EAGER]
 
 
-def test_the_replica_behind_one_that_lost_its_device_takes_another_backend(
-    small_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A CUDA error in a step ends the engine; the next one has the same tokens."""
-    is_lost = False
+@dataclass
+class BreakingDevice:
+    """Raises in every call while it is lost."""
 
-    def synchronize(*_: object) -> None:
-        if is_lost:
+    is_lost: bool = False
+
+    def synchronize(self, *_: object) -> None:
+        if self.is_lost:
             raise RuntimeError("CUDA error: unspecified launch failure")
 
-    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    for backend, after in ((GRAPHS, EAGER), (EAGER, TRITON)):
-        is_lost = False
-        engine = engine_of(small_path)
-        assert engine.measurements().backend is not None
-        assert engine.measurements().backend.name == backend  # type: ignore[union-attr]
-        is_lost = True
+    def end(self, engine: Engine, patch: pytest.MonkeyPatch) -> str:
+        """A step of the engine raises, and ends it. Returns the backend."""
+        taken = engine.measurements().backend
+        assert taken is not None
+        self.is_lost = True
         engine.add(some_requests()[0])
+        patch.setattr(Sampler, "sample", raises(RuntimeError("CUDA error: unspecified launch failure")))
+        patch.setattr(triton_sampler.TritonSampler, "sample", Sampler.sample)
+        with pytest.raises(DeviceLost):
+            engine.step()
+        self.is_lost = False
+        return taken.name
+
+
+@pytest.fixture
+def breaking(monkeypatch: pytest.MonkeyPatch) -> BreakingDevice:
+    found = BreakingDevice()
+    monkeypatch.setattr(torch.cuda, "synchronize", found.synchronize)
+    return found
+
+
+def test_the_replica_behind_one_that_lost_its_device_takes_another_backend(
+    small_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breaking: BreakingDevice
+) -> None:
+    """A CUDA error in a step ends the engine; the next one has the same tokens."""
+    for backend, after in ((GRAPHS, EAGER), (EAGER, TRITON)):
         with monkeypatch.context() as patch:
-            patch.setattr(Sampler, "sample", raises(RuntimeError("CUDA error: unspecified launch failure")))
-            patch.setattr(triton_sampler.TritonSampler, "sample", Sampler.sample)
-            with pytest.raises(DeviceLost):
-                engine.step()
-        is_lost = False
+            assert breaking.end(engine_of(small_path), patch) == backend
         reason = serves(small_path, after).failed[backend]
         assert "lost with it 0 minutes ago by: RuntimeError: CUDA error: unspecified launch failure." in reason
     [losses] = json.loads((tmp_path / "cache" / FILE_NAME).read_text()).values()
     assert {name: len(times) for name, (times, _) in losses.items()} == {GRAPHS: 1, EAGER: 1}
+
+
+@pytest.mark.parametrize(("breaks", "after"), [(lambda _: None, TRITON), (breaks_decoder, TORCH)])
+def test_a_backend_that_lost_its_device_is_not_taken_because_a_capture_fails(
+    small_path: Path, monkeypatch: pytest.MonkeyPatch, breaking: BreakingDevice, breaks: Break, after: str
+) -> None:
+    breaks_capture(RuntimeError("operation not permitted when stream is capturing"))(monkeypatch)
+    breaks(monkeypatch)
+    with monkeypatch.context() as patch:
+        assert breaking.end(engine_of(small_path), patch) == EAGER
+    serves(small_path, after)
 
 
 def test_a_cpu_has_no_backends_of_gpus(small_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,139 @@
+"""Paged attention by the FlashAttention of torch, which is compiled ahead: no Triton, no compiler, no other package.
+
+Dao, FlashAttention-2, 2023. Keys and values of all sequences of a step are gathered side by side, and one call attends
+over them. No card has run this file yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch.nn.attention.varlen import varlen_attn
+
+from app.engine.batch import ScheduledSequence, StepBatch
+from app.model.attention import BYTES_AT_ONCE, AttentionRules, AttentionStep, TorchAttention, with_contiguous_rows
+from app.model.inputs import ModelInputs
+from app.model.kv_cache import LayerShape
+
+_DTYPES = (torch.float16, torch.bfloat16)
+_MOST_NUMBERS = 256  # of a head
+_UNIT = 8  # numbers of a head are a multiple of this
+# Versions of torch from 2.12 on want to be told that several heads share keys.
+_SHARED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+
+
+class LibraryAttention(TorchAttention):
+    """Blocks as those of plain torch, with another code that attends over them."""
+
+    @staticmethod
+    def why_not(
+        layers: Mapping[int, LayerShape], rules: Mapping[int, AttentionRules], dtype: torch.dtype
+    ) -> str | None:
+        """What of a model torch's FlashAttention does not compute; None: it computes all layers."""
+        if dtype not in _DTYPES:
+            return f"torch's FlashAttention computes in 16 bits, and the model is in {dtype}"
+        for layer, shape in layers.items():
+            if shape.key_dim != shape.value_dim or shape.key_dim > _MOST_NUMBERS or shape.key_dim % _UNIT:
+                return (
+                    f"torch's FlashAttention has no heads with {shape.key_dim} numbers in a key and {shape.value_dim} "
+                    f"in a value, which layer {layer} has"
+                )
+        for layer, own in rules.items():
+            asked = (("softcap", own.softcap), ("attention sinks", own.sinks), ("latents", own.is_latent or None))
+            for name, given in asked:
+                if given is not None:
+                    return f"torch's FlashAttention has no {name}, which layer {layer} has"
+        return None
+
+    def begin_step(self, batch: StepBatch, inputs: ModelInputs) -> AttentionStep:
+        return _LibraryStep(self, batch.scheduled, inputs.slots, inputs.token_ids.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some sequences of a step, side by side. Lengths are in tokens."""
+
+    queries: slice  # of the tokens of the step
+    query_ends: torch.Tensor  # [num_sequences + 1] int32, from 0
+    key_ends: torch.Tensor  # [num_sequences + 1] int32, from 0
+    most_queries: int  # of a sequence
+    most_keys: int
+    slots: torch.Tensor  # [num_keys], of the keys in the KV memory
+
+
+class _LibraryStep:
+    """One step: write the new tokens' KV, then attend over a copy of all keys and values."""
+
+    def __init__(
+        self,
+        attention: TorchAttention,
+        items: Sequence[ScheduledSequence],
+        slots: Sequence[torch.Tensor],
+        device: torch.device,
+    ) -> None:
+        """slots: by group of layers, of the new tokens."""
+        self._cache, self._groups = attention.cache, attention.groups
+        self._items, self._slots, self._device = items, slots, device
+        self._parts: dict[tuple[int, int | None, int], list[_Part]] = {}  # by group, window and bytes of a key
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules
+    ) -> torch.Tensor:
+        own = self._groups.place_of(layer)
+        self._cache.write(own.place, self._slots[own.group], key, value, part=own.part)
+        window = rules.sliding_window
+        kind = (own.group, window, key[0].nbytes + value[0].nbytes)
+        if kind not in self._parts:
+            self._parts[kind] = list(self._parts_of(*kind))
+        output = torch.empty_like(query)
+        before = -1 if window is None else window - 1  # tokens that a token sees; -1: all
+        for part in self._parts[kind]:
+            keys, values = self._cache.read_tokens(own.place, part.slots, part=own.part, like=(key, value))
+            attended: Any = varlen_attn(
+                with_contiguous_rows(query[part.queries]), keys, values, part.query_ends, part.key_ends,
+                part.most_queries, part.most_keys, scale=rules.scaling, window_size=(before, 0), **_SHARED_HEADS,
+            )  # fmt: skip
+            output[part.queries] = attended
+        return output
+
+    def _parts_of(self, group: int, window: int | None, num_bytes: int) -> Iterator[_Part]:
+        """The sequences in parts whose keys and values take at most `BYTES_AT_ONCE`, or in parts of one sequence."""
+        first_query = num_queries = num_keys = 0
+        part: list[tuple[ScheduledSequence, int]] = []  # with the position of the first key
+        for item in self._items:
+            # What lies before the window of the first token may be another sequence's by now.
+            first = 0 if window is None else max(0, item.start - window + 1)
+            more = item.start + len(item.token_ids) - first
+            if part and (num_keys + more) * num_bytes > BYTES_AT_ONCE:
+                yield self._part(part, group, first_query)
+                first_query, num_keys, part = num_queries, 0, []
+            part.append((item, first))
+            num_queries += len(item.token_ids)
+            num_keys += more
+        yield self._part(part, group, first_query)
+
+    def _part(self, part: Sequence[tuple[ScheduledSequence, int]], group: int, first_query: int) -> _Part:
+        sizes = [len(item.token_ids) for item, _ in part]
+        lengths = [item.start + len(item.token_ids) - first for item, first in part]
+        ends = torch.tensor([list(accumulate(each, initial=0)) for each in (sizes, lengths)], dtype=torch.int32)
+        query_ends, key_ends = self._sent(ends)
+        block_size = self._cache.block_size
+        slots = [
+            (torch.tensor(item.ids_of(group))[:, None] * block_size + torch.arange(block_size)).flatten()[
+                first : first + length
+            ]
+            for (item, first), length in zip(part, lengths, strict=True)
+        ]
+        return _Part(
+            queries=slice(first_query, first_query + sum(sizes)), query_ends=query_ends, key_ends=key_ends,
+            most_queries=max(sizes), most_keys=max(lengths), slots=self._sent(torch.cat(slots)),
+        )  # fmt: skip
+
+    def _sent(self, numbers: torch.Tensor) -> torch.Tensor:
+        is_cuda = self._device.type == "cuda"
+        return (numbers.pin_memory() if is_cuda else numbers).to(self._device, non_blocking=is_cuda)

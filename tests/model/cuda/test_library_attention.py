@@ -1,0 +1,78 @@
+"""torch's FlashAttention over gathered keys and values; on a CPU with a stand-in for its one function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from app.build import build_sync_engine
+from app.model.attention import AttentionRules
+from app.model.cuda.library_attention import LibraryAttention
+from app.model.gpu_backends import LIBRARY
+from app.model.kv_cache import LayerShape
+from tests.kit.engine import make_request, run_to_end
+from tests.kit.models import config_of, generate_plainly
+from tests.tiny_models import ALL
+
+pytestmark = pytest.mark.usefixtures("triton_here", "library_here")
+PROMPTS = [tuple(range(5, 5 + length)) for length in (1, 9, 30, 23)]
+OTHERS = {"gemma2"}  # its layers have a softcap
+
+
+@pytest.mark.parametrize("architecture", ALL)
+@pytest.mark.parametrize("at_once", [None, 1])
+def test_steps_have_the_tokens_of_generate(
+    architecture: str,
+    at_once: int | None,
+    tiny_model_path: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """at_once: bytes of keys and values; 1: the sequences of a step one after another."""
+    if at_once is not None:
+        monkeypatch.setattr("app.model.cuda.library_attention.BYTES_AT_ONCE", at_once)
+    path = tiny_model_path(architecture)
+    engine = build_sync_engine(
+        config_of(
+            path, backend=LIBRARY, dtype="float32", cache={"block_size": 4, "num_blocks": 96, "num_state_slots": 9},
+            scheduler={"max_running": 3, "max_step_tokens": 16, "prefill_chunk_tokens": 7},
+        )
+    )  # fmt: skip
+    engine.prepare()
+    taken = engine.measurements().backend
+    assert taken is not None
+    requests = [make_request(prompt, max_tokens=5, ignore_eos=True) for prompt in PROMPTS]
+    assert (taken.name == LIBRARY) == (architecture not in OTHERS), taken
+    assert run_to_end(engine, *requests).token_ids == generate_plainly(path, requests)
+
+
+def shape_of(key_dim: int, value_dim: int) -> LayerShape:
+    return LayerShape(num_kv_heads=2, key_dim=key_dim, value_dim=value_dim)
+
+
+USUAL = shape_of(64, 64)
+
+
+def test_what_it_does_not_compute_is_told() -> None:
+    def why_not(shape: LayerShape = USUAL, dtype: torch.dtype = torch.bfloat16, **given: object) -> str | None:
+        own = AttentionRules(scaling=1.0, **given)  # type: ignore[arg-type]
+        return LibraryAttention.why_not(
+            {0: shape_of(64, 64), 7: shape}, {0: AttentionRules(scaling=1.0), 7: own}, dtype
+        )
+
+    assert why_not() is None
+    assert why_not(sliding_window=5) is None
+    assert why_not(shape_of(256, 256)) is None
+    for refused, words in (
+        (why_not(dtype=torch.float64), "in 16 bits"),
+        (why_not(shape_of(192, 128)), "192 numbers in a key and 128 in a value, which layer 7"),
+        (why_not(shape_of(512, 512)), "512 numbers"),
+        (why_not(shape_of(20, 20)), "20 numbers"),
+        (why_not(softcap=30.0), "no softcap, which layer 7"),
+        (why_not(sinks=torch.zeros(4)), "no attention sinks, which layer 7"),
+        (why_not(is_latent=True), "no latents, which layer 7"),
+    ):
+        assert refused is not None
+        assert words in refused
