@@ -150,6 +150,10 @@ class StorageFull(Overloaded):
     """The disk of files and batches has no room for anything new."""
 
 
+class ExchangeFailed(RuntimeError):
+    """The ranks of a model exchange nothing any more: another rank has ended or hangs."""
+
+
 class Failure(CarouselError):
     """Something of ours failed."""
 

@@ -46,7 +46,7 @@ ALLOWED = {
     "app.model.location": {"app.child_process", "app.disk", "app.errors", "app.model.gguf"},
     "app.model.adapter_files": {"app.errors", "app.engine.request", "app.model.location", "transformers"},
     "app.model.adapters": {"app.errors", "app.engine.batch", "app.model", "torch", "pydantic", "safetensors"},
-    "app.model.gpu_backends": {
+    "app.model.gpu_backends": {"app.model.crash_notes",
         "app.config", "app.disk", "app.errors", "app.engine.stats", "app.versions", "annotated_types", "pydantic",
         "torch",
     },

@@ -1,10 +1,10 @@
 """The backends of a GPU, best first. A replica takes the first one that works, see docs/design/gpu.md.
 
 A kernel that does not compile, a driver that refuses a launch, a step with wrong numbers: each of these costs a replica
-a backend, and the next one is tried. Plain torch is the last. A process that hangs or is killed leaves no note.
+a backend, and the next one is tried. Plain torch is the last.
 
-After some CUDA errors a process can do nothing more on its device. A file remembers the backend that ran, and the next
-replica takes another backend.
+After some CUDA errors a process can do nothing more on its device, and a crash or a hang ends it. A file remembers the
+backend that ran, and the next replica takes another backend.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import torch
 from annotated_types import Len
@@ -26,7 +26,8 @@ from pydantic import TypeAdapter, ValidationError
 from app.config import EngineConfig
 from app.disk import cache_folder, locked, write_atomically
 from app.engine.stats import TakenBackend
-from app.errors import CarouselError, Failure, InvalidSetup, TooLittleMemory, UnsupportedModel
+from app.errors import CarouselError, ExchangeFailed, Failure, InvalidSetup, TooLittleMemory, UnsupportedModel
+from app.model.crash_notes import close_note, crashes, open_note
 from app.versions import commit, versions
 
 logger = logging.getLogger(__name__)
@@ -116,6 +117,7 @@ def is_lost(device: torch.device) -> bool:
 # By setup and backend: the times of the last losses (`time.time`), and the reason of the last loss.
 _Setups = dict[str, dict[str, tuple[Annotated[list[float], Len(min_length=1)], str]]]
 _SETUPS: TypeAdapter[_Setups] = TypeAdapter(_Setups)
+_WORK: TypeAdapter[tuple[str, list[str]]] = TypeAdapter(tuple[str, list[str]])  # of a process: setup and backends
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,19 @@ class LostDevices:
             logger.warning("the next replica may take the same backend again: %s cannot be written: %s",
                            self.path, error)  # fmt: skip
 
+    def note_crashes(self) -> None:
+        """Note the backends of processes that crashed or hung, whatever their setup."""
+        for work, reason in crashes(self.path.parent):
+            try:
+                setup, backends = _WORK.validate_json(work)
+            except ValidationError:
+                continue
+            replace(self, setup=setup).note(backends, reason)
+
+    def watch(self, backends: Iterable[str]) -> None:
+        """Have the next process note these backends if this one crashes or hangs."""
+        open_note(self.path.parent, json.dumps((self.setup, [*backends])))
+
     def left_out(self) -> dict[str, str]:
         """The backends to leave out now, each with the reason."""
         found = {}
@@ -148,12 +163,12 @@ class LostDevices:
             number, ago_s = len(times), self.clock() - times[-1]
             if number >= MOST_LOSSES:
                 found[backend] = (
-                    f"the device was lost with it {number} times, the last time by: {reason}. A replica tries it with "
+                    f"it ended {number} replicas, the last one by: {reason}. A replica tries it with "
                     f"another version of the driver or of the packages; model.backend: {backend} tries it now"
                 )
             elif ago_s < LEFT_OUT_S:
                 found[backend] = (
-                    f"the device was lost with it {ago_s / 60:.0f} minutes ago by: {reason}. A replica "
+                    f"it ended a replica {ago_s / 60:.0f} minutes ago by: {reason}. A replica "
                     f"that starts in {(LEFT_OUT_S - ago_s) / 60:.0f} minutes tries it again; model.backend: {backend} "
                     f"tries it now"
                 )
@@ -174,7 +189,7 @@ class Ladder:
     config: EngineConfig
     device: torch.device
     lost: LostDevices
-    is_shared: bool = False  # by ranks; these take the first backend or none
+    is_shared: bool = False  # by ranks, which need the same backend: a failure ends them all, and the next start
     has_own_decoder: bool = True  # until the model is loaded, it may have one
     failed: dict[str, str] = field(default_factory=dict)  # the reason, by backend or part of one
     skipped: dict[str, str] = field(default_factory=dict)  # the reason, by backend; from settings and the kind of model
@@ -189,6 +204,7 @@ class Ladder:
         packages = ", ".join(f"{name} {number}" for name, number in (versions() | {"commit": commit()}).items())
         setup = f"{config.model.path}; {card}; driver {driver}; {packages}"
         ladder = cls(config, device, LostDevices(cache_folder() / FILE_NAME, setup), is_shared)
+        ladder.lost.note_crashes()
         first = config.model.backend
         # A backend that the settings name is tried after a loss too.
         lost = {name: reason for name, reason in ladder.lost.left_out().items() if name not in (TORCH, first)}
@@ -232,33 +248,33 @@ class Ladder:
 
         Raises:
             InvalidSetup: the settings or the model are wrong for any backend.
-            Failure: the device is lost, so this process can try no other.
+            Failure: this process can try no other, as the device is lost or another rank waits.
         """
         if self.failed:  # the error of the last backend is gone only now, and with it the memory that it held
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
+        self.lost.watch(self._alike(backend))
+        is_loaded = False
         try:
             yield
+            is_loaded = True
         except TooLittleMemory as error:
             if self.is_shared or backend not in (GRAPHS, LIBRARY):  # the backends below need as much memory
                 raise
             self.fail([backend], error.message)
         except BackendFailed as error:
             self.fail(self._alike(backend), str(error))
-        except (CarouselError, MemoryError, OSError):
+        except (CarouselError, MemoryError, OSError, ExchangeFailed):
             raise
         except Exception as error:
             reason = cause_of(error)
             if is_lost(self.device):
-                self.lost.note(self._alike(backend), reason)
-                raise Failure(
-                    f"the device is lost to this process, which tried backend {backend}: {reason}. The next start "
-                    f"tries another one"
-                ) from error
-            if self.is_shared:  # the other ranks wait for this one
-                raise
+                self._end(self._alike(backend), f"the device is lost to this process: {reason}")
             self.fail(self._alike(backend), reason)
+        finally:
+            if not is_loaded:
+                close_note()
 
     def _alike(self, backend: str) -> list[str]:
         """All backends that load the same code: graphs are captured later, after the load."""
@@ -272,13 +288,31 @@ class Ladder:
             self.failed[part] = reason
 
     def fail(self, backends: Iterable[str], reason: str) -> None:
-        """Note that these do not work. Raises UnsupportedModel on ranks: they take the first backend or none."""
+        """Note that these do not work. Raises Failure on ranks: the others wait for this one."""
         if self.is_shared:
-            raise UnsupportedModel(f"{self.config.model.path} does not work on ranks: {reason}")
+            self._end(backends, reason)
         for backend in backends:
             if backend not in self.skipped:
                 self.failed.setdefault(backend, reason)
                 logger.warning("%s: backend %s does not work: %s", self.config.model.path, backend, reason)
+
+    def _end(self, backends: Iterable[str], reason: str) -> NoReturn:
+        """Have the next start leave these out. This process can try no other one."""
+        backends = [*backends]
+        self.lost.note(backends, reason)
+        raise Failure(
+            f"{self.config.model.path}: backend {backends[0]} does not work: {reason}. The next start tries another one"
+        )
+
+    def agree(self, minimum: Callable[[int], int]) -> None:
+        """Begin with a backend that none of the ranks leaves out. All ranks call it.
+
+        minimum: returns the least of their numbers.
+        """
+        numbers = [at for at, name in enumerate(self.order) if name not in self.failed | self.skipped]
+        own = min(numbers, default=len(self.order))
+        for name in self.order[own : -minimum(-own)]:
+            self.failed.setdefault(name, "another rank leaves it out")
 
     def with_graphs(self) -> TakenBackend:
         """The report of a replica with captured steps."""
@@ -295,14 +329,16 @@ class Ladder:
     def taken(self, backend: str) -> TakenBackend:
         """The report of a replica with this backend, which computes from now on."""
         self._current = backend
+        self.lost.watch(self._alike_in_steps())
         return TakenBackend(backend, dict(self.failed))
 
     def note_loss(self, reason: str) -> None:
-        """Note that the device was lost in a step of the backend that computes.
+        """Note that the device was lost in a step of the backend that computes."""
+        self.lost.note(self._alike_in_steps(), reason)
 
-        The backends with the same code are left out too: if a capture failed, the ladder would lead back to this one.
-        """
-        self.lost.note([GRAPHS] if self._current == GRAPHS else self._alike(self._current), reason)
+    def _alike_in_steps(self) -> list[str]:
+        """The backend that computes, and all that would lead back to its code, as graphs do if a capture fails."""
+        return [GRAPHS] if self._current == GRAPHS else self._alike(self._current)
 
     def _too_slow(self) -> InvalidSetup:
         model = self.config.model

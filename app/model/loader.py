@@ -18,6 +18,7 @@ from app.cores import num_cores
 from app.disk import cache_folder
 from app.errors import CarouselError
 from app.model.attention import StateShape
+from app.model.crash_notes import ending_hangs
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.graph_runner import GraphModelRunner
 from app.model.device import (
@@ -84,6 +85,8 @@ def load_runner(
     ladder = Ladder.of(
         config, device, driver=driver_version(), why_no_triton=why_no_triton(device), is_shared=group is not None
     )
+    if group is not None:
+        ladder.agree(group.minimum)
     model: LoadedModel | None = None
     for backend in ladder.backends():
         chosen = config_for(config, backend)
@@ -96,10 +99,11 @@ def load_runner(
             if (reason := model.why_not_on(backend)) is not None:
                 ladder.skipped[backend] = reason
                 continue
-            if backend != TORCH:
-                model = replace(model, why_plain_draws=why_plain_draws(model))
-                ladder.note("sampler", model.why_plain_draws)
-            loaded = load(chosen, model)
+            with ending_hangs():
+                if backend != TORCH:
+                    model = replace(model, why_plain_draws=why_plain_draws(model))
+                    ladder.note("sampler", model.why_plain_draws)
+                loaded = load(chosen, model)
             assert isinstance(loaded.runner, GraphModelRunner), "it is for GPUs"
             loaded.runner.report(ladder, backend)
             return loaded
@@ -282,7 +286,8 @@ def _verified(
     expected = own.expected.behind_head(own.module)
     try:
         model = way.load(source, own, expected)
-        difference = model.difference(source)
+        with ending_hangs():
+            difference = model.difference(source)
     except Exception as error:
         if (
             way is NativeModel

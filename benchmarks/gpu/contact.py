@@ -1,7 +1,8 @@
 """First contact with a card: each backend on a few small models, and on one of a billion parameters.
 
 A row of the table has the backend that was asked for, the backend that serves, the faults and their reasons, and
-whether the greedy tokens equal the tokens of plain torch. Each backend runs in its own process, because a CUDA error
+whether the greedy tokens equal the tokens of plain torch, and the weights read in a second as a part of the bytes that
+a copy moves. Each backend runs in its own process, because a CUDA error
 may end the process.
 """
 
@@ -16,10 +17,12 @@ from app.config import EngineConfig
 from app.engine.engine import Engine
 from app.engine.request import Request, SamplingParams
 from app.errors import described
+from app.model.allocated_bytes import num_bytes_of
 from app.model.gpu_backends import BACKENDS, GRAPHS, TORCH
 from benchmarks.gpu.bench import BLOCK_SIZE, Bench
 from benchmarks.gpu.children import in_processes
 from benchmarks.gpu.models import engine_config, made_weights
+from benchmarks.gpu.rates import copy_rate
 
 MODELS = ("tiny Llama", "tiny Qwen3-MoE", "tiny Gemma 3", "tiny Qwen3.5", "1B")
 _DEADLINE_S = 90.0  # of a backend: its process, the compiler, and all models
@@ -42,14 +45,15 @@ def measure(bench: Bench) -> None:
 
 def try_backend(bench: Bench, backend: str) -> None:
     """All models with one backend, in a process of its own."""
+    rate = copy_rate(bench)
     for model in bench.sized(MODELS, MODELS[:-1]):
         try:
-            bench.put(**{model: _contact(bench, model, backend)})
+            bench.put(**{model: _contact(bench, model, backend, rate)})
         except Exception as error:
             bench.put(**{model: {"failed": described(error)[:_MOST_OF_A_REASON]}})
 
 
-def _contact(bench: Bench, model: str, backend: str) -> dict[str, Any]:
+def _contact(bench: Bench, model: str, backend: str, copied_bytes_per_s: float) -> dict[str, Any]:
     began_at = time.perf_counter()
     with made_weights():
         engine = build_sync_engine(_config(bench, model, backend))
@@ -61,12 +65,14 @@ def _contact(bench: Bench, model: str, backend: str) -> dict[str, Any]:
     _, seconds = _generated(engine, num_requests=num_requests, **sizes)
     taken = engine.measurements().backend
     assert taken is not None, "it runs on a GPU"
+    num_bytes = num_bytes_of(vars(engine.runner)["_model"].tensors())  # a decode step reads the weights once
     left = "; ".join(f"{part}: {reason[:_MOST_OF_A_REASON]}" for part, reason in taken.failed.items())
     return {
         "took": taken.name,
         "failed": left or None,
         "ready_s": round(ready_s, 1),
         "output_tokens_per_s": round(num_requests * sizes["num_tokens"] / seconds, 1),
+        "of_copy": round(num_bytes * sizes["num_tokens"] / seconds / copied_bytes_per_s, 4),
         "tokens": tokens[0],
     }
 

@@ -119,7 +119,10 @@ def plain_varlen_attn(*given: Any, **named: Any) -> torch.Tensor:
 
 # What stands for the FlashAttention of torch, which CPUs do not have, by the names in its module.
 LIBRARY = {"varlen_attn": plain_varlen_attn, "_DTYPES": (torch.float32, torch.bfloat16)}
-_UNVERIFIED = {"app.model.ways.loaded_model.LoadedModel.difference_in_steps": lambda *_: None}
+_UNVERIFIED = {
+    "app.model.ways.loaded_model.LoadedModel.difference_in_steps": lambda *_: None,
+    "app.model.cuda.graph_runner.GraphModelRunner._difference_of_replays": lambda _runner: None,
+}
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from app.model.cuda.fp8 import Fp8Rows, Rows, in_fp8
 from app.model.cuda.launching import beside_steps, kernels_of
 from app.model.cuda.weights import CudaWeights
 from app.model.inputs import to_device
-from app.model.verification import MAX_DIFFERENCES
+from app.model.verification import MAX_DIFFERENCES, difference_above
 
 _TILE_ROWS = _TILE_RANKS = 16  # the least that matrix instructions take
 _TILE_COLUMNS = 128
@@ -251,9 +251,9 @@ class AdapterSlots:
             expected = torch.cat([read @ down.T @ up.T for down, up in zip(downs, ups, strict=True)], dim=-1)
             expected[1] = 0
             stacked.ranks[:, 0] = 0
-            error = float((found - expected).norm() / expected.norm())
-            if not error < MAX_DIFFERENCES[inputs.dtype][0]:
-                return f"what an adapter adds to {product} of layer {layer} differs by {error:.2g} of its size"
+            difference = difference_above(MAX_DIFFERENCES[inputs.dtype][0], found, expected)
+            if difference is not None:
+                return f"what an adapter adds to {product} of layer {layer} differs by {difference}"
         return None
 
     def _max_tiles(self, num_tokens: int) -> int:

@@ -27,6 +27,7 @@ from app.engine.batch import DeviceLost, ScheduledSequence, StepBatch, StepResul
 from app.errors import described, first_line
 from app.model.adapters import AdapterWeights, LinearUpdates, SlottedAdapter, read_adapter
 from app.model.attention import PagedAttention
+from app.model.crash_notes import ending_hangs
 from app.model.cuda.adapters import AdaptedRows
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.batch_invariant import BatchInvariantMode
@@ -50,6 +51,7 @@ from app.model.pooling import PooledStates
 from app.model.recurrent_layers import StatefulAttention
 from app.model.runner import DrawnTokens, LeadingRunner, NoRanks, draw_tokens
 from app.model.sampler import Sampler
+from app.model.verification import MAX_DIFFERENCES, BlocksToTry, difference_above
 
 if TYPE_CHECKING:
     from app.model.ways.loaded_model import LoadedModel
@@ -136,7 +138,7 @@ class GraphModelRunner(LeadingRunner):
         """
         if self._capture is None:
             return
-        with self._ranks.preparing(), _without_collections():
+        with self._ranks.preparing(), _without_collections(), ending_hangs():
             self._capture_all(self._capture)
         self._capture = None
         if self._graphs and self._ladder is not None:
@@ -237,7 +239,8 @@ class GraphModelRunner(LeadingRunner):
     @torch.inference_mode()
     def follow(self, batch: StepBatch) -> None:
         """Compute a step of rank 0. Its tokens come with the next step, if that needs them."""
-        self._predict(batch)
+        with self._finding_loss:
+            self._predict(batch)
         self._drawn = torch.empty(len(batch.sampled), dtype=torch.long, device=self._model.device)
 
     def _predict(self, batch: StepBatch) -> Prediction:
@@ -317,6 +320,15 @@ class GraphModelRunner(LeadingRunner):
             return
         self._decode_sizes = tuple(size for size in self._decode_sizes if size in self._graphs)
         self._mixed_sizes = self._capture_mixed(capture) if has_room else ()
+        if self._group is None:  # else all ranks would have to agree
+            try:
+                reason = self._difference_of_replays()
+            except Exception as error:
+                self._leave_graphs(error, f"replays fail ({cause_of(error)})")
+                return
+            if reason is not None:
+                self._leave_graphs(RuntimeError(reason), reason)
+                return
         if self._model.adapters is not None:
             self._capture_adapted(capture)
         logger.info(
@@ -324,6 +336,34 @@ class GraphModelRunner(LeadingRunner):
             len(self._graphs), self._decode_sizes[-1].num_rows,
             self._mixed_sizes[-1].num_tokens if self._mixed_sizes else 0,
         )  # fmt: skip
+
+    def _difference_of_replays(self) -> str | None:
+        """How the largest captured steps differ from the same steps without graphs, in words; None: by rounding."""
+        for size in (self._decode_sizes[-1], *self._mixed_sizes[-1:]):
+            batch = self._batch_to_try(size)
+            eager, replayed = self._eagerly(batch).logits, self._replayed(self._graphs[size], batch).logits
+            difference = difference_above(MAX_DIFFERENCES[eager.dtype][1], replayed, eager)
+            if difference is not None:
+                kind = "prompts" if size.is_mixed else "single tokens"
+                return f"a replay of {size.num_tokens} tokens with {kind} differs by {difference}"
+        return None
+
+    def _batch_to_try(self, size: StepSize) -> StepBatch:
+        """As many sequences as fit: each has one token behind another one. In a mixed step the first is a prompt."""
+        assert isinstance(self._attention, TritonAttention), "others are not captured"
+        num_groups, block_size = self._attention.groups.num_groups, self._attention.block_size
+        num_blocks = max(1, (self._attention.cache.num_blocks - 1) // num_groups)
+        blocks = BlocksToTry(block_size=block_size, num_blocks=num_blocks, max_blocks=1, num_groups=num_groups)
+        start = min(1, block_size - 1)
+        pieces = []
+        for row in range(size.num_rows):
+            block = row % num_blocks  # sequences that share a block have the same token
+            pieces.append(blocks.piece(f"{row}", [block % self._model.facts.vocab_size], start, first_block=block))
+        if size.is_mixed:
+            tokens = range(min(block_size, size.num_tokens - size.num_rows + 1, self._model.facts.vocab_size))
+            pieces[0] = blocks.piece("prompt", tokens, 0)
+            pieces[1:] = pieces[1:num_blocks]  # no other in the block of the prompt
+        return StepBatch(tuple(pieces), ())
 
     def _capture_decode(self, capture: Capture) -> bool:
         """Returns whether all of them fit. Without any graph the model cannot be captured."""

@@ -1,7 +1,7 @@
 """The ranks of one model and what they exchange: gloo on CPUs; on GPUs NCCL, and torch's symmetric memory for sums.
 
 All ranks call the same functions in the same order. Where one does not, the others wait until the group's timeout and
-raise RuntimeError; where one ends, they raise it at once. The group is of no use then.
+raise ExchangeFailed; where one ends, they raise it at once. The group is of no use then.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import FileStore, GatherOptions, PrefixStore, St
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
+from app.errors import ExchangeFailed
 from app.model.memory import is_out_of_memory
 from app.model.parallel.split_plan import SizesOfRank
 from app.model.parallel.sums import SumWay, SymmetricSums, in_order, way_of_sum
@@ -100,7 +101,7 @@ class RankGroup:
         if worst == done:
             return found
         if error is None or worst < outcome:
-            error = RuntimeError(("failed", "out of memory")[worst] + " on another rank")
+            error = ExchangeFailed(("failed", "out of memory")[worst] + " on another rank")
         raise error
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
@@ -117,15 +118,15 @@ class RankGroup:
             return
         way, flat, size = way_of_sum(tensor, self.size), tensor.view(-1), self.size
         if way is SumWay.ANY_ORDER:
-            self._processes.allreduce([tensor]).wait()
+            _wait(self._processes.allreduce([tensor]))
         elif way is SumWay.WHOLE:
             parts = flat.new_empty(size, len(flat))
-            self._processes._allgather_base(parts.view(-1), flat).wait()
+            _wait(self._processes._allgather_base(parts.view(-1), flat))
             flat.copy_(in_order(parts))
         else:
             parts = flat.new_empty(size, len(flat) // size)
-            self._processes.alltoall_base(parts.view(-1), flat, [], []).wait()
-            self._processes._allgather_base(flat, in_order(parts).to(flat.dtype)).wait()
+            _wait(self._processes.alltoall_base(parts.view(-1), flat, [], []))
+            _wait(self._processes._allgather_base(flat, in_order(parts).to(flat.dtype)))
 
     def gather_columns(self, tensor: torch.Tensor) -> torch.Tensor:
         """Join the ranks' columns: [..., num_columns] of each, of one shape → [..., size * num_columns] on all."""
@@ -133,7 +134,7 @@ class RankGroup:
             return self._sizes.gather_columns(tensor)
         self._counts.add(self.rank)
         parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        self._processes.allgather([parts], [tensor.contiguous()]).wait()
+        _wait(self._processes.allgather([parts], [tensor.contiguous()]))
         return torch.cat(parts, dim=-1)
 
     def gather_at_first(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -144,19 +145,19 @@ class RankGroup:
         tensor, options = tensor.contiguous(), GatherOptions()
         options.rootRank = 0
         parts = [torch.empty_like(tensor) for _ in range(self.size)] if self.rank == 0 else []
-        self._processes.gather([parts] if parts else [], [tensor], options).wait()
+        _wait(self._processes.gather([parts] if parts else [], [tensor], options))
         return torch.cat(parts, dim=-1) if parts else tensor
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Replace the tensor of every rank by that of rank 0. Contiguous, of one shape and type on all ranks."""
         self._counts.add(self.rank)
-        self._processes.broadcast(tensor, 0).wait()
+        _wait(self._processes.broadcast(tensor, 0))
 
     def minimum(self, number: int) -> int:
         """The least of the ranks' numbers."""
         self._counts.add(self.rank)
         self._number.fill_(number)  # it has its memory also where there is none left
-        self._processes.allreduce([self._number], ReduceOp.MIN).wait()
+        _wait(self._processes.allreduce([self._number], ReduceOp.MIN))
         return int(self._number.item())
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -168,6 +169,14 @@ class RankGroup:
         """End what this rank waits for in another thread, with an error there. Any thread may call it."""
         for processes in self._all:
             processes.abort()
+
+
+def _wait(work: Any) -> None:
+    """Raises ExchangeFailed if another rank has ended, or does not come."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise ExchangeFailed(f"{error}") from error
 
 
 class ExchangeCounts:

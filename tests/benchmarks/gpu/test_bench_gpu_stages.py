@@ -191,6 +191,7 @@ def test_first_contact_says_of_each_backend_what_works(
         assert row["took"] == expected, row
         assert ("PassManager::run failed" in (row["failed"] or "")) == (expected != backend and is_broken), row
         assert row["output_tokens_per_s"] > 0
+        assert row["of_copy"] >= 0
     assert all(rows[backend, "1B"]["failed"] == "its process ended with 0 before" for backend in BACKENDS)
 
 

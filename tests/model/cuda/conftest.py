@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from app.model.crash_notes import close_note
 from app.model.cuda.attention import TritonAttention
+from app.model.cuda.graph_runner import GraphModelRunner
 from app.model.ways.cuda_decoder import CudaModel
 from benchmarks.gpu.graphs import LIBRARY
 from tests.kit.interpreter import quicken_interpreter
@@ -24,9 +26,13 @@ def _quick_interpreter() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _short_probe() -> Iterator[None]:
-    """Models are compared at load with fewer tokens; tests of that comparison are in `test_loader.py`."""
+    """Models are compared at load with fewer tokens, and replays not at all.
+
+    Tests of these comparisons are in `test_loader.py` and `test_gpu_backends.py`.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("app.model.verification.NUM_TOKENS", 6)
+        patch.setattr(GraphModelRunner, "_difference_of_replays", lambda runner: None)
         yield
 
 
@@ -45,11 +51,13 @@ def unverified(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def triton_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def triton_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An engine takes our kernels on this machine, and captures only where there is a GPU."""
     monkeypatch.setattr(TritonAttention, "fits", staticmethod(lambda device: device.type != "meta"))
     if not torch.cuda.is_available():
         monkeypatch.setattr("app.model.ways.gpu.CudaCapture", lambda device: lambda function: function)
+    yield
+    close_note()
 
 
 @pytest.fixture

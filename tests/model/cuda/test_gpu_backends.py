@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,8 +22,9 @@ from app.engine.batch import DeviceLost
 from app.engine.engine import Engine
 from app.engine.request import Request
 from app.engine.stats import TakenBackend
-from app.errors import Failure, InvalidSetup, TooLittleMemory, UnsupportedModel
+from app.errors import ExchangeFailed, Failure, InvalidSetup, TooLittleMemory, UnsupportedModel
 from app.model import device
+from app.model.crash_notes import HANGS_S
 from app.model.gpu_backends import (
     BACKENDS,
     EAGER,
@@ -48,9 +52,11 @@ pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA t
 from app.model.cuda import sampler as triton_sampler
 from app.model.cuda.attention import TritonAttention, TritonStep
 from app.model.cuda.decoder import CudaDecoder
+from app.model.cuda.graph_runner import GraphModelRunner
 from app.model.cuda.recurrence import TritonRecurrence
 from app.model.ways import gpu
 
+difference_of_replays = GraphModelRunner._difference_of_replays  # before fixtures replace it
 CACHE = {"block_size": 4, "num_blocks": 24}
 SCHEDULER = {"max_running": 3, "max_step_tokens": 16, "prefill_chunk_tokens": 7}
 Break = Callable[[pytest.MonkeyPatch], None]
@@ -59,6 +65,7 @@ Break = Callable[[pytest.MonkeyPatch], None]
 @pytest.fixture(autouse=True)
 def _own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, triton_here: None) -> None:
     monkeypatch.setattr("app.model.gpu_backends.cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(GraphModelRunner, "_difference_of_replays", difference_of_replays)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
 
 
@@ -160,6 +167,24 @@ def breaks_capture(error: Exception) -> Break:
     return breaks
 
 
+def breaks_replays(patch: pytest.MonkeyPatch) -> None:
+    """They give the logits of the capture again."""
+
+    def capture(function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        captured = function().clone()
+        return lambda: captured
+
+    patch.setattr(gpu, "CudaCapture", lambda device: capture)
+
+
+def breaks_launch_of_replays(patch: pytest.MonkeyPatch) -> None:
+    def capture(function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        function()
+        return raises(RuntimeError("invalid argument"))
+
+    patch.setattr(gpu, "CudaCapture", lambda device: capture)
+
+
 ALL_BUT_TORCH = {GRAPHS, EAGER, TRITON}
 
 
@@ -176,6 +201,8 @@ ALL_BUT_TORCH = {GRAPHS, EAGER, TRITON}
         (breaks_capture(torch.OutOfMemoryError("CUDA out of memory")), EAGER, {GRAPHS}),
         (breaks_capture(RuntimeError("operation not permitted when stream is capturing")), EAGER, {GRAPHS}),
         (breaks_capture(ValueError("at 12:4: a kernel does not compile")), EAGER, {GRAPHS}),
+        (breaks_replays, EAGER, {GRAPHS}),
+        (breaks_launch_of_replays, EAGER, {GRAPHS}),
     ],
 )
 def test_what_fails_is_left_for_what_works(
@@ -311,13 +338,13 @@ class TestLostDevices:
                 file.note([GRAPHS], "an illegal memory access")
             self.now += 60
             reason = file.left_out()[GRAPHS]
-            assert "1 minutes ago by: an illegal memory access" in reason, number
+            assert "it ended a replica 1 minutes ago by: an illegal memory access" in reason, number
             assert f"model.backend: {GRAPHS} tries it now" in reason
             self.now += LEFT_OUT_S
             assert file.left_out() == {}
         file.note([GRAPHS], "an illegal memory access")
         self.now += 10 * LEFT_OUT_S
-        assert f"lost with it {MOST_LOSSES} times" in file.left_out()[GRAPHS]
+        assert f"it ended {MOST_LOSSES} replicas" in file.left_out()[GRAPHS]
         assert self.file(tmp_path, "another card").left_out() == {}
         file.path.unlink()
         assert file.left_out() == {}
@@ -391,13 +418,37 @@ def test_too_little_memory_leaves_graphs_alone(small_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "raised"),
-    [(TooLittleMemory("a"), TooLittleMemory), (BackendFailed("b"), UnsupportedModel), (ValueError("c"), ValueError)],
+    ("error", "raised", "is_noted"),
+    [
+        (TooLittleMemory("a"), TooLittleMemory, False),
+        (ExchangeFailed("another rank has ended"), ExchangeFailed, False),
+        (BackendFailed("b"), Failure, True),
+        (ValueError("c"), Failure, True),
+    ],
 )
-def test_ranks_take_the_first_backend_or_none(small_path: Path, error: Exception, raised: type[Exception]) -> None:
+def test_what_fails_on_a_rank_ends_it_and_is_left_out_by_the_next_start(
+    small_path: Path, error: Exception, raised: type[Exception], is_noted: bool
+) -> None:
     ladder = ladder_of(small_path, is_shared=True)
     with pytest.raises(raised), ladder.trying(GRAPHS):
         raise error
+    assert list_backends(ladder_of(small_path, is_shared=True))[0] == (TRITON if is_noted else GRAPHS)
+
+
+def test_ranks_begin_with_a_backend_that_none_of_them_leaves_out(small_path: Path) -> None:
+    ladders = [ladder_of(small_path, is_shared=True) for _ in range(2)]
+    ladders[1].failed |= {GRAPHS: "why", EAGER: "why"}
+    least: list[int] = []
+
+    def minimum(number: int) -> int:
+        least.append(number)
+        return min(0, -2, number)  # what both ranks say
+
+    for ladder in ladders:
+        ladder.agree(minimum)
+        assert list_backends(ladder) == [TRITON, LIBRARY, TORCH]
+    assert least == [0, -2]
+    assert ladders[0].failed == dict.fromkeys((GRAPHS, EAGER), "another rank leaves it out")
 
 
 def test_a_reason_has_the_end_of_what_a_compiler_says() -> None:
@@ -430,7 +481,9 @@ def test_a_device_that_is_lost_while_a_backend_loads_is_noted(
     gpu_device = torch.device("cuda")
     ladder = Ladder.of(config_of(small_path), gpu_device, driver="1", why_no_triton=None, is_shared=False)
     with (
-        pytest.raises(Failure, match=r"tried backend graphs: .*illegal memory access\. The next start tries another"),
+        pytest.raises(
+            Failure, match=r"backend graphs does not work: the device is lost .*access\. The next start tries another"
+        ),
         ladder.trying(GRAPHS),
     ):
         raise RuntimeError("CUDA error: an illegal memory access")
@@ -477,9 +530,58 @@ def test_the_replica_behind_one_that_lost_its_device_takes_another_backend(
         with monkeypatch.context() as patch:
             assert breaking.end(engine_of(small_path), patch) == backend
         reason = serves(small_path, after).failed[backend]
-        assert "lost with it 0 minutes ago by: RuntimeError: CUDA error: unspecified launch failure." in reason
+        assert "it ended a replica 0 minutes ago by: RuntimeError: CUDA error: unspecified launch failure." in reason
     [losses] = json.loads((tmp_path / "cache" / FILE_NAME).read_text()).values()
     assert {name: len(times) for name, (times, _) in losses.items()} == {GRAPHS: 1, EAGER: 1}
+
+
+def ends_in_child(path: Path) -> int:
+    """The status of a process that builds an engine: an exit code, or a signal as a negative number."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            torch.set_num_threads(1)  # those of the parent are not here
+            engine_of(path)
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def sleeps(*_: object, **_options: object) -> None:
+    time.sleep(1000)
+
+
+@pytest.mark.parametrize(
+    ("ends", "limit_s", "status", "reason"),
+    [
+        (lambda *_, **_options: os.abort(), HANGS_S, -signal.SIGABRT, "Fatal Python error: Aborted"),
+        (sleeps, 1.0, 1, "Timeout (0:00:01)!"),
+    ],
+)
+def test_a_crash_or_a_hang_ends_the_process_and_the_next_one_takes_another_backend(
+    small_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ends: Callable[..., None],
+    limit_s: float,
+    status: int,
+    reason: str,
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(CudaDecoder, "compute", ends)
+        patch.setattr("app.model.crash_notes.HANGS_S", limit_s)
+        assert ends_in_child(small_path) == status
+        patch.setattr("app.model.crash_notes.HANGS_S", HANGS_S)
+        failed = serves(small_path, TRITON).failed  # without our decoder
+    assert set(failed) == {GRAPHS, EAGER}
+    assert f"it ended a replica 0 minutes ago by: {reason}" in failed[GRAPHS]
+
+
+def test_a_process_that_ends_otherwise_leaves_no_note(small_path: Path, tmp_path: Path) -> None:
+    assert ends_in_child(small_path) == 0
+    [note] = (tmp_path / "cache").glob("crash-*")
+    assert serves(small_path, GRAPHS).failed == {}
+    assert not note.exists()
+    assert serves(small_path, GRAPHS).failed == {}, "the note of a process that lives says nothing"
 
 
 @pytest.mark.parametrize(("breaks", "after"), [(lambda _: None, TRITON), (breaks_decoder, TORCH)])

@@ -137,7 +137,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_nobody_waits_in_it(tmp_path: Pa
         return found
 
     first, second = on_ranks(2, tmp_path, outcomes)
-    assert first == ["5", "RuntimeError: out of memory on another rank", "RuntimeError: failed on another rank"]
+    assert first == ["5", "ExchangeFailed: out of memory on another rank", "ExchangeFailed: failed on another rank"]
     assert second == ["5", "OutOfMemoryError: no room", "RuntimeError: not captured"]
 
 

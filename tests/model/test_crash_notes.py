@@ -1,0 +1,62 @@
+"""Notes of processes that crash. Crashes of engines are in `cuda/test_gpu_backends.py`."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from app.model.crash_notes import close_note, crashes, open_note
+
+
+@pytest.fixture(autouse=True)
+def _no_note() -> Iterator[None]:
+    yield
+    close_note()
+
+
+def crashes_in_child(folder: Path, work: str) -> None:
+    pid = os.fork()
+    if pid == 0:
+        open_note(folder, "other work")
+        open_note(folder, work)
+        os.kill(os.getpid(), signal.SIGSEGV)
+    os.waitpid(pid, 0)
+
+
+def test_a_note_of_a_process_that_crashed_is_read_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(2):
+        crashes_in_child(tmp_path, f"work {number}")
+    found = list(crashes(tmp_path))
+    assert sorted(found) == [(f"work {number}", "Fatal Python error: Segmentation fault") for number in range(2)]
+    assert "crashes_in_child" in caplog.text, "the traceback"
+    assert list(crashes(tmp_path)) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_that_lives_has_one_note_and_takes_it_away(tmp_path: Path) -> None:
+    open_note(tmp_path, "first")
+    open_note(tmp_path, "second")
+    [path] = tmp_path.iterdir()
+    assert path.read_text() == "second\n"
+    assert list(crashes(tmp_path)) == []
+    close_note()
+    assert list(tmp_path.iterdir()) == []
+    assert faulthandler.is_enabled()
+
+
+def test_a_file_of_other_content_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "crash-1").write_bytes(b"\xff\x00")
+    (tmp_path / "crash-2").mkdir()
+    assert list(crashes(tmp_path)) == []
+
+
+def test_without_a_folder_there_is_no_note(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    open_note(tmp_path / "file" / "deeper", "work")
+    assert "a crash will leave no note" in caplog.text
+    assert list(crashes(tmp_path / "nowhere")) == []
