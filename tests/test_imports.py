@@ -50,7 +50,9 @@ ALLOWED = {
         "app.config", "app.disk", "app.errors", "app.engine.stats", "app.versions", "annotated_types", "pydantic",
         "torch",
     },
-    "app.model.gguf": {"app.disk", "app.errors", "gguf", "numpy", "tokenizers", "transformers"},
+    "app.model.gguf": {
+        "app.disk", "app.errors", "app.model.architectures", "gguf", "numpy", "tokenizers", "torch", "transformers",
+    },
     "app.model.cpu.checkpoint": {"app.errors", "app.model", "torch", "safetensors", "transformers"},
     "app.model.cpu.weights": {"app.model", "torch", "transformers", "pydantic"},
     "app.model.cpu.verification_cache": {"app.engine.request", "app.model", "torch", "pydantic"},

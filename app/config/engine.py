@@ -38,10 +38,10 @@ class ModelConfig(Settings):
     )
     backend: Literal["auto", "graphs", "eager", "triton", "library", "torch"] = Field(
         "auto",
-        description="auto: the fastest code that works; torch: transformers' code with plain torch. On a GPU the first "
-        "backend that is tried, also after it lost a device. The others are graphs, which auto begins with; eager, the "
-        "same without CUDA graphs; triton, transformers' code with our kernels for attention; and library, with "
-        "torch's FlashAttention, before triton where it is named here",
+        description="auto: the fastest code that works; torch: transformers' code with plain torch. On a GPU "
+        "the backend to try first: graphs, which auto begins with; eager, the same without CUDA graphs; triton, "
+        "transformers' code with our kernels for attention; library, with torch's FlashAttention, which goes on to "
+        "triton. A named backend is tried even if it lost a device in a step",
     )
     require: Literal["graphs", "eager", "triton", "library"] | None = Field(
         None, description="on a GPU: no replica starts with a slower backend than this; default: any may serve"

@@ -225,6 +225,7 @@ class LinearUpdates:
         self.sizes: dict[str, Sizes] = {}
         weight = next(module.parameters())
         self._dtype, self._device = weight.dtype, weight.device
+        self._late: list[dict[str, LowRankUpdate]] | None = None  # loaded while the device is away; None: it is here
         for name, linear in module.named_modules():
             inputs, outputs = getattr(linear, "in_features", None), getattr(linear, "out_features", None)
             parent = module.get_submodule(name.rpartition(".")[0])
@@ -235,14 +236,30 @@ class LinearUpdates:
 
     def prepare(self, weights: AdapterWeights) -> AdapterWeights:
         """An adapter as the `adapter` of scheduled sequences."""
-        to = partial(torch.Tensor.to, device=self._device, dtype=self._dtype)
-        return {name: LowRankUpdate(to(each.down), to(each.up)) for name, each in weights.items()}
+        device = self._device if self._late is None else torch.device("cpu")
+        to = partial(torch.Tensor.to, device=device, dtype=self._dtype)
+        adapter = {name: LowRankUpdate(to(each.down), to(each.up)) for name, each in weights.items()}
+        if self._late is not None:
+            self._late.append(adapter)
+        return adapter
 
-    @property
-    def most_bytes(self) -> int:
-        """Memory of the largest adapter."""
-        numbers = sum(each.num_inputs + each.num_outputs for each in self.sizes.values())
-        return numbers * MAX_RANK * self._dtype.itemsize
+    def leave_device(self) -> None:
+        """Prepare adapters in the host's memory until `come_back`. Those that are there stay where they are."""
+        self._late = []
+
+    def come_back(self) -> None:
+        """The device is here again."""
+        late, self._late = self._late or [], None
+        for adapter in late:
+            adapter |= self.prepare(adapter)
+
+    def most_bytes(self, number: int, num_tokens: int) -> int:
+        """Memory of so many adapters of the largest size, one more that a step still has, and a step with adapters."""
+        if not self.sizes:
+            return 0
+        of_one = MAX_RANK * sum(each.num_inputs + each.num_outputs for each in self.sizes.values())
+        of_token = max(each.num_inputs + 2 * each.num_outputs for each in self.sizes.values())
+        return ((number + 1) * of_one + num_tokens * of_token) * self._dtype.itemsize
 
     @contextmanager
     def of(self, batch: StepBatch) -> Iterator[None]:

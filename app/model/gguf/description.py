@@ -1,26 +1,93 @@
 """What a GGUF file says of its model, in transformers' words: its config.json, its weights' names.
 
-One table of architectures; whatever is not in it is refused by name, since a tensor or a setting that is passed over
-would make another model.
+One table of architectures. All others are refused by name, because a tensor or a setting that is passed over would make
+another model. The names of tensors are those of llama.cpp's own package.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from gguf import get_tensor_name_map
+from gguf.constants import MODEL_ARCH_NAMES
 
 from app.errors import UnsupportedModel
+from app.model.architectures import ARCHITECTURES, Architecture
 from app.model.gguf.reader import READ_INSTEAD, GgufFile, GgufTensor
 
-# transformers' type of a model and its class.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Family:
+    """An architecture of llama.cpp as transformers has it."""
+
+    model_type: str
+    class_name: str
+    turns_neighbours: bool = False  # llama.cpp turns the pairs (0, 1), (2, 3) of a head, and not the two halves
+    known: frozenset[str] = frozenset()  # settings beside `_KNOWN`
+    # More of config.json, or other values: from the settings, and the parameters of rotary positions.
+    more: Callable[[_Settings, dict[str, Any]], dict[str, Any]] = lambda settings, rope: {}
+
+
+def _gemma3(settings: _Settings, rope: dict[str, Any]) -> dict[str, Any]:
+    """Every sixth layer looks back to the start, with scaled positions; the others look back a window."""
+    num_layers, num_heads = settings.count("block_count"), settings.count("attention.head_count")
+    hidden_size = settings.count("embedding_length")
+    every = settings.count("attention.sliding_window_pattern", 6)
+    layers_of_27b = 62  # the only size that scales scores by another size than that of a head
+    head_size = settings.count("attention.key_length", hidden_size // num_heads)
+    theta = settings.number("rope.freq_base_swa", 10_000.0)
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": settings.count("attention.sliding_window"),
+        "layer_types": [
+            "sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(num_layers)
+        ],
+        "rope_parameters": {
+            "full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": theta},
+        },
+        "query_pre_attn_scalar": hidden_size // num_heads if num_layers == layers_of_27b else head_size,
+    }  # fmt: skip
+
+
+def _granite(settings: _Settings, _rope: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "attention_multiplier": settings.number("attention.scale"),
+        "embedding_multiplier": settings.number("embedding_scale"),
+        "residual_multiplier": settings.number("residual_scale"),
+        "logits_scaling": settings.number("logit_scale"),
+    }
+
+
+def _smollm3(settings: _Settings, _rope: dict[str, Any]) -> dict[str, Any]:
+    """Every fourth layer has no rotary positions."""
+    every = 4
+    has_rope = [int((layer + 1) % every != 0) for layer in range(settings.count("block_count"))]
+    return {"no_rope_layer_interval": every, "no_rope_layers": has_rope, "use_sliding_window": False}
+
+
 _ARCHITECTURES = {
-    "llama": ("llama", "LlamaForCausalLM"),
-    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
-    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "llama": _Family(model_type="llama", class_name="LlamaForCausalLM", turns_neighbours=True),
+    "qwen2": _Family(model_type="qwen2", class_name="Qwen2ForCausalLM"),
+    "qwen3": _Family(model_type="qwen3", class_name="Qwen3ForCausalLM"),
+    "qwen3moe": _Family(model_type="qwen3_moe", class_name="Qwen3MoeForCausalLM"),
+    "olmo2": _Family(model_type="olmo2", class_name="Olmo2ForCausalLM"),
+    "gemma3": _Family(
+        model_type="gemma3_text",
+        class_name="Gemma3ForCausalLM",
+        known=frozenset(("attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa")),
+        more=_gemma3,
+    ),
+    "granite": _Family(
+        model_type="granite",
+        class_name="GraniteForCausalLM",
+        turns_neighbours=True,
+        known=frozenset(("attention.scale", "embedding_scale", "residual_scale", "logit_scale")),
+        more=_granite,
+    ),
+    "smollm3": _Family(model_type="smollm3", class_name="SmolLM3ForCausalLM", turns_neighbours=True, more=_smollm3),
 }
 _EXPERT = "{expert}"  # in the name of a weight: each expert has its own, while a file has one tensor for all
 # By transformers' type: the part of a layer that has them, names of their weights, of their number in config.json.
@@ -28,7 +95,6 @@ _EXPERTS = {
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj"), "num_experts"),
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2"), "num_local_experts"),
 }
-_BIASED = {"qwen2": ("attn_q", "attn_k", "attn_v")}
 _FACTORS = "rope_freqs.weight"
 # Of `rope_type: llama3`; all models of the families 3.1 to 3.3 have these, with a factor of 8 or 32.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -52,6 +118,7 @@ class Description:
     eos_token_ids: list[int]
     tensors: dict[str, GgufTensor]  # by transformers' name of the weight
     interleaved_heads: dict[str, int]  # of weights of queries and keys in llama.cpp's order of rows: number of heads
+    norm_offset: float  # that llama.cpp has added to the weights of norms
 
 
 def describe(file: GgufFile) -> Description:
@@ -64,8 +131,9 @@ def describe(file: GgufFile) -> Description:
         )
     if (parts := file.metadata.get("split.count", 1)) not in (0, 1):
         raise UnsupportedModel(f"{file.path} is one of {parts!r} parts; join them with `llama-gguf-split --merge`")
-    config = _config(file, _Settings(file, architecture))
-    names = _names(config, has_head="output.weight" in file.tensors)
+    family = _ARCHITECTURES[architecture]
+    config = _config(file, family, _Settings(file, architecture, family.known))
+    names = _names(config, architecture)
     _check_tensors(file, names)
     tensors: dict[str, GgufTensor] = {}
     for source, (name, _) in names.items():
@@ -74,9 +142,11 @@ def describe(file: GgufFile) -> Description:
         tensors |= {name.replace(_EXPERT, str(expert)): part for expert, part in parts}
     heads = {"q_proj.weight": config["num_attention_heads"], "k_proj.weight": config["num_key_value_heads"]}
     interleaved = {
-        name: heads[end] for name in tensors for end in heads if architecture == "llama" and name.endswith(f".{end}")
+        name: heads[end] for name in tensors for end in heads if family.turns_neighbours and name.endswith(f".{end}")
     }
-    return Description(config, _eos_token_ids(file.metadata), tensors, interleaved)
+    [class_name] = config["architectures"]
+    offset = ARCHITECTURES.get(class_name, Architecture()).norm_offset
+    return Description(config, _eos_token_ids(file.metadata), tensors, interleaved, offset)
 
 
 def _eos_token_ids(metadata: Mapping[str, Any]) -> list[int]:
@@ -87,7 +157,7 @@ def _eos_token_ids(metadata: Mapping[str, Any]) -> list[int]:
 class _Settings:
     """The settings of one architecture in a file's metadata."""
 
-    def __init__(self, file: GgufFile, architecture: str) -> None:
+    def __init__(self, file: GgufFile, architecture: str, known: frozenset[str]) -> None:
         self._file = file
         self.architecture = architecture
         prefix = f"{architecture}."
@@ -95,7 +165,7 @@ class _Settings:
             key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)
         }
         for key, value in self._found.items():
-            if key not in _KNOWN and value:
+            if key not in _KNOWN | known and value:
                 raise self.refusal(key, value)
 
     def count(self, key: str, default: int | None = None) -> int:
@@ -124,7 +194,7 @@ class _Settings:
         return UnsupportedModel(f"{self._file.path}: {shown}, which cannot be read; {READ_INSTEAD}")
 
 
-def _config(file: GgufFile, settings: _Settings) -> dict[str, Any]:
+def _config(file: GgufFile, family: _Family, settings: _Settings) -> dict[str, Any]:
     """The content of config.json."""
     hidden_size, num_heads = settings.count("embedding_length"), settings.count("attention.head_count")
     head_dim = settings.count("attention.key_length", hidden_size // num_heads)
@@ -137,9 +207,10 @@ def _config(file: GgufFile, settings: _Settings) -> dict[str, Any]:
     if num_layers > len(file.tensors):  # before their names are made: a damaged number may be larger than any memory
         raise settings.refusal("block_count", num_layers)
     embedding = file.tensors.get("token_embd.weight")
-    kind, class_name = _ARCHITECTURES[settings.architecture]
+    kind, class_name = family.model_type, family.class_name
     if kind == "llama" and settings.has_experts:
         kind, class_name = "mixtral", "MixtralForCausalLM"
+    rope = _rope(file, settings, head_dim)
     tokenizer = {name: file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "padding")}
     return {
         "architectures": [class_name],
@@ -155,12 +226,13 @@ def _config(file: GgufFile, settings: _Settings) -> dict[str, Any]:
         "hidden_act": "silu",
         "rms_norm_eps": settings.number("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": settings.count("context_length"),
-        "rope_parameters": _rope(file, settings, head_dim),
+        "rope_parameters": rope,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": tokenizer["bos"],
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
         "pad_token_id": tokenizer["padding"],
         **_experts(settings, kind),
+        **family.more(settings, rope),
     }
 
 
@@ -209,49 +281,36 @@ def _llama3_factors(theta: float, head_dim: int, factor: float) -> np.ndarray[An
     return np.where(wavelengths < length / high, 1.0, np.where(wavelengths > length / low, factor, between))
 
 
-def _names(config: dict[str, Any], *, has_head: bool) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _names(config: dict[str, Any], architecture: str) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Each tensor of such a file: transformers' name of it and its shape."""
-    kind, hidden = config["model_type"], config["hidden_size"]
-    head_dim, vocab_size = config["head_dim"], config["vocab_size"]
-    queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
-    layer: dict[str, tuple[str, tuple[int, ...]]] = {
-        "attn_norm": ("input_layernorm", (hidden,)),
-        "attn_q": ("self_attn.q_proj", (queries, hidden)),
-        "attn_k": ("self_attn.k_proj", (keys, hidden)),
-        "attn_v": ("self_attn.v_proj", (keys, hidden)),
-        "attn_output": ("self_attn.o_proj", (hidden, queries)),
-        "ffn_norm": ("post_attention_layernorm", (hidden,)),
-        **_mlp_names(config),
-    }
-    if kind in ("qwen3", "qwen3_moe"):
-        layer |= {"attn_q_norm": ("self_attn.q_norm", (head_dim,)), "attn_k_norm": ("self_attn.k_norm", (head_dim,))}
-    names: dict[str, tuple[str, tuple[int, ...]]] = {
-        "token_embd.weight": ("model.embed_tokens.weight", (vocab_size, hidden)),
-        "output_norm.weight": ("model.norm.weight", (hidden,)),
-    }
-    if has_head:
-        names["output.weight"] = ("lm_head.weight", (vocab_size, hidden))
-    for index in range(config["num_hidden_layers"]):
-        for source, (name, shape) in layer.items():
-            names[f"blk.{index}.{source}.weight"] = (f"model.layers.{index}.{name}.weight", shape)
-        for source in _BIASED.get(kind, ()):
-            name, shape = layer[source]
-            names[f"blk.{index}.{source}.bias"] = (f"model.layers.{index}.{name}.bias", shape[:1])
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    [number] = [each for each, name in MODEL_ARCH_NAMES.items() if name == architecture]
+    known = get_tensor_name_map(number, config["num_hidden_layers"])
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]](**config))
+    names: dict[str, tuple[str, tuple[int, ...]]] = {}
+    has_experts = config["model_type"] in _EXPERTS
+    for name, weight in module.named_parameters():
+        if has_experts and ".mlp." in name:
+            continue
+        source = known.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert source is not None, f"llama.cpp has no name for {name} of {architecture}"
+        names[source] = (name, tuple(weight.shape))
+    if has_experts:
+        for index in range(config["num_hidden_layers"]):
+            for source, (name, shape) in _expert_names(config).items():
+                names[f"blk.{index}.{source}.weight"] = (f"model.layers.{index}.{name}.weight", shape)
     return names
 
 
-def _mlp_names(config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The part of a layer's `_names` that an MLP or a mixture of experts has."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    if config["model_type"] not in _EXPERTS:
-        return {
-            "ffn_gate": ("mlp.gate_proj", (inner, hidden)),
-            "ffn_up": ("mlp.up_proj", (inner, hidden)),
-            "ffn_down": ("mlp.down_proj", (hidden, inner)),
-        }
+def _expert_names(config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The part of a layer's `_names` that a mixture of experts has, by the names of single experts."""
     part, (gate, up, down), count = _EXPERTS[config["model_type"]]
-    experts, num_experts = f"{part}.experts.{_EXPERT}", config[count]
-    inner = config.get("moe_intermediate_size", inner)
+    experts, num_experts, hidden = f"{part}.experts.{_EXPERT}", config[count], config["hidden_size"]
+    inner = config.get("moe_intermediate_size", config["intermediate_size"])
     return {
         "ffn_gate_inp": (f"{part}.gate", (num_experts, hidden)),
         "ffn_gate_exps": (f"{experts}.{gate}", (num_experts, inner, hidden)),

@@ -37,7 +37,7 @@ def save_tokenizer(file: GgufFile, folder: Path) -> None:
     described = {name: given[key] for key, name in GGUF_TOKENIZER_MAPPING["tokenizer"].items() if key in given}
     try:
         backend, _ = convert_gguf_tokenizer(file.metadata["general.architecture"], described)
-        _set_rule(backend, described)
+        _set_rule(backend, described, str(file.metadata["general.architecture"]))
         tokens, num_embeddings = described["tokens"], file.tensors["token_embd.weight"].shape[0]
         if len(tokens) > num_embeddings:
             raise ValueError(f"it has {len(tokens):,} tokens, the model {num_embeddings:,}")
@@ -67,13 +67,14 @@ def _without_others(backend: Any, vocab_size: int) -> Any:
     return type(backend).from_str(json.dumps(content))
 
 
-def _set_rule(backend: Any, described: dict[str, Any]) -> None:
+def _set_rule(backend: Any, described: dict[str, Any], architecture: str) -> None:
     """How text is split before merges: transformers knows most names; of others the model's tokens are not known."""
     from tokenizers import pre_tokenizers
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-    if described.get("tokenizer_type") == "llama" and not described.get("add_prefix_space", True):
-        raise ValueError("tokenizer.ggml.add_space_prefix is false")  # transformers adds the space
+    adds_space = not architecture.startswith("gemma")  # as transformers' tokenizer does
+    if described.get("tokenizer_type") == "llama" and described.get("add_prefix_space", True) != adds_space:
+        raise ValueError(f"tokenizer.ggml.add_space_prefix is {not adds_space}".lower())
     rule = described.get("pre_tokenizer_type")
     if described.get("tokenizer_type") != "gpt2" or rule in GGUF_PRE_TOKENIZER_SPLITS or rule in _GPT2_RULES:
         return

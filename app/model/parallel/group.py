@@ -118,15 +118,15 @@ class RankGroup:
             return
         way, flat, size = way_of_sum(tensor, self.size), tensor.view(-1), self.size
         if way is SumWay.ANY_ORDER:
-            _wait(self._processes.allreduce([tensor]))
+            _exchange(lambda: self._processes.allreduce([tensor]))
         elif way is SumWay.WHOLE:
             parts = flat.new_empty(size, len(flat))
-            _wait(self._processes._allgather_base(parts.view(-1), flat))
+            _exchange(lambda: self._processes._allgather_base(parts.view(-1), flat))
             flat.copy_(in_order(parts))
         else:
             parts = flat.new_empty(size, len(flat) // size)
-            _wait(self._processes.alltoall_base(parts.view(-1), flat, [], []))
-            _wait(self._processes._allgather_base(flat, in_order(parts).to(flat.dtype)))
+            _exchange(lambda: self._processes.alltoall_base(parts.view(-1), flat, [], []))
+            _exchange(lambda: self._processes._allgather_base(flat, in_order(parts).to(flat.dtype)))
 
     def gather_columns(self, tensor: torch.Tensor) -> torch.Tensor:
         """Join the ranks' columns: [..., num_columns] of each, of one shape → [..., size * num_columns] on all."""
@@ -134,7 +134,7 @@ class RankGroup:
             return self._sizes.gather_columns(tensor)
         self._counts.add(self.rank)
         parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        _wait(self._processes.allgather([parts], [tensor.contiguous()]))
+        _exchange(lambda: self._processes.allgather([parts], [tensor.contiguous()]))
         return torch.cat(parts, dim=-1)
 
     def gather_at_first(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -145,19 +145,19 @@ class RankGroup:
         tensor, options = tensor.contiguous(), GatherOptions()
         options.rootRank = 0
         parts = [torch.empty_like(tensor) for _ in range(self.size)] if self.rank == 0 else []
-        _wait(self._processes.gather([parts] if parts else [], [tensor], options))
+        _exchange(lambda: self._processes.gather([parts] if parts else [], [tensor], options))
         return torch.cat(parts, dim=-1) if parts else tensor
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Replace the tensor of every rank by that of rank 0. Contiguous, of one shape and type on all ranks."""
         self._counts.add(self.rank)
-        _wait(self._processes.broadcast(tensor, 0))
+        _exchange(lambda: self._processes.broadcast(tensor, 0))
 
     def minimum(self, number: int) -> int:
         """The least of the ranks' numbers."""
         self._counts.add(self.rank)
         self._number.fill_(number)  # it has its memory also where there is none left
-        _wait(self._processes.allreduce([self._number], ReduceOp.MIN))
+        _exchange(lambda: self._processes.allreduce([self._number], ReduceOp.MIN))
         return int(self._number.item())
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -171,10 +171,10 @@ class RankGroup:
             processes.abort()
 
 
-def _wait(work: Any) -> None:
+def _exchange(begin: Callable[[], Any]) -> None:
     """Raises ExchangeFailed if another rank has ended, or does not come."""
     try:
-        work.wait()
+        begin().wait()
     except RuntimeError as error:
         raise ExchangeFailed(f"{error}") from error
 

@@ -29,6 +29,7 @@ from app.config import GIB
 from app.engine.batch import DeviceLost, StepBatch
 from app.errors import CarouselError, EngineStopped, Failure, InvalidSetup, described
 from app.model.adapters import AdapterWeights, part_of_rank, save_part
+from app.model.crash_notes import close_note
 from app.model.parallel.channel import Channel, Kind
 from app.model.parallel.group import ExchangeCounts, RankGroup
 from app.model.parallel.split_plan import check_divisible
@@ -306,6 +307,7 @@ class Ranks:
             if self._loss is not None:
                 return
             self._loss = reason
+            close_note()  # NCCL may abort this process when it finds that the others have ended
             if not self._is_closing:
                 logger.error("all ranks are ended: %s", reason)
             for process in self.processes:

@@ -170,7 +170,8 @@ def _of_adapters(config: EngineConfig, model: LoadedModel, runner: GraphModelRun
     """The largest step has no adapters: what it would take for them is counted here."""
     if model.adapters is not None:
         return num_bytes_of(model.adapters.tensors()) + model.adapters.step_bytes(num_tokens)
-    return 0 if runner.adapting is None else runner.adapting.most_bytes * (config.model.max_loaded_adapters or 0)
+    most = config.model.max_loaded_adapters
+    return 0 if runner.adapting is None or most is None else runner.adapting.most_bytes(most, num_tokens)
 
 
 def _is_captured(config: EngineConfig, model: LoadedModel) -> bool:

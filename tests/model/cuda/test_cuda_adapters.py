@@ -345,10 +345,27 @@ def test_memory_of_adapters_without_slots_is_left_beside_keys_and_values(folder:
     model = load(folder / "base", dtype="float32", backend="torch")
     linears = [each for each in small_model().model.layers.modules() if isinstance(each, torch.nn.Linear)]
     of_one = sum(each.in_features + each.out_features for each in linears) * MAX_RANK * 4
+    of_token = max(each.in_features + 2 * each.out_features for each in linears) * 4
     for number in (None, 1, 3):
         config = config_of(folder / "base", backend="torch", max_loaded_adapters=number, scheduler={"max_running": 2})
         largest = largest_batch(config.scheduler, model.facts, block_size=16)
-        assert model.needs(config, largest).adapters == (number or 0) * of_one
+        of_step = largest.num_tokens * of_token
+        assert model.needs(config, largest).adapters == (0 if number is None else (number + 1) * of_one + of_step)
+
+
+def test_an_adapter_that_is_loaded_in_sleep_waits_in_the_hosts_memory(folder: Path) -> None:
+    engine = build(folder, max_loaded_adapters=NUM_SLOTS, backend="torch")
+    requests = some_requests(folder)
+    expected = run_to_end(engine, requests["merged-first"]).token_ids
+    runner = engine.runner
+    assert isinstance(runner, GraphModelRunner)
+    engine.sleep()
+    adapter = runner.load_adapter(folder / "first")
+    engine.wake()
+    assert runner.adapting is not None
+    assert all(each.down.device == DEVICE for each in adapter.values())  # type: ignore[attr-defined]
+    again = replace(requests["merged-first"], request_id="again")
+    assert run_to_end(engine, again).token_ids["again"] == expected[requests["merged-first"].request_id]
 
 
 @pytest.mark.usefixtures("rounded_fp8")

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from app.build import build_sync_engine
-from app.model.attention import AttentionRules
+from app.engine.batch import StepBatch
+from app.model.attention import AttentionRules, TorchAttention
 from app.model.cuda.library_attention import LibraryAttention
 from app.model.gpu_backends import LIBRARY
-from app.model.kv_cache import LayerShape
+from app.model.inputs import build_inputs
+from app.model.kv_cache import KVCache, LayerShape
 from tests.kit.engine import make_request, run_to_end
-from tests.kit.models import config_of, generate_plainly
+from tests.kit.models import DEVICE, config_of, generate_plainly, relative_error, scheduled
 from tests.tiny_models import ALL
 
 pytestmark = pytest.mark.usefixtures("triton_here", "library_here")
@@ -22,6 +24,7 @@ PROMPTS = [tuple(range(5, 5 + length)) for length in (1, 9, 30, 23)]
 OTHERS = {"gemma2"}  # its layers have a softcap
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="tokens in 16 bits are compared by no test; numbers are, below")
 @pytest.mark.parametrize("architecture", ALL)
 @pytest.mark.parametrize("at_once", [None, 1])
 def test_steps_have_the_tokens_of_generate(
@@ -76,3 +79,37 @@ def test_what_it_does_not_compute_is_told() -> None:
     ):
         assert refused is not None
         assert words in refused
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("at_once", [1, 3_000, 10**9])
+def test_a_step_attends_as_plain_torch_does(window: int | None, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a prompt, a later piece of one, and single tokens. On a GPU this runs torch's own kernels."""
+    monkeypatch.setattr("app.model.cuda.library_attention.BYTES_AT_ONCE", at_once)
+    block_size, numbers = 4, torch.Generator().manual_seed(0)
+    items = [
+        scheduled(tuple(range(7)), 0, [0, 1]),
+        scheduled(tuple(range(5)), 18, list(range(2, 8))),
+        scheduled([3], 21, list(range(8, 14))),
+        scheduled([4], 0, [14]),
+    ]
+    batch = StepBatch(tuple(items), ())
+    inputs = build_inputs(batch, block_size=block_size, device=DEVICE)
+    num_tokens = inputs.token_ids.shape[1]
+
+    def random(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=numbers).to(DEVICE, torch.bfloat16)
+
+    query, key, value = random(num_tokens, 4, 64), random(num_tokens, 2, 64), random(num_tokens, 2, 64)
+    cached = random(15, block_size, 2, 64), random(15, block_size, 2, 64)
+    found = []
+    for kind in (TorchAttention, LibraryAttention):
+        cache = KVCache(
+            {0: shape_of(64, 64)}, num_blocks=15, block_size=block_size, dtype=torch.bfloat16, device=DEVICE
+        )
+        for memory, content in zip(cache.layer(0), cached, strict=True):
+            memory.copy_(content)
+        step = kind(cache, DEVICE).begin_step(batch, inputs)
+        found.append(step.attend(0, query, key, value, AttentionRules(scaling=0.125, sliding_window=window)))
+    assert relative_error(found[1], found[0]) < 0.01

@@ -8,39 +8,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGUFWriter
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import GGUFWriter, TensorNameMap, get_tensor_name_map
+from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from tokenizers import pre_tokenizers
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tests.tiny_models import build_tiny_model
+from tests.tiny_models import ALL, SHAPE, build_tiny_model
 
 TEMPLATE = "{% for message in messages %}<|start|>{{ message['content'] }}<|end|>{% endfor %}"
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 TOKENS = [*BYTES, "he", "Ġt", "<|start|>", "<|end|>"]
 _NORMAL, _CONTROL = 1, 3
 START, END = TOKENS.index("<|start|>"), TOKENS.index("<|end|>")
-_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.experts.gate_proj": "ffn_gate_exps",
-    "mlp.experts.up_proj": "ffn_up_exps",
-    "mlp.experts.down_proj": "ffn_down_exps",
-}
 _SHAPE = {
     "vocab_size": len(TOKENS), "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 64,
     "initializer_range": 0.1, "eos_token_id": END, "bos_token_id": START, "pad_token_id": None, "sliding_window": None,
@@ -49,17 +30,39 @@ _OF_EXPERTS = {
     "qwen3_moe": {"num_experts": 6, "moe_intermediate_size": 256, "num_experts_per_tok": 3, "mlp_only_layers": []},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 3},
 }
-_ARCHITECTURES = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}  # others have their own name
+# By transformers' type of a model; others have the same name.
+_ARCHITECTURES = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
+_TURNS_NEIGHBOURS = ("llama", "granite", "smollm3")
+# Of tiny models: values that a default does not have.
+_OF_KIND: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "num_hidden_layers": 7, "layer_types": [*["sliding_attention"] * 5, "full_attention", "sliding_attention"],
+        "sliding_window": 8, "query_pre_attn_scalar": 64,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+        },
+    },
+    "granite": {
+        "attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 4.0,
+    },
+    "smollm3": {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1], "layer_types": ["full_attention"] * 5},
+}  # fmt: skip
 F32 = GGMLQuantizationType.F32
 
 
 def tiny_model(architecture: str = "llama", **changes: Any) -> PreTrainedModel:
     """Wide enough for every type's blocks."""
-    model = build_tiny_model(architecture, **_SHAPE | _OF_EXPERTS.get(architecture, {}) | changes)
+    settings = _SHAPE | _OF_EXPERTS.get(architecture, {}) | _OF_KIND.get(architecture, {}) | changes
+    if architecture in ALL:
+        model = build_tiny_model(architecture, **settings)
+    else:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[architecture](**SHAPE | settings)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(".bias"):
-                parameter.normal_(std=0.1)
+            if name.endswith(".bias") or (parameter.dim() == 1 and architecture in _OF_KIND):
+                parameter.normal_(std=0.1).add_(0.0 if name.endswith(".bias") else 1.0)
     return model
 
 
@@ -78,18 +81,21 @@ def write_gguf(
     """
     config = model.config
     name = _ARCHITECTURES.get(config.model_type, str(config.model_type))
+    names = get_tensor_name_map(MODEL_ARCH[name.upper()], config.num_hidden_layers)
     writer = GGUFWriter(path, name)
     for key, value in (_settings(config) | dict(settings or {})).items():
         _add(writer, key, value)
     for source, weight in _weights(model):
         if source == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        target = _target(source)
+        target = _target(names, source)
         blocks, values = _blocks(weight, F32 if weight.dim() == 1 else kind)
         weight.copy_(values)
+        if name == "gemma3" and weight.dim() == 1:
+            blocks = blocks + np.float32(1)
         heads = {"attn_q.weight": config.num_attention_heads, "attn_k.weight": config.num_key_value_heads}
         for end, num_heads in heads.items():
-            if name == "llama" and target.endswith(end):
+            if name in _TURNS_NEIGHBOURS and target.endswith(end):
                 blocks = blocks.reshape(num_heads, 2, -1, blocks.shape[-1]).swapaxes(1, 2).reshape(blocks.shape)
         if target != without:
             writer.add_tensor(
@@ -106,27 +112,52 @@ def write_gguf(
 
 def _settings(config: PreTrainedConfig) -> dict[str, Any]:
     kind = _ARCHITECTURES.get(config.model_type, config.model_type)
+    rope = config.rope_parameters
     types = [_CONTROL if token.startswith("<|") else _NORMAL for token in TOKENS]
-    return {
-        f"{kind}.block_count": config.num_hidden_layers,
-        f"{kind}.context_length": config.max_position_embeddings,
-        f"{kind}.embedding_length": config.hidden_size,
-        f"{kind}.feed_forward_length": config.intermediate_size,
-        f"{kind}.attention.head_count": config.num_attention_heads,
-        f"{kind}.attention.head_count_kv": config.num_key_value_heads,
-        f"{kind}.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        f"{kind}.rope.freq_base": float(config.rope_parameters["rope_theta"]),
-        f"{kind}.vocab_size": config.vocab_size,
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": TOKENS,
-        "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.merges": ["h e", "Ġ t"],
-        "tokenizer.ggml.bos_token_id": START,
-        "tokenizer.ggml.eos_token_id": END,
-        "tokenizer.ggml.add_bos_token": False,
-        "tokenizer.chat_template": TEMPLATE,
-    } | _expert_settings(config, kind)
+    return (
+        {
+            f"{kind}.block_count": config.num_hidden_layers,
+            f"{kind}.context_length": config.max_position_embeddings,
+            f"{kind}.embedding_length": config.hidden_size,
+            f"{kind}.feed_forward_length": config.intermediate_size,
+            f"{kind}.attention.head_count": config.num_attention_heads,
+            f"{kind}.attention.head_count_kv": config.num_key_value_heads,
+            f"{kind}.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+            f"{kind}.rope.freq_base": float(rope.get("full_attention", rope)["rope_theta"]),
+            f"{kind}.vocab_size": config.vocab_size,
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": "gpt-2",
+            "tokenizer.ggml.tokens": TOKENS,
+            "tokenizer.ggml.token_type": types,
+            "tokenizer.ggml.merges": ["h e", "Ġ t"],
+            "tokenizer.ggml.bos_token_id": START,
+            "tokenizer.ggml.eos_token_id": END,
+            "tokenizer.ggml.add_bos_token": False,
+            "tokenizer.chat_template": TEMPLATE,
+        }
+        | _expert_settings(config, kind)
+        | _settings_of_kind(config, kind)
+    )
+
+
+def _settings_of_kind(config: PreTrainedConfig, kind: str) -> dict[str, Any]:
+    if kind == "gemma3":
+        rope = config.rope_parameters
+        return {
+            "gemma3.attention.sliding_window": config.sliding_window,
+            "gemma3.attention.key_length": config.head_dim,
+            "gemma3.rope.freq_base_swa": float(rope["sliding_attention"]["rope_theta"]),
+            "gemma3.rope.scaling.type": "linear",
+            "gemma3.rope.scaling.factor": float(rope["full_attention"]["factor"]),
+        }
+    if kind == "granite":
+        return {
+            "granite.attention.scale": config.attention_multiplier,
+            "granite.embedding_scale": config.embedding_multiplier,
+            "granite.residual_scale": config.residual_multiplier,
+            "granite.logit_scale": config.logits_scaling,
+        }
+    return {}
 
 
 def _expert_settings(config: PreTrainedConfig, kind: str) -> dict[str, Any]:
@@ -163,12 +194,11 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
         writer.add_array(key, value)
 
 
-def _target(source: str) -> str:
-    stem, _, end = source.rpartition(".")
-    if stem.startswith("model.layers."):
-        _, _, index, inner = stem.split(".", 3)
-        return f"blk.{index}.{_NAMES[inner]}.{end}"
-    return f"{_NAMES[stem]}.{end}"
+def _target(names: TensorNameMap, source: str) -> str:
+    """llama.cpp's name of a weight: that of its converter."""
+    found = names.get_name(source, (".weight", ".bias"))
+    assert found is not None, source
+    return found
 
 
 def _blocks(weight: torch.Tensor, kind: GGMLQuantizationType) -> tuple[np.ndarray[Any, Any], torch.Tensor]:

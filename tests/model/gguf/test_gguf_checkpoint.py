@@ -17,7 +17,7 @@ from gguf.constants import GGMLQuantizationType
 from app.build import build_sync_engine
 from app.errors import InvalidSetup, UnsupportedModel
 from app.model.gguf.checkpoint import checkpoint_of
-from app.model.location import resolve_model_path
+from app.model.location import has_chat_template, resolve_model_path
 from app.text import Tokenizer
 from tests.kit.engine import make_request, run_to_end
 from tests.kit.models import config_of, generate_plainly, own_model
@@ -50,7 +50,10 @@ def test_its_weights_are_what_its_blocks_stand_for(
         assert torch.equal(weight, expected[name]), name
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
+ARCHITECTURES = ["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "olmo2", "gemma3", "granite", "smollm3"]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_each_architecture_computes_what_it_did(architecture: str, tied: bool, tmp_path: Path, cache: Path) -> None:
     model = tiny_model(architecture, tie_word_embeddings=tied)
@@ -60,7 +63,7 @@ def test_each_architecture_computes_what_it_did(architecture: str, tied: bool, t
         assert torch.allclose(made(token_ids).logits, model(token_ids).logits, atol=1e-4)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("architecture", ["llama", "mixtral", "qwen3_moe", "gemma3", "granite"])
 def test_an_engine_gives_the_models_greedy_tokens(architecture: str, tmp_path: Path, cache: Path) -> None:
     model = tiny_model(architecture)
     path = write_gguf(tmp_path / "tiny.gguf", model, GGMLQuantizationType.Q8_0)
@@ -246,3 +249,42 @@ def test_what_cannot_be_read_is_refused_by_name(
     with pytest.raises(UnsupportedModel, match=message):
         checkpoint_of(path, cache)
     assert not [left for left in cache.glob("*") if left.is_dir()]
+
+
+def test_a_model_without_a_chat_template_is_known_as_one(demo_path: Path, tmp_path: Path, cache: Path) -> None:
+    chats, other = (write_gguf(tmp_path / f"{name}.gguf", tiny_model(), settings=settings)
+                    for name, settings in (("chats", {}), ("other", {"tokenizer.chat_template": None})))  # fmt: skip
+    assert has_chat_template(str(chats))
+    assert has_chat_template(str(demo_path))
+    assert has_chat_template("some-org/some-model"), "nothing is known of it here"
+    assert not has_chat_template(str(other))
+
+
+@pytest.mark.parametrize("adds_space", [True, False])
+def test_gemma_reads_texts_without_a_space_in_front(adds_space: bool, tmp_path: Path, cache: Path) -> None:
+    tokens = [
+        "<pad>",
+        "<eos>",
+        "<bos>",
+        "<unk>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "h",
+        "e",
+        "he",
+        "▁he",
+    ]
+    settings = {
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": None,
+        "tokenizer.ggml.scores": [-float(at) for at in range(len(tokens))],
+        "tokenizer.ggml.token_type": [3] * 4 + [6] * 256 + [1] * 5, "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.bos_token_id": 2, "tokenizer.ggml.eos_token_id": 1, "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_space_prefix": adds_space,
+    }  # fmt: skip
+    path = write_gguf(tmp_path / "a.gguf", tiny_model("gemma3", vocab_size=len(tokens)), settings=settings)
+    if adds_space:
+        with pytest.raises(UnsupportedModel, match=r"tokenizer\.ggml\.add_space_prefix is true"):
+            checkpoint_of(path, cache)
+        return
+    tokenizer = Tokenizer.load(str(checkpoint_of(path, cache)))
+    assert tokenizer.encode("he he", add_special_tokens=True) == (2, tokens.index("he"), tokens.index("▁he"))
