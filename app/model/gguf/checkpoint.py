@@ -89,7 +89,11 @@ def _write_weights(path: Path, file: GgufFile, description: Description, report:
     end = 0
     for name, tensor in description.tensors.items():
         start, end = end, end + tensor.num_value_bytes
-        header[name] = {"dtype": tensor.value_type.safetensors, "shape": tensor.shape, "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": tensor.value_type.safetensors,
+            "shape": description.shapes[name],
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     said_at = time.monotonic()
@@ -98,22 +102,12 @@ def _write_weights(path: Path, file: GgufFile, description: Description, report:
         out.write(len(text).to_bytes(8, "little") + text)
         for name, tensor in description.tensors.items():
             values = file.values(tensor)
-            if (heads := description.interleaved_heads.get(name)) is not None:
-                values = _in_halves(values, heads)
-            if description.norm_offset and name.endswith("norm.weight"):
-                values = values - np.float32(description.norm_offset)
+            if name in description.changes:
+                values = np.ascontiguousarray(description.changes[name](values))
+            assert values.nbytes == tensor.num_value_bytes, f"{name} has another type or size"
             out.write(values.data.cast("B"))
             if time.monotonic() > said_at + report_s:
                 said_at = time.monotonic()
                 report(f"  {header[name]['data_offsets'][1] / end:.0%} of the weights")
         out.flush()
         os.fsync(out.fileno())
-
-
-def _in_halves(values: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
-    """Rows of queries or keys as transformers rotates them.
-
-    llama.cpp rotates neighbours (0, 1), (2, 3), transformers the first half of a head against the second.
-    """
-    pairs = values.reshape(num_heads, values.shape[0] // num_heads // 2, 2, values.shape[-1])
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)

@@ -1,14 +1,16 @@
 """What a GGUF file says of its model, in transformers' words: its config.json, its weights' names.
 
 One table of architectures. All others are refused by name, because a tensor or a setting that is passed over would make
-another model. The names of tensors are those of llama.cpp's own package.
+another model. The names of tensors are those of llama.cpp's own package, or of transformers where the layers are more
+than attention and an MLP.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gguf import get_tensor_name_map
@@ -17,6 +19,9 @@ from gguf.constants import MODEL_ARCH_NAMES
 from app.errors import UnsupportedModel
 from app.model.architectures import ARCHITECTURES, Architecture
 from app.model.gguf.reader import READ_INSTEAD, GgufFile, GgufTensor
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +34,7 @@ class _Family:
     known: frozenset[str] = frozenset()  # settings beside `_KNOWN`
     # More of config.json, or other values: from the settings, and the parameters of rotary positions.
     more: Callable[[_Settings, dict[str, Any]], dict[str, Any]] = lambda settings, rope: {}
+    is_known_to_transformers: bool = False  # its own tables have the configuration, the names and the changes
 
 
 def _gemma3(settings: _Settings, rope: dict[str, Any]) -> dict[str, Any]:
@@ -88,6 +94,29 @@ _ARCHITECTURES = {
         more=_granite,
     ),
     "smollm3": _Family(model_type="smollm3", class_name="SmolLM3ForCausalLM", turns_neighbours=True, more=_smollm3),
+    "lfm2": _Family(
+        model_type="lfm2",
+        class_name="Lfm2ForCausalLM",
+        known=frozenset(("shortconv.l_cache",)),
+        is_known_to_transformers=True,
+    ),
+    "qwen35": _Family(
+        model_type="qwen3_5_text",
+        class_name="Qwen3_5ForCausalLM",
+        known=frozenset(
+            (
+                "ssm.conv_kernel",
+                "ssm.state_size",
+                "ssm.group_count",
+                "ssm.time_step_rank",
+                "ssm.inner_size",
+                "full_attention_interval",
+                "rope.dimension_sections",
+                "nextn_predict_layers",
+            )
+        ),
+        is_known_to_transformers=True,
+    ),
 }
 _EXPERT = "{expert}"  # in the name of a weight: each expert has its own, while a file has one tensor for all
 # By transformers' type: the part of a layer that has them, names of their weights, of their number in config.json.
@@ -110,6 +139,10 @@ _KNOWN = frozenset(
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
+Values = np.ndarray[Any, Any]  # as `GgufFile.values` gives them
+Change = Callable[[Values], Values]
+
+
 @dataclass(frozen=True, slots=True)
 class Description:
     """A model as transformers describes it."""
@@ -117,8 +150,8 @@ class Description:
     config: dict[str, Any]  # config.json
     eos_token_ids: list[int]
     tensors: dict[str, GgufTensor]  # by transformers' name of the weight
-    interleaved_heads: dict[str, int]  # of weights of queries and keys in llama.cpp's order of rows: number of heads
-    norm_offset: float  # that llama.cpp has added to the weights of norms
+    shapes: dict[str, tuple[int, ...]]  # of the weights, by the same names
+    changes: dict[str, Change]  # what makes such a weight of a tensor's values, where these differ
 
 
 def describe(file: GgufFile) -> Description:
@@ -132,7 +165,10 @@ def describe(file: GgufFile) -> Description:
     if (parts := file.metadata.get("split.count", 1)) not in (0, 1):
         raise UnsupportedModel(f"{file.path} is one of {parts!r} parts; join them with `llama-gguf-split --merge`")
     family = _ARCHITECTURES[architecture]
-    config = _config(file, family, _Settings(file, architecture, family.known))
+    settings = _Settings(file, architecture, family.known)
+    if family.is_known_to_transformers:
+        return _as_transformers_knows(file, family, settings)
+    config = _config(file, family, settings)
     names = _names(config, architecture)
     _check_tensors(file, names)
     tensors: dict[str, GgufTensor] = {}
@@ -140,13 +176,117 @@ def describe(file: GgufFile) -> Description:
         tensor = file.tensors[source]
         parts = enumerate(tensor.parts()) if _EXPERT in name else [(0, tensor)]
         tensors |= {name.replace(_EXPERT, str(expert)): part for expert, part in parts}
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    return Description(config, _eos_token_ids(file.metadata), tensors, shapes, _changes(tensors, family, config))
+
+
+def _changes(tensors: Iterable[str], family: _Family, config: Mapping[str, Any]) -> dict[str, Change]:
     heads = {"q_proj.weight": config["num_attention_heads"], "k_proj.weight": config["num_key_value_heads"]}
-    interleaved = {
-        name: heads[end] for name in tensors for end in heads if family.turns_neighbours and name.endswith(f".{end}")
-    }
     [class_name] = config["architectures"]
-    offset = ARCHITECTURES.get(class_name, Architecture()).norm_offset
-    return Description(config, _eos_token_ids(file.metadata), tensors, interleaved, offset)
+    offset = np.float32(ARCHITECTURES.get(class_name, Architecture()).norm_offset)
+    changes: dict[str, Change] = {}
+    for name in tensors:
+        if offset and name.endswith("norm.weight"):
+            changes[name] = lambda values: values - offset
+        for end, num_heads in heads.items():
+            if family.turns_neighbours and name.endswith(f".{end}"):
+                changes[name] = partial(_in_halves, num_heads=num_heads)
+    return changes
+
+
+def _in_halves(values: Values, num_heads: int) -> Values:
+    """Rows of queries or keys as transformers rotates them.
+
+    llama.cpp rotates neighbours (0, 1), (2, 3), transformers the first half of a head against the second.
+    """
+    pairs = values.reshape(num_heads, values.shape[0] // num_heads // 2, 2, values.shape[-1])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
+
+
+def _as_transformers_knows(file: GgufFile, family: _Family, settings: _Settings) -> Description:
+    """The description by the tables of transformers."""
+    import torch
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    from transformers.integrations.gguf import get_gguf_config, get_gguf_conversion_mapping
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    for key in ("rope.scaling.type", "expert_count"):
+        if settings.text(key, "none") != "none":
+            raise settings.refusal(key, settings.text(key, ""))
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or settings.count("block_count") > len(file.tensors):
+        raise UnsupportedModel(f"{file.path} has fewer tensors than layers, or no token_embd.weight; {READ_INSTEAD}")
+    tokens = {"tokenizer.ggml.tokens": embedding.shape[0]}  # their number
+    try:
+        config = get_gguf_config(dict(file.metadata) | tokens, tuple(file.tensors))
+        own = CONFIG_MAPPING[config["model_type"]](**config)
+        mapping = get_gguf_conversion_mapping(settings.architecture, own)
+    except Exception as error:  # of a class that checks its fields
+        raise UnsupportedModel(
+            f"{file.path}: its settings do not describe a {settings.architecture} model: {type(error).__name__}: "
+            f"{error}; {READ_INSTEAD}"
+        ) from error
+    config["dtype"] = embedding.value_type.torch
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    by_pattern = {pattern: each.operations for each in converters for pattern in each.source_patterns}
+    expected = dict(_shapes_of(config))
+    tensors: dict[str, GgufTensor] = {}
+    changes: dict[str, Change] = {}
+    for source, tensor in file.tensors.items():
+        name, pattern = rename_source_key(source, renamings, converters)
+        if name.startswith("mtp."):  # predicts tokens ahead; transformers has no code for it
+            continue
+        if operations := by_pattern.get(pattern):
+            changes[name] = partial(_converted, operations, name)
+        if name not in expected:
+            raise UnsupportedModel(
+                f"{file.path}: tensor {source} is not part of a {settings.architecture} model that can be read; "
+                f"{READ_INSTEAD}"
+            )
+        with torch.device("meta"):
+            shape = tuple(_applied(operations or [], name, torch.empty(tensor.shape)).shape)
+        if shape != expected[name]:
+            raise UnsupportedModel(
+                f"{file.path}: tensor {source} has the shape {list(tensor.shape)}, so {name} would have "
+                f"{list(shape)}; expected {list(expected[name])}"
+            )
+        tensors[name] = tensor
+    if missing := expected.keys() - tensors.keys():
+        raise UnsupportedModel(
+            f"{file.path} has no tensor for {min(missing)}, and {len(missing) - 1:,} more are missing"
+        )
+    return Description(config, _eos_token_ids(file.metadata), tensors, expected, changes)
+
+
+def _converted(operations: Sequence[Any], name: str, values: Values) -> Values:
+    """What transformers makes of a tensor's values."""
+    import torch
+
+    is_bf16 = values.dtype == np.uint16  # the bits of each value
+    given = torch.from_numpy(np.array(values))
+    found = _applied(operations, name, given.view(torch.bfloat16) if is_bf16 else given).contiguous()
+    result: Values = (found.view(torch.uint16) if is_bf16 else found).numpy()
+    return result
+
+
+def _applied(operations: Sequence[Any], name: str, tensor: torch.Tensor) -> torch.Tensor:
+    for operation in operations:
+        found = operation.convert({name: tensor}, source_patterns=[name], target_patterns=[name], full_layer_name=name)
+        [tensor] = found.values()
+    return tensor
+
+
+def _shapes_of(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The weights of a model, by their names; those that are tied once."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]](**config))
+    for name, weight in module.named_parameters():
+        yield name, tuple(weight.shape)
 
 
 def _eos_token_ids(metadata: Mapping[str, Any]) -> list[int]:
@@ -283,22 +423,16 @@ def _llama3_factors(theta: float, head_dim: int, factor: float) -> np.ndarray[An
 
 def _names(config: dict[str, Any], architecture: str) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Each tensor of such a file: transformers' name of it and its shape."""
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
     [number] = [each for each, name in MODEL_ARCH_NAMES.items() if name == architecture]
     known = get_tensor_name_map(number, config["num_hidden_layers"])
-    with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]](**config))
     names: dict[str, tuple[str, tuple[int, ...]]] = {}
     has_experts = config["model_type"] in _EXPERTS
-    for name, weight in module.named_parameters():
+    for name, shape in _shapes_of(config):
         if has_experts and ".mlp." in name:
             continue
         source = known.get_name(name, try_suffixes=(".weight", ".bias"))
         assert source is not None, f"llama.cpp has no name for {name} of {architecture}"
-        names[source] = (name, tuple(weight.shape))
+        names[source] = (name, shape)
     if has_experts:
         for index in range(config["num_hidden_layers"]):
             for source, (name, shape) in _expert_names(config).items():

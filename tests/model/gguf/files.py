@@ -31,7 +31,7 @@ _OF_EXPERTS = {
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 3},
 }
 # By transformers' type of a model; others have the same name.
-_ARCHITECTURES = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
+_ARCHITECTURES = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3", "qwen3_5_text": "qwen35"}
 _TURNS_NEIGHBOURS = ("llama", "granite", "smollm3")
 # Of tiny models: values that a default does not have.
 _OF_KIND: dict[str, dict[str, Any]] = {
@@ -46,9 +46,12 @@ _OF_KIND: dict[str, dict[str, Any]] = {
     "granite": {
         "attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 4.0,
     },
+    "lfm2": {"num_hidden_layers": 3},
+    "qwen3_5": {"num_hidden_layers": 4, "layer_types": [*["linear_attention"] * 3, "full_attention"]},
     "smollm3": {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1], "layer_types": ["full_attention"] * 5},
 }  # fmt: skip
 F32 = GGMLQuantizationType.F32
+Blocks = np.ndarray[Any, Any]
 
 
 def tiny_model(architecture: str = "llama", **changes: Any) -> PreTrainedModel:
@@ -89,10 +92,10 @@ def write_gguf(
         if source == "lm_head.weight" and config.tie_word_embeddings:
             continue
         target = _target(names, source)
-        blocks, values = _blocks(weight, F32 if weight.dim() == 1 else kind)
+        is_plain = weight.dim() == 1 or source.endswith(("conv1d.weight", "conv.conv.weight"))
+        blocks, values = _blocks(weight, F32 if is_plain else kind)
         weight.copy_(values)
-        if name == "gemma3" and weight.dim() == 1:
-            blocks = blocks + np.float32(1)
+        blocks = _as_converted(blocks, name, source, config)
         heads = {"attn_q.weight": config.num_attention_heads, "attn_k.weight": config.num_key_value_heads}
         for end, num_heads in heads.items():
             if name in _TURNS_NEIGHBOURS and target.endswith(end):
@@ -110,9 +113,32 @@ def write_gguf(
     return path
 
 
+def _as_converted(blocks: Blocks, architecture: str, source: str, config: PreTrainedConfig) -> Blocks:
+    """What llama.cpp's converter makes of a weight, beside another order of rows for rotary positions."""
+    is_offset = source.endswith("norm.weight") and "linear_attn.norm" not in source
+    if architecture in ("gemma3", "qwen35") and is_offset:
+        return blocks + np.float32(1)
+    if source.endswith(("conv1d.weight", "conv.conv.weight")):
+        blocks = blocks.squeeze(1)
+    if source.endswith("A_log"):
+        blocks = -np.exp(blocks)
+    if architecture != "qwen35" or "linear_attn" not in source or source.endswith("norm.weight"):
+        return blocks
+    # Value heads of a key head stand apart, and not side by side.
+    keys, of_key = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
+    own = len(blocks) - 2 * keys * config.linear_key_head_dim if "qkv" in source or "conv1d" in source else len(blocks)
+    if source.endswith("out_proj.weight"):
+        columns = blocks.reshape(len(blocks), keys, of_key, -1)
+        return np.ascontiguousarray(columns.swapaxes(1, 2)).reshape(blocks.shape)
+    before, values = blocks[: len(blocks) - own], blocks[len(blocks) - own :]
+    tiled = values.reshape(keys, of_key, -1, *values.shape[1:]).swapaxes(0, 1).reshape(values.shape)
+    return np.concatenate([before, tiled])
+
+
 def _settings(config: PreTrainedConfig) -> dict[str, Any]:
     kind = _ARCHITECTURES.get(config.model_type, config.model_type)
     rope = config.rope_parameters
+    epsilon = float(getattr(config, "rms_norm_eps", 0.0) or config.norm_eps)
     types = [_CONTROL if token.startswith("<|") else _NORMAL for token in TOKENS]
     return (
         {
@@ -122,7 +148,7 @@ def _settings(config: PreTrainedConfig) -> dict[str, Any]:
             f"{kind}.feed_forward_length": config.intermediate_size,
             f"{kind}.attention.head_count": config.num_attention_heads,
             f"{kind}.attention.head_count_kv": config.num_key_value_heads,
-            f"{kind}.attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+            f"{kind}.attention.layer_norm_rms_epsilon": epsilon,
             f"{kind}.rope.freq_base": float(rope.get("full_attention", rope)["rope_theta"]),
             f"{kind}.vocab_size": config.vocab_size,
             "tokenizer.ggml.model": "gpt2",
@@ -149,6 +175,22 @@ def _settings_of_kind(config: PreTrainedConfig, kind: str) -> dict[str, Any]:
             "gemma3.rope.freq_base_swa": float(rope["sliding_attention"]["rope_theta"]),
             "gemma3.rope.scaling.type": "linear",
             "gemma3.rope.scaling.factor": float(rope["full_attention"]["factor"]),
+        }
+    if kind == "lfm2":
+        heads = [config.num_key_value_heads if each != "conv" else 0 for each in config.layer_types]
+        return {"lfm2.attention.head_count_kv": heads, "lfm2.shortconv.l_cache": config.conv_L_cache}
+    if kind == "qwen35":
+        rotary = int(config.head_dim * config.rope_parameters["partial_rotary_factor"])
+        return {
+            "qwen35.attention.key_length": config.head_dim,
+            "qwen35.ssm.conv_kernel": config.linear_conv_kernel_dim,
+            "qwen35.ssm.state_size": config.linear_key_head_dim,
+            "qwen35.ssm.group_count": config.linear_num_key_heads,
+            "qwen35.ssm.time_step_rank": config.linear_num_value_heads,
+            "qwen35.ssm.inner_size": config.linear_value_head_dim * config.linear_num_value_heads,
+            "qwen35.full_attention_interval": 4,
+            "qwen35.rope.dimension_count": rotary,
+            "qwen35.rope.dimension_sections": [rotary // 2 - 2, 1, 1, 0],
         }
     if kind == "granite":
         return {
@@ -196,7 +238,8 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
 
 def _target(names: TensorNameMap, source: str) -> str:
     """llama.cpp's name of a weight: that of its converter."""
-    found = names.get_name(source, (".weight", ".bias"))
+    converted = source.replace(".dt_bias", ".dt_proj.bias")
+    found = names.get_name(converted, (".weight", ".bias"))
     assert found is not None, source
     return found
 

@@ -50,7 +50,19 @@ def test_its_weights_are_what_its_blocks_stand_for(
         assert torch.equal(weight, expected[name]), name
 
 
-ARCHITECTURES = ["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "olmo2", "gemma3", "granite", "smollm3"]
+ARCHITECTURES = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen3_moe",
+    "olmo2",
+    "gemma3",
+    "granite",
+    "smollm3",
+    "lfm2",
+    "qwen3_5",
+]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -63,11 +75,13 @@ def test_each_architecture_computes_what_it_did(architecture: str, tied: bool, t
         assert torch.allclose(made(token_ids).logits, model(token_ids).logits, atol=1e-4)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mixtral", "qwen3_moe", "gemma3", "granite"])
+@pytest.mark.parametrize("architecture", ["llama", "mixtral", "qwen3_moe", "gemma3", "granite", "lfm2", "qwen3_5"])
 def test_an_engine_gives_the_models_greedy_tokens(architecture: str, tmp_path: Path, cache: Path) -> None:
     model = tiny_model(architecture)
-    path = write_gguf(tmp_path / "tiny.gguf", model, GGMLQuantizationType.Q8_0)
-    engine = build_sync_engine(config_of(path, cache={"num_blocks": 16}, dtype="float32"))
+    # The converter changes the order of Qwen3.5's columns before it quantises them, and the writer here after that.
+    kind = GGMLQuantizationType["F32" if architecture == "qwen3_5" else "Q8_0"]
+    path = write_gguf(tmp_path / "tiny.gguf", model, kind)
+    engine = build_sync_engine(config_of(path, cache={"num_blocks": 16, "num_state_slots": 8}, dtype="float32"))
     assert engine.facts.eos_token_ids == (END,)
     request = make_request(PROMPT, max_tokens=12, ignore_eos=True)
     assert run_to_end(engine, request).token_ids == generate_plainly(model, [request])
@@ -288,3 +302,27 @@ def test_gemma_reads_texts_without_a_space_in_front(adds_space: bool, tmp_path: 
         return
     tokenizer = Tokenizer.load(str(checkpoint_of(path, cache)))
     assert tokenizer.encode("he he", add_special_tokens=True) == (2, tokens.index("he"), tokens.index("▁he"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"settings": {"lfm2.rope.scaling.type": "yarn"}}, r"lfm2\.rope\.scaling\.type is 'yarn', which"),
+        ({"settings": {"lfm2.expert_count": 8}}, r"lfm2\.expert_count is '?8'?, which cannot be read"),
+        ({"settings": {"lfm2.block_count": 4_000_000_000}}, r"has fewer tensors than layers"),
+        ({"settings": {"lfm2.attention.head_count_kv": 2}}, r"do not describe a lfm2 model: TypeError"),
+        ({"settings": {"lfm2.shortconv.l_cache": None}}, r"do not describe a lfm2 model: KeyError"),
+        ({"settings": {"lfm2.shortconv.other": 3}}, r"lfm2\.shortconv\.other is 3, which cannot be read"),
+        ({"settings": {"lfm2.feed_forward_length": 128}},
+         r"tensor blk\.0\.ffn_(gate|up|down)\.weight has the shape \[256, 256\].*; expected \[(128, 256|256, 128)\]"),
+        ({"without": "blk.0.shortconv.in_proj.weight"}, r"has no tensor for model\.layers\.0\.conv\.in_proj\.weight"),
+        ({"tensors": {"blk.0.ffn_gate_inp.weight": np.zeros((4, 256), np.float32)}},
+         r"tensor blk\.0\.ffn_gate_inp\.weight is not part of a lfm2 model"),
+    ],
+)  # fmt: skip
+def test_what_the_tables_of_transformers_do_not_know_is_refused_by_name(
+    changes: dict[str, Any], message: str, tmp_path: Path, cache: Path
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model("lfm2"), **changes)
+    with pytest.raises(UnsupportedModel, match=message):
+        checkpoint_of(path, cache)
