@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -15,6 +16,7 @@ import pytest
 from app.build import build_engine
 from app.config import ReplicasConfig
 from app.engine.async_engine import AsyncEngine
+from app.engine.batch import StepBatch, StepResult
 from app.engine.request import Request
 from app.fleet import (
     Address,
@@ -66,6 +68,19 @@ class Replica:
         assert store is not None
         assert store.num_received * BLOCK_SIZE == store.num_fetched_tokens
         return store.num_fetched_tokens
+
+    def hold_at(self, position: int) -> threading.Event:
+        """Compute no token from this position on, until the event is set. The engine has a thread of its own."""
+        runner, goes_on = self.engine._engine.runner, threading.Event()
+        run = runner.run
+
+        def held(batch: StepBatch) -> StepResult:
+            if any(item.start >= position for item in batch.scheduled):
+                goes_on.wait()
+            return run(batch)
+
+        runner.run = held  # type: ignore[method-assign]
+        return goes_on
 
     async def close(self) -> None:
         await self.server.close()
@@ -140,11 +155,14 @@ async def test_a_stream_that_leaves_its_replica_goes_on_from_its_kv_memory(model
         expected = [await made.answer(each) for each in requests_of(400, 400, cache_salt="another")]
         await made.serve_from("r0")
         requests = requests_of(400, 400)
+        goes_on = made.replicas["r0"].hold_at(430)
         answers = made.start(requests)
-        await made.serve_from("r0", "r1")
         await until(lambda: all(len(made.heard.token_ids.get(each.request_id, ())) >= 5 for each in requests))
+        await made.serve_from("r0", "r1")
         await made.serve_from("r1")
         draining = asyncio.create_task(made.replicas["r0"].server.drain())
+        await until(lambda: made.counts.resumes.total() == len(requests))
+        goes_on.set()
         assert await asyncio.gather(*answers) == expected
         await draining
         assert made.counts.resumes == {"ending": 2}

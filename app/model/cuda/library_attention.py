@@ -6,14 +6,14 @@ over them. No card has run this file yet.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from inspect import signature
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch.nn.attention.varlen import varlen_attn
 
 from app.engine.batch import ScheduledSequence, StepBatch
 from app.model.attention import BYTES_AT_ONCE, AttentionRules, AttentionStep, TorchAttention, with_contiguous_rows
@@ -23,8 +23,22 @@ from app.model.kv_cache import LayerShape
 _DTYPES = (torch.float16, torch.bfloat16)
 _MOST_NUMBERS = 256  # of a head
 _UNIT = 8  # numbers of a head are a multiple of this
-# From torch 2.12 on, `varlen_attn` needs this argument if heads share keys.
-_SHARED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+
+
+def varlen_attn(*given: Any, **named: Any) -> torch.Tensor:
+    """torch's function of this name. The import takes seconds, because it brings torch's compiler."""
+    from torch.nn.attention import varlen
+
+    function: Callable[..., Any] = varlen.varlen_attn
+    output = function(*given, **named, **_shared_heads(function))
+    assert isinstance(output, torch.Tensor), "nothing beside it is asked for"
+    return output
+
+
+@cache
+def _shared_heads(function: Callable[..., Any]) -> dict[str, Any]:
+    """From torch 2.12 on, the function needs this argument if heads share keys."""
+    return {"enable_gqa": True} if "enable_gqa" in signature(function).parameters else {}
 
 
 class LibraryAttention(TorchAttention):
@@ -94,11 +108,10 @@ class _LibraryStep:
         before = -1 if window is None else window - 1  # tokens that a token sees; -1: all
         for part in self._parts[kind]:
             keys, values = self._cache.read_tokens(own.place, part.slots, part=own.part, like=(key, value))
-            attended: Any = varlen_attn(
+            output[part.queries] = varlen_attn(
                 with_contiguous_rows(query[part.queries]), keys, values, part.query_ends, part.key_ends,
-                part.most_queries, part.most_keys, scale=rules.scaling, window_size=(before, 0), **_SHARED_HEADS,
+                part.most_queries, part.most_keys, scale=rules.scaling, window_size=(before, 0),
             )  # fmt: skip
-            output[part.queries] = attended
         return output
 
     def _parts_of(self, group: int, window: int | None, num_bytes: int) -> Iterator[_Part]:

@@ -407,7 +407,10 @@ def test_where_memory_ends_after_decode_steps_those_with_prompts_run_eagerly(
     with caplog.at_level(logging.WARNING):
         engine = engine_with(model, RunsOutAt(len(graph_sizes(6))))
         engine.prepare()
-    assert "steps of 16 tokens with prompts run without a CUDA graph, slower (CUDA out of memory" in caplog.text
+    assert (
+        "steps of 16 tokens with prompts run without a CUDA graph, slower (OutOfMemoryError: CUDA out of memory"
+        in caplog.text
+    )
     assert "Lower cache.gpu_memory_fraction for it" in caplog.text
     has_tokens_of_eager_steps(engine, small_path, 2)
     assert 0 < engine.measurements().num_steps_without_graph < engine.stats().total_steps

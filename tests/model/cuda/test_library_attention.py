@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from app.build import build_sync_engine
 from app.engine.batch import StepBatch
 from app.model.attention import AttentionRules, TorchAttention
+from app.model.cuda import library_attention
 from app.model.cuda.library_attention import LibraryAttention
 from app.model.gpu_backends import LIBRARY
 from app.model.inputs import build_inputs
@@ -19,6 +21,7 @@ from tests.kit.engine import make_request, run_to_end
 from tests.kit.models import DEVICE, config_of, generate_plainly, relative_error, scheduled
 from tests.tiny_models import ALL
 
+OWN_VARLEN = library_attention.varlen_attn  # before a fixture replaces it
 pytestmark = pytest.mark.usefixtures("triton_here", "library_here")
 PROMPTS = [tuple(range(5, 5 + length)) for length in (1, 9, 30, 23)]
 OTHERS = {"gemma2"}  # its layers have a softcap
@@ -49,6 +52,24 @@ def test_steps_have_the_tokens_of_generate(
     requests = [make_request(prompt, max_tokens=5, ignore_eos=True) for prompt in PROMPTS]
     assert (taken.name == LIBRARY) == (architecture not in OTHERS), taken
     assert run_to_end(engine, *requests).token_ids == generate_plainly(path, requests)
+
+
+def test_torch_is_told_that_heads_share_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arguments that torch's function has in this version."""
+    told: list[dict[str, Any]] = []
+
+    def older(query: torch.Tensor, *, scale: float) -> torch.Tensor:
+        told.append({"scale": scale})
+        return query
+
+    def newer(query: torch.Tensor, *, scale: float, enable_gqa: bool = False) -> torch.Tensor:
+        told.append({"scale": scale, "enable_gqa": enable_gqa})
+        return query
+
+    for function in (older, newer):
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", function)
+        OWN_VARLEN(torch.zeros(1), scale=0.5)
+    assert told == [{"scale": 0.5}, {"scale": 0.5, "enable_gqa": True}]
 
 
 def shape_of(key_dim: int, value_dim: int) -> LayerShape:
