@@ -447,7 +447,7 @@ def test_a_compiler_that_cannot_write_is_a_fault_of_the_backend_and_a_file_of_th
         raise PermissionError("model.safetensors")
     with ladder.trying(GRAPHS):
         ladder.has_weights = True
-        raise PermissionError("/root/.triton")
+        raise PermissionError("the folder of compiled kernels")
     assert list_backends(ladder) == [TRITON, LIBRARY, TORCH]
 
 
