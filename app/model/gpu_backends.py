@@ -158,21 +158,27 @@ class LostDevices:
         """Have the next process note these backends if this one crashes or hangs. when: the beginning of the reason."""
         open_note(self.path.parent, json.dumps((self.setup, [*backends], when)))
 
-    def left_out(self) -> dict[str, str]:
-        """The backends to leave out now, each with the reason."""
+    def left_out(self, named: str = "") -> dict[str, str]:
+        """The backends to leave out now, each with the reason.
+
+        named: by the settings. It is tried after a loss in a step; if it failed at the load, it would fail again.
+        """
         found = {}
         for backend, (times, reason) in self._read().get(self.setup, {}).items():
+            is_at_load = reason.startswith(_AT_LOAD)
             number, ago_s = len(times), self.clock() - times[-1]
+            if backend == named and not is_at_load:
+                continue
+            now = f"remove {self.path} to try it now" if is_at_load else f"model.backend: {backend} tries it now"
             if number >= MOST_LOSSES:
                 found[backend] = (
-                    f"it ended {number} replicas, the last one {reason}. A replica tries it with "
-                    f"another version of the driver or of the packages; model.backend: {backend} tries it now"
+                    f"it ended {number} replicas, the last one {reason}. A replica tries it with another version of "
+                    f"the driver or of the packages; {now}"
                 )
             elif ago_s < LEFT_OUT_S:
                 found[backend] = (
-                    f"it ended a replica {ago_s / 60:.0f} minutes ago, {reason}. A replica "
-                    f"that starts in {(LEFT_OUT_S - ago_s) / 60:.0f} minutes tries it again; model.backend: {backend} "
-                    f"tries it now"
+                    f"it ended a replica {ago_s / 60:.0f} minutes ago, {reason}. A replica that starts in "
+                    f"{(LEFT_OUT_S - ago_s) / 60:.0f} minutes tries it again; {now}"
                 )
         return found
 
@@ -216,12 +222,7 @@ class Ladder:
         if config.model.batch_invariant:
             reason = "model.batch_invariant is set, and its products depend on the size of a step"
             ladder.skipped |= dict.fromkeys(WITHOUT_TRITON, reason)
-        # A backend that the settings name is tried after a loss in a step; one that fails at the load would fail again.
-        lost = {
-            name: reason
-            for name, reason in ladder.lost.left_out().items()
-            if name != TORCH and (name != first or _AT_LOAD in reason)
-        }
+        lost = {name: reason for name, reason in ladder.lost.left_out(first).items() if name != TORCH}
         accepted = [
             name for name in names[: names.index(config.model.require or TORCH) + 1] if name not in ladder.skipped
         ]

@@ -165,7 +165,12 @@ def to_device(
 
 def bytes_to_device(numbers: bytearray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """As `to_device`, of numbers that lie in memory as the device wants them. There must be some."""
-    tensor, is_cuda = torch.frombuffer(numbers, dtype=dtype), device.type == "cuda"
+    return moved(torch.frombuffer(numbers, dtype=dtype), device)
+
+
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """As `to_device`, of a tensor in the host's memory."""
+    is_cuda = device.type == "cuda"
     return (tensor.pin_memory() if is_cuda else tensor).to(device, non_blocking=is_cuda)
 
 

@@ -1,9 +1,8 @@
 """First contact with a card: each backend on a few small models, and on one of a billion parameters.
 
 A row of the table has the backend that was asked for, the backend that serves, the faults and their reasons, and
-whether the greedy tokens equal the tokens of plain torch, and as `of_copy` an estimate: the rate at which weights are
-read, divided by the rate of a copy. Each backend runs in its own process, because a CUDA error
-may end the process.
+whether the greedy tokens equal the tokens of plain torch. `of_copy` is an estimate: the rate at which weights are read,
+divided by the rate of a copy. Each backend runs in its own process, because a CUDA error may end the process.
 """
 
 from __future__ import annotations

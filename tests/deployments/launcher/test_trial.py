@@ -12,7 +12,7 @@ import pytest
 
 from app.errors import InvalidSetup
 from deployments.launcher import trial
-from deployments.launcher.trial import ModelPackage, Piece, trial_config
+from deployments.launcher.trial import ModelPackage, WheelPiece, trial_config
 from deployments.serve.settings import read_serve_file
 
 
@@ -37,7 +37,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder / "tiny_model-1.0-py3-none-any.whl"
 
 
-def piece(folder: Path, name: str, content: str) -> Piece:
+def piece(folder: Path, name: str, content: str) -> WheelPiece:
     """Of a file, in a new wheel in this folder."""
     module = name.replace("-", "_")
     wheel = folder / f"{module}-1.0-py3-none-any.whl"
@@ -50,7 +50,7 @@ def piece(folder: Path, name: str, content: str) -> Piece:
     with zipfile.ZipFile(wheel, "w") as archive:
         for member, text in files.items():
             archive.writestr(member, text)
-    return Piece(name, hashlib.sha256(wheel.read_bytes()).hexdigest(), f"{module}/piece")
+    return WheelPiece(name, hashlib.sha256(wheel.read_bytes()).hexdigest(), f"{module}/piece")
 
 
 def served(model: str) -> tuple[str, str]:

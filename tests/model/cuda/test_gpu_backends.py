@@ -588,6 +588,7 @@ def test_a_crash_or_a_hang_ends_the_process_and_the_next_one_takes_another_backe
         failed = serves(small_path, TRITON).failed  # without our decoder
     assert set(failed) == {GRAPHS, EAGER}
     assert f"ago, at the load, {reason}" in failed[GRAPHS]
+    assert "lost_devices.json to try it now" in failed[GRAPHS]
     assert set(serves(small_path, TRITON, backend=GRAPHS).failed) == {GRAPHS, EAGER}, "it would end again"
 
 

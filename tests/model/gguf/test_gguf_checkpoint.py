@@ -250,6 +250,8 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, cache: Path) ->
         ({"settings": {"tokenizer.ggml.tokens": [*TOKENS, "more"]}}, r"it has 261 tokens, the model 260"),
         ({"settings": {"tokenizer.ggml.model": "rwkv"}}, r"its tokenizer \(rwkv, gpt-2\) cannot be read"),
         ({"settings": {"tokenizer.ggml.eos_token_id": 999}}, r"its tokenizer \(gpt2, gpt-2\) cannot be read"),
+        ({"settings": {"llama.attention.head_count": 3, "llama.attention.key_length": 64}},
+         r"its settings do not describe a llama model: \w+Error: .*hidden"),
         ({"without": "blk.1.ffn_up.weight"}, r"has no tensor blk\.1\.ffn_up\.weight"),
         ({"tensors": {"blk.0.ffn_gate_inp.weight": np.zeros((4, 256), np.float32)}},
          r"tensor blk\.0\.ffn_gate_inp\.weight is not part of a llama model"),
