@@ -146,7 +146,7 @@ async def moves(path: Path, *groups: str) -> AsyncIterator[Moves]:
 def requests_of(*lengths: int, cache_salt: str = "") -> list[Request]:
     rng = random.Random(2)
     prompts = [tuple(rng.randrange(5, 200) for _ in range(length)) for length in lengths]
-    return [make_request(prompt, max_tokens=60, cache_salt=cache_salt) for prompt in prompts]
+    return [make_request(each, max_tokens=60, ignore_eos=True, cache_salt=cache_salt) for each in prompts]
 
 
 async def test_a_stream_that_leaves_its_replica_goes_on_from_its_kv_memory(model_path: Path) -> None:
