@@ -51,9 +51,12 @@ ALLOWED = {
         "torch",
     },
     "app.model.gguf": {
-        "app.disk", "app.errors", "app.model.architectures", "gguf", "numpy", "tokenizers", "torch", "transformers",
+        "app.disk", "app.errors", "app.model.architectures", "gguf", "numpy", "safetensors", "tokenizers", "torch",
+        "transformers",
     },
     "app.model.cpu.checkpoint": {"app.errors", "app.model", "torch", "safetensors", "transformers"},
+    "app.model.cpu.gguf_checkpoint": {"app.model", "gguf", "torch", "transformers"},
+    "app.model.cpu.stored_matrix": {"app.model", "gguf", "torch"},
     "app.model.cpu.weights": {"app.model", "torch", "transformers", "pydantic"},
     "app.model.cpu.verification_cache": {"app.engine.request", "app.model", "torch", "pydantic"},
     "app.model.simulated": {

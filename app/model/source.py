@@ -17,9 +17,11 @@ from app.config import ModelConfig
 from app.errors import CarouselError, InvalidSetup, UnsupportedModel, first_line
 from app.model.attention import ATTENTION_NAME, UnknownAttention, number_layers, paged_attention
 from app.model.cpu.checkpoint import Checkpoint, MappedModel
+from app.model.cpu.gguf_checkpoint import GgufCheckpoint
 from app.model.cpu.weights import why_not_native
 from app.model.cuda.attention import TritonAttention
 from app.model.description import read_config
+from app.model.gguf.manifest import manifest_in
 from app.model.gpu_backends import BackendFailed
 from app.model.language_model import language_class, language_config, plain_names
 from app.model.latent_attention import store_latents
@@ -165,11 +167,30 @@ class ModelSource:
             return None
 
     def checkpoint(self, folder: Path) -> Checkpoint:
-        """The weights in the files of its folder. Raises OSError if a file cannot be read."""
+        """The weights in the files of its folder, or in its GGUF file. Raises OSError if a file cannot be read."""
+        manifest = manifest_in(folder)
+        if manifest is not None:
+            return GgufCheckpoint(folder, self.dtype, manifest)
         return Checkpoint(folder, self.dtype, self.quantised)
+
+    def weights_of_gguf(self) -> dict[str, torch.Tensor] | None:
+        """All weights of a GGUF file, multiplied out. None for another model."""
+        folder = Path(self.location)
+        manifest = manifest_in(folder) if folder.is_dir() else None
+        if manifest is None:
+            return None
+        self.log_multiplied_out()
+        return GgufCheckpoint(folder, self.dtype, manifest).all()
 
     def log_multiplied_out(self) -> None:
         """How its weights are served, if they are quantised in its files."""
+        folder = Path(self.location)
+        manifest = manifest_in(folder) if folder.is_dir() else None
+        if manifest is not None:
+            kinds = GgufCheckpoint(folder, self.dtype, manifest).kinds()
+            is_kept = self.device.type == "cpu" and self.config.quantization == "none"
+            how = "stay as the file has them" if is_kept else f"are multiplied out to {self.dtype}"
+            logger.info("%s: its weights (%s) %s", self.config.path, kinds, how)
         if self.quantised is None:
             return
         packing, hint = self.quantised.packing, ""
@@ -231,7 +252,7 @@ def config_of_transformers(config: ModelConfig, location: str) -> PreTrainedConf
 def pretrained(
     kind: Any,
     settings: ModelConfig,
-    location: str,
+    location: str | None,
     *,
     dtype: torch.dtype,
     attention: str,
@@ -240,6 +261,7 @@ def pretrained(
 ) -> PreTrainedModel:
     """As transformers loads it, by one of its Auto classes, from safetensors alone. No code of a repository runs.
 
+    location: None where `options` have all weights.
     unused: how the names of weights begin that its files may lack.
 
     Raises ValueError if they lack others, which transformers would leave random, and what transformers raises.
@@ -369,11 +391,14 @@ def module_of_transformers(source: ModelSource) -> PreTrainedModel:
     path, quantised, found = source.config.path, source.quantised, source.found
     try:
         options = {} if quantised is None else loading_options(quantised, source.device)
+        location: str | None = source.location
+        if (weights := source.weights_of_gguf()) is not None:
+            location, options["state_dict"] = None, weights
         if found is not source.whole:
             options["key_mapping"] = plain_names(source.whole)
         module = _with_our_attention(
             lambda name: pretrained(
-                source.model_class, source.config, source.location, dtype=source.dtype, attention=name, config=found,
+                source.model_class, source.config, location, dtype=source.dtype, attention=name, config=found,
                 **options,
             )
         )  # fmt: skip

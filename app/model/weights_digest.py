@@ -8,6 +8,7 @@ from zlib import crc32
 
 from app.config import EngineConfig
 from app.errors import described
+from app.model.gguf.manifest import manifest_in
 from app.model.location import resolve_model_path
 
 logger = logging.getLogger(__name__)
@@ -44,8 +45,12 @@ def weights_digest(location: str, revision: str | None = None) -> int:
     num_samples = 256  # of a file: training changes every large tensor of a model, and each has several of them
     sample_bytes = 16 * 1024
     patterns = ("*.safetensors", "config.json")
-    for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
-        digest = crc32(f"{path.name} {path.stat().st_size} ".encode(), digest)
+    manifest = manifest_in(folder)
+    names = {path: path.name for pattern in patterns for path in sorted(folder.glob(pattern))}
+    if manifest is not None:
+        names[manifest.path] = "GGUF"
+    for path, name in sorted(names.items(), key=lambda each: each[1]):
+        digest = crc32(f"{name} {path.stat().st_size} ".encode(), digest)
         with path.open("rb") as file:
             for sample in range(num_samples):
                 file.seek(max(sample * sample_bytes, sample * path.stat().st_size // num_samples))

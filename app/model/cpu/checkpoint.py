@@ -18,6 +18,7 @@ from torch import nn
 
 from app.errors import UnsupportedModel
 from app.model.cpu.library import advise
+from app.model.cpu.stored_matrix import StoredMatrix
 from app.model.language_model import plain_name
 from app.model.llama import EMBEDDING, HEAD, by_expert, described_as, given
 from app.model.packed_numbers import PackedWeight
@@ -93,6 +94,19 @@ class Checkpoint:
             converted = self._converted[mapped.data_ptr()] = _converted(mapped, self._dtype)
         return converted
 
+    def to_pack(self, name: str) -> torch.Tensor | StoredMatrix | None:
+        """The weight of this name for the C++ decoder, which multiplies some quantised matrices as files have them."""
+        return self(name)
+
+    @property
+    def has_stored(self) -> bool:
+        """Whether `to_pack` gives matrices as files have them."""
+        return False
+
+    def own_name(self, name: str) -> str:
+        """The name in the files: a tied head is the embedding."""
+        return EMBEDDING if name == HEAD and name not in self._files else name
+
     def shape(self, name: str) -> torch.Size | None:
         """Of the weight of this name."""
         found = self._packed(name) or self._mapped(name)
@@ -167,8 +181,7 @@ class Checkpoint:
         return next((found for each in names if (found := self._mapped(each)) is not None), None)
 
     def _mapped(self, name: str) -> torch.Tensor | None:
-        if name == HEAD and name not in self._files:
-            name = EMBEDDING
+        name = self.own_name(name)
         if name not in self._files:
             return None
         file, key = self._files[name]

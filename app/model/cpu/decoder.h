@@ -9,6 +9,7 @@
 #include "experts.h"
 #include "quantised.h"
 #include "recurrence.h"
+#include "stored.h"
 #include "thread_pool.h"
 
 namespace carousel {
@@ -28,7 +29,9 @@ struct PerLayerShape {
 
 struct DecoderShape {
     int64_t hidden_size, num_heads, vocab_size, block_size, num_layers;
-    int64_t weight_bits;          // of the layers' matrices; 0: they and the head are of the model's type
+    // Of the layers' matrices. 0: they and the head are of the model's type. IN_GROUPS, IN_BLOCKS or both: all matrices are
+    // stored ones, whose inputs are rounded so.
+    int64_t weight_bits;
     int64_t num_groups;           // of layers, each with blocks of its own
     int64_t gates_attention;      // its output by as many more outputs of the projection of queries
     int64_t norms_all_heads;      // one norm for the queries of all heads, and one for the keys
@@ -109,7 +112,7 @@ class Decoder {
   public:
     Decoder(const DecoderShape& shape, const LayerWeights* layers, const void* embedding, const float* final_norm,
             const uint32_t* head, ThreadPool& threads)
-        : shape_(shape), layers_(layers, layers + shape.num_layers), embedding_(static_cast<const T*>(embedding)),
+        : shape_(shape), layers_(layers, layers + shape.num_layers), embedding_(embedding),
           final_norm_(final_norm), head_(head), threads_(threads),
           keys_size_(shape.delta_rule.num_key_heads * shape.delta_rule.key_dim),
           values_size_(shape.delta_rule.num_value_heads * shape.delta_rule.value_dim),
@@ -259,10 +262,19 @@ class Decoder {
     }
 
     void embed(int64_t token, float* to) const {
-        if (!embedding_ && shape_.weight_bits) return read_column<HEAD_BITS>(head(), token, to);
-        if (!embedding_) return read_column<T>(head(), token, to);
-        const T* from = embedding_ + token * shape_.hidden_size;
+        if (!embedding_) return look_up(head_, shape_.hidden_size, token, to);
+        if (is_stored(shape_.weight_bits))
+            return look_up(static_cast<const uint32_t*>(embedding_), shape_.hidden_size, token, to);
+        const T* from = static_cast<const T*>(embedding_) + token * shape_.hidden_size;
         for (int64_t at = 0; at < shape_.hidden_size; at += LANES) store(load(from + at), to + at);
+    }
+
+    // The row of a token in a packed table.
+    void look_up(const uint32_t* table, int64_t size, int64_t token, float* to) const {
+        const Matrix matrix{table, size, shape_.vocab_size};
+        if (is_stored(shape_.weight_bits)) return read_stored_column<T>(matrix, token, to);
+        if (shape_.weight_bits) return read_column<HEAD_BITS>(matrix, token, to);
+        read_column<T>(matrix, token, to);
     }
 
     // residual → per_layer: for each token, and each layer of the model.
@@ -296,8 +308,7 @@ class Decoder {
     void look_up(int64_t token, float* to) const {
         const PerLayerShape& own = shape_.per_layer;
         if (shape_.weight_bits)
-            return read_column<HEAD_BITS>({static_cast<const uint32_t*>(own.embedding), own.total_size, shape_.vocab_size},
-                                          token, to);
+            return look_up(static_cast<const uint32_t*>(own.embedding), own.total_size, token, to);
         const T* const from = static_cast<const T*>(own.embedding) + token * own.total_size;
         for (int64_t at = 0; at < own.total_size; at += LANES) store(load(from + at), to + at);
     }
@@ -588,7 +599,7 @@ class Decoder {
     }
 
     void compute_logits(const DecoderStep& step, int64_t num_rows) {
-        const int64_t bits = shape_.weight_bits ? HEAD_BITS : 0, size = shape_.vocab_size;
+        const int64_t bits = head_bits(), size = shape_.vocab_size;
         prepare(normed_.data(), num_rows, shape_.hidden_size, bits);
         fetch_in_pauses(Matrix{}, num_rows);
         multiply_prepared(threads_, normed_.data(), 0, num_rows, head(), bits,
@@ -641,10 +652,19 @@ class Decoder {
     void fetch_in_pauses(const Matrix& next, int64_t num_rows) {
         constexpr int64_t FEW_ROWS = 8, MOST = 1 << 17;  // bytes, of an L2 cache of 512 KiB or more
         const bool is_head = next.panels == head_;
-        const int64_t units = units_of(next.num_inputs, shape_.weight_bits && is_head ? HEAD_BITS : shape_.weight_bits);
+        const int64_t units = units_of(next.num_inputs, is_head ? head_bits() : shape_.weight_bits);
         const ThreadPool::Part part = threads_.own_run((next.num_columns + PANEL - 1) / PANEL);
-        const int64_t size = num_rows <= FEW_ROWS ? (part.end - part.first) * units * PANEL * sizeof(uint32_t) : 0;
-        threads_.fetch_in_pauses(next.panels + part.first * units * PANEL, std::min(size, MOST));
+        int64_t size = num_rows <= FEW_ROWS ? (part.end - part.first) * units * PANEL * sizeof(uint32_t) : 0;
+        const uint32_t* from = next.panels + part.first * units * PANEL;
+        if (size > 0 && is_stored(shape_.weight_bits)) {
+            from = stored_from(next, part.first * PANEL);
+            size = (stored_from(next, (part.end - 1) * PANEL) - from) * sizeof(uint32_t);
+        }
+        threads_.fetch_in_pauses(from, std::min(size, MOST));
+    }
+
+    int64_t head_bits() const {
+        return shape_.weight_bits == 0 || is_stored(shape_.weight_bits) ? shape_.weight_bits : HEAD_BITS;
     }
 
     // Of a packed column of so many bits.
@@ -660,6 +680,9 @@ class Decoder {
     void prepare_row(const T* inputs, int64_t row, int64_t size, int64_t bits) {
         if (bits == 8) quantise<8>(inputs + row * size, size, quantised_rows(), row);
         if (bits == 4) quantise<4>(inputs + row * size, size, quantised_rows(), row);
+        if (!is_stored(bits)) return;
+        if (bits & IN_GROUPS) quantise<4>(inputs + row * size, size, quantised_rows(), row);
+        if (bits & IN_BLOCKS && size % BLOCK == 0) quantise_blocks(inputs + row * size, size, block_rows(), row);
     }
 
     // The rows from `first` on of what was prepared.
@@ -671,11 +694,15 @@ class Decoder {
             multiply_quantised<8>(threads, rows_from<8>(quantised_rows(), first, size), num_rows, matrix, finish, added);
         else if (bits == 4)
             multiply_quantised<4>(threads, rows_from<4>(quantised_rows(), first, size), num_rows, matrix, finish, added);
+        else if (is_stored(bits))
+            multiply_stored<T>(threads, inputs + first * size, rows_from({quantised_rows(), block_rows()}, first, size),
+                               num_rows, matrix, finish, added);
         else
             multiply<T>(threads, inputs + first * size, num_rows, matrix, finish, added);
     }
 
     QuantisedRows quantised_rows() { return {input_numbers_.data(), input_scales_.data(), input_sums_.data()}; }
+    BlockRows block_rows() { return {block_numbers_.data(), block_scales_.data(), block_sums_.data()}; }
 
     // residual += inputs × matrix, and what adapters add. norm: of that sum before it is added; null where there is none.
     void add_projection(const T* inputs, int64_t num_rows, const Matrix& matrix, const float* bias, const float* norm,
@@ -786,16 +813,21 @@ class Decoder {
         by_expert_.resize(num_places * shape_.hidden_size);
         routing_.grow(num_tokens);
         if (!shape_.weight_bits) return;
-        const int64_t num_rows = std::max(num_tokens, num_places);
+        // Tiles of stored matrices may read rows behind the last one.
+        const int64_t num_rows = std::max(num_tokens, num_places) + (is_stored(shape_.weight_bits) ? STRIP_ROWS : 0);
         const int64_t size = std::max({shape_.hidden_size, most_mixed_, most_inner_, inner});
         input_numbers_.resize(num_rows * num_groups<8>(size) * Grouping<8>::SIZE);
         input_scales_.resize(num_rows * num_groups<4>(size));
         input_sums_.resize(num_rows * num_groups<4>(size));
+        if (!is_stored(shape_.weight_bits) || !(shape_.weight_bits & IN_BLOCKS)) return;
+        block_numbers_.resize(num_rows * size);
+        block_scales_.resize(num_rows * size / BLOCK);
+        block_sums_.resize(num_rows * size / BLOCK * SUM_WORDS);
     }
 
     const DecoderShape shape_;
     const std::vector<LayerWeights> layers_;
-    const T* const embedding_;
+    const void* const embedding_;
     const float* const final_norm_;
     const uint32_t* const head_;
     ThreadPool& threads_;
@@ -818,6 +850,9 @@ class Decoder {
     std::vector<T> by_expert_;  // [num_places][hidden_size], inputs and then outputs of experts
     std::vector<int8_t> input_numbers_;  // of the matrix that is being multiplied, where weights are quantised
     std::vector<float> input_scales_, input_sums_;
+    std::vector<int8_t> block_numbers_;  // the same in blocks, for stored matrices
+    std::vector<float> block_scales_;
+    std::vector<uint32_t> block_sums_;
 };
 
 }  // namespace carousel

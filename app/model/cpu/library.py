@@ -44,7 +44,11 @@ _COMMON_FLAGS = (
 )  # fmt: skip
 _FLAGS = (*_COMMON_FLAGS, *_CPU_FLAGS.get(platform.machine(), ()))
 # What is compiled at the same time, as objects of the library.
-_UNITS = (*((f"-DTYPE={suffix}", "typed.cpp") for suffix in reversed(DTYPES.values())), ("library.cpp",))
+_UNITS = (
+    *((f"-DTYPE={suffix}", "typed.cpp") for suffix in reversed(DTYPES.values())),
+    ("stored.cpp",),
+    ("library.cpp",),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +261,10 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "decoder_run_{}": ((_POINTER,) * 2, None),
     "decoder_delete_{}": ((_POINTER,), None),
     "pack": ((_POINTER, _POINTER, _INT64, _INT64, _POINTER), None),
+    "pack_stored": ((_POINTER, _POINTER, _INT64, _INT64, _POINTER), None),
+    "stored_form": ((_INT64,), _INT64),
+    "stored_lines": ((_INT64, _INT64), _INT64),
+    "dequantise": ((_POINTER, _INT64, _POINTER, _INT64, _POINTER), None),
     "pack_in_8_bits_{}": ((_POINTER, _POINTER, _INT64, _INT64, _POINTER), None),
     "pack_in_4_bits_{}": ((_POINTER, _POINTER, _INT64, _INT64, _POINTER), None),
 }

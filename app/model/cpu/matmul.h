@@ -139,7 +139,7 @@ struct NothingAdded {
 };
 
 // Calls finish(row, column, left, right) for every row and every panel, which begins with `column`. tile(rows, first,
-// panel, next, sums) computes the sums of at most MAX_ROWS rows from `first` on; tiles have whole blocks of rows as far as
+// column, panel, next, sums) computes the sums of at most MAX_ROWS rows from `first` on; tiles have whole blocks of rows as far as
 // there are. next: the tile's part of the next panel. panel_units: of PANEL columns. added.columns(first, end, column) says
 // what is added to a panel's sums of some rows: its add(row, sums).
 //
@@ -162,7 +162,7 @@ void share_tiles(Sharing& threads, int64_t num_rows, int block, const Matrix& ma
             const int64_t even = (end - first + num_tiles - 1) / num_tiles;  // tiles of much the same size
             const int rows = int(std::min(end - first, (even + block - 1) / block * block));
             Vector sums[MAX_ROWS][2];
-            tile(rows, first, panel, next, sums);
+            tile(rows, first, column, panel, next, sums);
             next.from += next.stride * panel_units;
             if (--num_fetching == 0) next.stride = 0;
             for (int row = 0; row < rows; ++row) {
@@ -210,7 +210,7 @@ void multiply(Sharing& threads, const T* inputs, int64_t num_rows, const Matrix&
     if (amx::fits<T>(matrix.num_inputs))
         return share_tiles<2 * amx::ROWS>(
             threads, num_rows, amx::ROWS, matrix, num_units,
-            [&](int rows, int64_t first, const uint32_t* panel, const Ahead&, Vector (*sums)[2]) {
+            [&](int rows, int64_t first, int64_t, const uint32_t* panel, const Ahead&, Vector (*sums)[2]) {
                 configure_products(rows);
                 sum_in_amx<bf16>(rows, units + first * num_units, num_units, num_units, panel,
                                  reinterpret_cast<float*>(sums));
@@ -219,7 +219,7 @@ void multiply(Sharing& threads, const T* inputs, int64_t num_rows, const Matrix&
     Factors<T> factors(inputs, matrix.num_inputs);
     share_tiles<TILE_ROWS>(
         threads, num_rows, 1, matrix, num_units,
-        [&](int rows, int64_t first, const uint32_t* panel, const Ahead& next, Vector (*sums)[2]) {
+        [&](int rows, int64_t first, int64_t, const uint32_t* panel, const Ahead& next, Vector (*sums)[2]) {
             multiply_rows<T>(rows, factors.rows(first, rows), num_units, panel, next, sums);
         },
         finish, added);

@@ -273,14 +273,14 @@ void multiply_quantised(Sharing& threads, const QuantisedRows& inputs, int64_t n
     if (amx::refusal() == 0)
         return share_tiles<2 * amx::ROWS>(
             threads, num_rows, amx::ROWS, matrix, units,
-            [&](int rows, int64_t first, const uint32_t* panel, const Ahead&, Vector (*sums)[2]) {
+            [&](int rows, int64_t first, int64_t, const uint32_t* panel, const Ahead&, Vector (*sums)[2]) {
                 const QuantisedRows from = rows_from<BITS>(inputs, first, matrix.num_inputs);
                 multiply_quantised_in_amx<BITS>(rows, from, groups, panel, sums);
             },
             finish, added);
     share_tiles<DOT_ROWS>(
         threads, num_rows, 1, matrix, units,
-        [&](int rows, int64_t first, const uint32_t* panel, const Ahead& next, Vector (*sums)[2]) {
+        [&](int rows, int64_t first, int64_t, const uint32_t* panel, const Ahead& next, Vector (*sums)[2]) {
             const QuantisedRows from = rows_from<BITS>(inputs, first, matrix.num_inputs);
             switch (rows) {
 #define CASE(ROWS)                                                                 \

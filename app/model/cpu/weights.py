@@ -14,6 +14,7 @@ from pydantic import PlainSerializer, PlainValidator, SerializationInfo, TypeAda
 
 from app.model.architectures import Mixer
 from app.model.cpu.library import DTYPES, LANES, ThreadPool, in_large_pages, log_use_of_amx
+from app.model.cpu.stored_matrix import LINE, Layout, StoredMatrix, plain_lines, say_plain
 from app.model.llama import (
     EMBEDDING,
     HEAD,
@@ -27,7 +28,6 @@ from app.model.llama import (
     head_dims_of,
     intermediate_sizes_of,
     joined_bias,
-    named,
     recurrent_of,
     why_not_llama_like,
 )
@@ -40,6 +40,12 @@ PANEL = 2 * LANES  # columns of a packed matrix that are computed together, as i
 BITS = {"none": 0, "int8": 8, "int4": 4}  # of a weight, by model.quantization; 0: the model's type
 _HEAD_BITS = 8  # of the head and of tables where the layers are quantised, as in the sources
 GROUPS = {8: 64, 4: 32}  # inputs that share a scale, as in the sources
+STORED = 1  # in place of bits: matrices keep the numbers of a GGUF file
+
+# A matrix that is to be packed.
+Packable = torch.Tensor | StoredMatrix
+# As `Weights`; matrices that are quantised in a GGUF file may come as they are there.
+PackableWeights = Callable[[str], Packable | None]
 
 # In JSON a tensor is its place in a memory, its shape and its type.
 _Placed = tuple[int, list[int], str]
@@ -153,7 +159,9 @@ class NativeWeights:
     final_norm: PlacedTensor  # in float32
     head: PlacedTensor
     dtype: PlacedDtype  # of everything that is not quantised
-    weight_bits: int  # of the layers' matrices; 0: they and the head are not quantised
+    # Of the layers' matrices; 0: they and the head are not quantised; less than 4: all are stored as in a GGUF file,
+    # and this says how their inputs are rounded, as in the sources.
+    weight_bits: int
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All of them; experts side by side are views of the same memory."""
@@ -211,7 +219,7 @@ class Allocate(Protocol):
 
 @torch.inference_mode()
 def pack_weights(
-    weights: Weights,
+    weights: PackableWeights,
     settings: DecoderSettings,
     *,
     bits: int = 0,
@@ -224,30 +232,31 @@ def pack_weights(
 
     An embedding that is tied to the head is not kept. Another one is not packed: a step reads only its tokens' rows.
 
-    bits: 8 or 4 quantise the matrices of the layers so, and the head to 8 bits.
+    bits: 8 or 4 quantise the matrices of the layers so, and the head to 8 bits. STORED keeps those that are quantised.
     release: called after each layer, when what was asked of `weights` so far has been packed.
     allocate: gives the memory of all that is kept; nothing of it is a view of `weights`.
     """
-    embedding, head = given(weights, EMBEDDING), given(weights, HEAD)
+    embedding, head = _given(weights, EMBEDDING), _given(weights, HEAD)
     dtype, threads = embedding.dtype, None
     if not embedding.is_meta:
         threads = ThreadPool(torch.get_num_threads())
         _log_use_of_amx(settings, dtype, bits)
     pack = _Packing(threads, bits, allocate)
     # First: the largest matrices, while nothing else is there.
-    kept = None if _are_equal(embedding, head) else pack.copy(embedding)
+    kept = None if _are_equal(embedding, head) else pack.table(embedding)
     del embedding
-    packed_head = pack([head], bits=_HEAD_BITS if bits else 0)
+    packed_head = pack([head], bits=_HEAD_BITS if bits > STORED else bits)
     del head
     release()
     per_layer_inputs = _pack_per_layer_inputs(weights, pack, settings, bits) if settings.per_layer_size else None
     release()
     layers = []
     for index, layer in enumerate(settings.layers):
-        own = partial(named, weights, f"model.layers.{index}.")
+        own = partial(_named, weights, f"model.layers.{index}.")
         layers.append(_pack_layer(own, pack, settings, layer))
         release()
-    final_norm = _norm(partial(named, weights, "model."), pack, settings, settings.described.names.final_norm)
+    tensor = partial(_tensor, partial(_named, weights, "model."))
+    final_norm = _norm(tensor, pack, settings, settings.described.names.final_norm)
     assert final_norm is not None, "a model has a norm before its head"
     return NativeWeights(
         settings=settings,
@@ -257,7 +266,7 @@ def pack_weights(
         final_norm=final_norm,
         head=packed_head,
         dtype=dtype,
-        weight_bits=bits,
+        weight_bits=pack.forms if bits == STORED else bits,
     )
 
 
@@ -267,12 +276,32 @@ def _log_use_of_amx(settings: DecoderSettings, dtype: torch.dtype, bits: int) ->
         inner = {settings.hidden_size, *map(settings.mixed_size, layers), *(each.intermediate_size for each in layers)}
         inputs = (*inner, experts, settings.per_layer_size)
         log_use_of_amx("bfloat16", *(layer.head_dim for layer in layers), *(() if bits else inputs))
-    if bits:
+    if bits > STORED:
         log_use_of_amx(f"weights of {bits} bits")
 
 
-def _are_equal(embedding: torch.Tensor, head: torch.Tensor) -> bool:
+def _tensor(weights: PackableWeights, name: str) -> torch.Tensor | None:
+    """A weight that is computed in the model's type."""
+    found = weights(name)
+    return found.multiplied_out() if isinstance(found, StoredMatrix) else found
+
+
+def _given(weights: PackableWeights, name: str) -> Packable:
+    """As `given`."""
+    found = weights(name)
+    assert found is not None, f"a Llama-like model has {name}"
+    return found
+
+
+def _named(weights: PackableWeights, prefix: str, name: str) -> Packable | None:
+    """As `named`."""
+    return weights(prefix + name)
+
+
+def _are_equal(embedding: Packable, head: Packable) -> bool:
     """Without numbers, whether they are tied."""
+    if isinstance(embedding, StoredMatrix) or isinstance(head, StoredMatrix):
+        return embedding is head
     if embedding.is_meta:
         return bool(embedding.untyped_storage()._cdata == head.untyped_storage()._cdata)
     return torch.equal(embedding, head)
@@ -284,47 +313,81 @@ class _Packing:
     def __init__(self, threads: ThreadPool | None, bits: int, allocate: Allocate) -> None:
         """threads: None where weights have sizes and no numbers. bits: of matrices; 0: they are not quantised."""
         self._threads, self._bits, self._allocate = threads, bits, allocate
+        self.forms = 0  # of the inputs of stored matrices
 
     def copy(self, weight: torch.Tensor) -> torch.Tensor:
         return self._allocate(*weight.shape, dtype=weight.dtype, device=weight.device).copy_(weight)
 
+    def table(self, weight: Packable) -> torch.Tensor:
+        """An embedding: where matrices are stored as in a file, so is this one."""
+        return self([weight]) if self._bits == STORED else self.copy(_whole(weight))
+
     def in_float32(self, weight: torch.Tensor) -> torch.Tensor:
         return self.copy(weight.float())
 
-    def __call__(self, weights: Sequence[torch.Tensor], *, bits: int | None = None) -> torch.Tensor:
+    def __call__(self, weights: Sequence[Packable], *, bits: int | None = None) -> torch.Tensor:
         """Matrices side by side, in a memory of their own. weights: each [outputs, inputs]."""
         return self.side_by_side(1, weights, bits=bits)[0]
 
-    def side_by_side(self, count: int, weights: Sequence[torch.Tensor], *, bits: int | None = None) -> torch.Tensor:
+    def side_by_side(self, count: int, weights: Sequence[Packable], *, bits: int | None = None) -> torch.Tensor:
         """Memory for `count` such as these, with these as the first: one alone may be smaller than a large page."""
         bits = self._bits if bits is None else bits
-        shape, device = _packed_shape(weights, bits), weights[0].device
+        shape, device = self._shape(weights, bits), weights[0].device
         packed = self._allocate(count, *shape, dtype=torch.int32, device=device)
         self.into(packed[0], weights, bits=bits)
         return packed
 
-    def into(self, packed: torch.Tensor, weights: Sequence[torch.Tensor], *, bits: int | None = None) -> None:
-        """packed: of `_packed_shape`."""
-        if self._threads is not None:
-            _pack(self._threads, weights, packed, bits=self._bits if bits is None else bits)
+    def into(self, packed: torch.Tensor, weights: Sequence[Packable], *, bits: int | None = None) -> None:
+        """packed: of `_shape`."""
+        bits = self._bits if bits is None else bits
+        stored = _stored(weights) if bits == STORED else None
+        if stored is not None:
+            layout = Layout(stored)
+            self.forms |= layout.forms
+            if self._threads is not None:
+                layout.pack(self._threads, packed)
+        elif self._threads is not None:
+            if bits == STORED:
+                say_plain(packed)
+                packed, bits = packed[1:].view(_packed_shape(weights, 0)), 0
+            _pack(self._threads, [_whole(each) for each in weights], packed, bits=bits)
+
+    def _shape(self, weights: Sequence[Packable], bits: int) -> tuple[int, ...]:
+        if bits != STORED:
+            return _packed_shape(weights, bits)
+        stored = _stored(weights)
+        return plain_lines(weights, PANEL) if stored is None else Layout(stored).num_lines, LINE
 
 
-def _pack_layer(weights: Weights, pack: _Packing, settings: DecoderSettings, layer: LayerSettings) -> NativeLayer:
-    names, router, norm = settings.described.names, weights("mlp.gate.weight"), partial(_norm, weights, pack, settings)
+def _stored(weights: Sequence[Packable]) -> list[StoredMatrix] | None:
+    """Matrices side by side, if the C++ multiplies all of them as they are in the file."""
+    stored = [each for each in weights if isinstance(each, StoredMatrix)]
+    return stored if len(stored) == len(weights) else None
+
+
+def _whole(weight: Packable) -> torch.Tensor:
+    return weight.multiplied_out() if isinstance(weight, StoredMatrix) else weight
+
+
+def _pack_layer(
+    weights: PackableWeights, pack: _Packing, settings: DecoderSettings, layer: LayerSettings
+) -> NativeLayer:
+    tensor = partial(_tensor, weights)
+    names, router, norm = settings.described.names, tensor("mlp.gate.weight"), partial(_norm, tensor, pack, settings)
     inputs, output = _MIXER_LINEARS.get(layer.mixer, (layer.attention_linears, names.attention_output))
-    scale = weights(names.output_scale) if names.output_scale else None
+    scale = tensor(names.output_scale) if names.output_scale else None
     return NativeLayer(
         mixer_input_norm=norm(names.mixer_input_norm),
         mixer_output_norm=norm(names.mixer_output_norm),
         feed_forward_input_norm=norm(names.feed_forward_input_norm),
         feed_forward_output_norm=norm(names.feed_forward_output_norm),
-        projection=pack([in_order(settings, name, given(weights, f"{name}.weight")) for name in inputs]),
-        projection_bias=_projection_bias(weights, pack, settings, inputs),
-        output=pack([given(weights, f"{output}.weight")]),
-        output_bias=_bias(weights, pack, (output,)),
+        projection=pack([_in_order(settings, name, _given(weights, f"{name}.weight")) for name in inputs]),
+        projection_bias=_projection_bias(tensor, pack, settings, inputs),
+        output=pack([_given(weights, f"{output}.weight")]),
+        output_bias=_bias(tensor, pack, (output,)),
         attention=_pack_attention(norm, settings) if layer.mixer == "attention" else None,
-        convolution=_pack_convolution(weights, pack, layer.mixer) if layer.mixer != "attention" else None,
-        delta_rule=_pack_delta_rule(weights, pack) if layer.mixer == "gated_delta_rule" else None,
+        convolution=_pack_convolution(tensor, pack, layer.mixer) if layer.mixer != "attention" else None,
+        delta_rule=_pack_delta_rule(tensor, pack) if layer.mixer == "gated_delta_rule" else None,
         per_layer=_pack_per_layer(weights, pack, norm) if settings.per_layer_size else None,
         output_scale=None if scale is None else pack.in_float32(scale),
         router=None if router is None else pack([router], bits=0),
@@ -362,6 +425,16 @@ def in_order(settings: DecoderSettings, linear: str, outputs: torch.Tensor) -> t
     return by_head.transpose(0, 1).reshape(outputs.shape)
 
 
+def _in_order(settings: DecoderSettings, linear: str, matrix: Packable) -> Packable:
+    """As `in_order`."""
+    if isinstance(matrix, torch.Tensor):
+        return in_order(settings, linear, matrix)
+    if not linear.endswith(QUERIES_KEYS_VALUES[0]) or not settings.described.gates_attention:
+        return matrix
+    head_dim = matrix.shape[0] // (2 * settings.num_heads)
+    return matrix.in_runs(head_dim, lambda count: (*range(0, count, 2), *range(1, count, 2)))
+
+
 def _projection_bias(
     weights: Weights, pack: _Packing, settings: DecoderSettings, linears: tuple[str, ...]
 ) -> torch.Tensor | None:
@@ -378,24 +451,26 @@ def _pack_attention(norm: Callable[[str], torch.Tensor | None], settings: Decode
 
 
 def _pack_per_layer_inputs(
-    weights: Weights, pack: _Packing, settings: DecoderSettings, bits: int
+    weights: PackableWeights, pack: _Packing, settings: DecoderSettings, bits: int
 ) -> NativePerLayerInputs:
-    table = given(weights, PER_LAYER_EMBEDDING)
-    norm = _norm(weights, pack, settings, "model.per_layer_projection_norm")
+    table = _given(weights, PER_LAYER_EMBEDDING)
+    norm = _norm(partial(_tensor, weights), pack, settings, "model.per_layer_projection_norm")
     assert norm is not None, "per-layer inputs are normalised"
     return NativePerLayerInputs(
-        embedding=pack([table], bits=_HEAD_BITS) if bits else pack.copy(table),
-        projection=pack([given(weights, "model.per_layer_model_projection.weight")]),
+        embedding=pack([table], bits=_HEAD_BITS) if bits > STORED else pack.table(table),
+        projection=pack([_given(weights, "model.per_layer_model_projection.weight")]),
         norm=norm,
     )
 
 
-def _pack_per_layer(weights: Weights, pack: _Packing, norm: Callable[[str], torch.Tensor | None]) -> NativePerLayerPart:
+def _pack_per_layer(
+    weights: PackableWeights, pack: _Packing, norm: Callable[[str], torch.Tensor | None]
+) -> NativePerLayerPart:
     own = norm("post_per_layer_input_norm")
     assert own is not None, "per-layer inputs are normalised"
     return NativePerLayerPart(
-        per_layer_gate=pack([given(weights, "per_layer_input_gate.weight")]),
-        per_layer_projection=pack([given(weights, "per_layer_projection.weight")]),
+        per_layer_gate=pack([_given(weights, "per_layer_input_gate.weight")]),
+        per_layer_projection=pack([_given(weights, "per_layer_projection.weight")]),
         per_layer_norm=own,
     )
 
@@ -419,7 +494,9 @@ def _pack_delta_rule(weights: Weights, pack: _Packing) -> NativeDeltaRulePart:
     )
 
 
-def _pack_mlps(weights: Weights, pack: _Packing, settings: DecoderSettings, has_experts: bool) -> tuple[NativeMlp, ...]:
+def _pack_mlps(
+    weights: PackableWeights, pack: _Packing, settings: DecoderSettings, has_experts: bool
+) -> tuple[NativeMlp, ...]:
     """The MLP of a layer, or all its experts side by side."""
     own = settings.described.names
     mlps = [(own.gate, own.up, own.down)]
@@ -430,28 +507,31 @@ def _pack_mlps(weights: Weights, pack: _Packing, settings: DecoderSettings, has_
             for n in range(settings.experts.num_experts)
         ]
     gate_up = pack.side_by_side(len(mlps), _gate_and_up(weights, *mlps[0][:2]))
-    down = pack.side_by_side(len(mlps), [given(weights, f"{mlps[0][2]}.weight")])
+    down = pack.side_by_side(len(mlps), [_given(weights, f"{mlps[0][2]}.weight")])
     for index, (gate_name, up_name, down_name) in enumerate(mlps[1:], 1):
         pack.into(gate_up[index], _gate_and_up(weights, gate_name, up_name))
-        pack.into(down[index], [given(weights, f"{down_name}.weight")])
+        pack.into(down[index], [_given(weights, f"{down_name}.weight")])
     return tuple(NativeMlp(gate_up=gate_up[index], down=down[index]) for index in range(len(mlps)))
 
 
-def _gate_and_up(weights: Weights, gate_name: str, up_name: str) -> list[torch.Tensor]:
+def _gate_and_up(weights: PackableWeights, gate_name: str, up_name: str) -> list[Packable]:
     """LANES outputs of one, the LANES of the other at the same place, and so on: a panel holds both factors."""
-    gate, up = (given(weights, f"{name}.weight") for name in (gate_name, up_name))
+    gate, up = (_given(weights, f"{name}.weight") for name in (gate_name, up_name))
+    if isinstance(gate, StoredMatrix) and isinstance(up, StoredMatrix):
+        return [gate.in_turn(up)]
+    gate, up = _whole(gate), _whole(up)
     return [torch.stack([gate.view(-1, LANES, gate.shape[1]), up.view(-1, LANES, up.shape[1])], 1).flatten(0, 2)]
 
 
-def _packed_shape(weights: Sequence[torch.Tensor], bits: int) -> tuple[int, int, int]:
+def _packed_shape(weights: Sequence[Packable], bits: int) -> tuple[int, int, int]:
     """Of matrices side by side: [panels, units of inputs, PANEL outputs] units of 32 bits.
 
     Of 8 or 4 bits, [panels, groups of inputs × (1 + units), PANEL outputs]: the first unit of a group has its scale
     and its least weight, both in bfloat16; the others hold unsigned numbers: a weight is the least one and so many
     times the scale. Groups of 8 bits are rotated.
     """
-    num_outputs, num_inputs = sum(len(weight) for weight in weights), weights[0].shape[1]
-    num_units = num_inputs * weights[0].element_size() // 4
+    num_outputs, num_inputs = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+    num_units = num_inputs * weights[0].dtype.itemsize // 4
     if bits:
         num_units = -(-num_inputs // GROUPS[bits]) * (1 + GROUPS[bits] * bits // 32)
     return -(-num_outputs // PANEL), num_units, PANEL

@@ -1,28 +1,31 @@
-"""A folder of safetensors, config.json and tokenizer.json made of a GGUF file, once; it is served like any other."""
+"""A folder with config.json and tokenizer.json made of a GGUF file, once; it is served like any other.
+
+The weights stay in the file. The folder has their places, and those few that transformers has otherwise.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
-import os
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save
 
 from app.disk import hidden_name, locked, sync_folder
 from app.errors import InvalidSetup
 from app.model.gguf.description import Description, describe
+from app.model.gguf.manifest import Manifest, PlacedWeight
 from app.model.gguf.reader import GgufFile
 from app.model.gguf.tokenizer import save_tokenizer
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 2  # of the folders; a change of what is written into them gets another number
+_FORMAT = 3  # of the folders; a change of what is written into them gets another number
 
 
 def checkpoint_of(path: Path, cache: Path, report: Callable[[str], None] = logger.info) -> Path:
@@ -48,7 +51,7 @@ def checkpoint_of(path: Path, cache: Path, report: Callable[[str], None] = logge
                 _make(target, file, description, report)
     except OSError as error:
         raise InvalidSetup(
-            f"{path}: its weights cannot be written to {cache}: {error.strerror}; free some room, or set "
+            f"{path}: its tokenizer cannot be written to {cache}: {error.strerror}; free some room, or set "
             f"XDG_CACHE_HOME to a folder on another disk"
         ) from error
     return target
@@ -58,15 +61,7 @@ def _make(target: Path, file: GgufFile, description: Description, report: Callab
     """Make the folder under another name, then rename it."""
     temporary = target.with_name(hidden_name(target.name))
     shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
-    num_bytes = sum(tensor.num_value_bytes for tensor in description.tensors.values())
-    free = shutil.disk_usage(target.parent).free
-    reserve_bytes = 64 * 2**20  # that stay free beside the weights: tokenizer and configuration are smaller
-    if free < num_bytes + reserve_bytes:
-        raise InvalidSetup(
-            f"{file.path}: its weights take {num_bytes:,} bytes in {target.parent}, of which {free:,} are free; free "
-            f"some room, or set XDG_CACHE_HOME to a folder on another disk"
-        )
-    report(f"Reading {file.path} into {target}, {num_bytes / 1e6:,.0f} MB, once")
+    report(f"Reading {file.path}: its tokenizer and the places of its weights go to {target}, once")
     temporary.mkdir()
     try:
         save_tokenizer(file, temporary)
@@ -75,7 +70,7 @@ def _make(target: Path, file: GgufFile, description: Description, report: Callab
             ("generation_config.json", {"eos_token_id": description.eos_token_ids}),
         ):
             (temporary / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        _write_weights(temporary / "model.safetensors", file, description, report)
+        _write_weights(temporary, file, description)
         sync_folder(temporary)
         temporary.rename(target)
         sync_folder(target.parent)
@@ -83,31 +78,23 @@ def _make(target: Path, file: GgufFile, description: Description, report: Callab
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _write_weights(path: Path, file: GgufFile, description: Description, report: Callable[[str], None]) -> None:
-    """One safetensors file, tensor by tensor: the library's own function takes all of them at once."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
+def _write_weights(folder: Path, file: GgufFile, description: Description) -> None:
+    """Where each weight lies in the file; those that change, and the orders of rows and columns, in safetensors."""
+    written: dict[str, np.ndarray[Any, Any]] = {}
+    placed: dict[str, PlacedWeight] = {}
     for name, tensor in description.tensors.items():
-        start, end = end, end + tensor.num_value_bytes
-        header[name] = {
-            "dtype": tensor.value_type.safetensors,
-            "shape": description.shapes[name],
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    said_at = time.monotonic()
-    report_s = 2.0
-    with path.open("wb") as out:
-        out.write(len(text).to_bytes(8, "little") + text)
-        for name, tensor in description.tensors.items():
-            values = file.values(tensor)
-            if name in description.changes:
-                values = np.ascontiguousarray(description.changes[name](values))
-            assert values.nbytes == tensor.num_value_bytes, f"{name} has another type or size"
-            out.write(values.data.cast("B"))
-            if time.monotonic() > said_at + report_s:
-                said_at = time.monotonic()
-                report(f"  {header[name]['data_offsets'][1] / end:.0%} of the weights")
-        out.flush()
-        os.fsync(out.fileno())
+        if name in description.changes:
+            written[name] = np.ascontiguousarray(description.changes[name](file.values(tensor)))
+            continue
+        orders: list[str | None] = []
+        for own in (description.rows.get(name), description.columns.get(name)):
+            if own is None or np.array_equal(own, np.arange(len(own))):
+                orders.append(None)
+                continue
+            orders.append(f"order.{hashlib.sha256(own.tobytes()).hexdigest()[:16]}")
+            written[str(orders[-1])] = own.astype(np.int64)
+        shape = list(description.shapes[name])
+        placed[name] = PlacedWeight(int(tensor.kind), tensor.start, tensor.num_bytes, shape, *orders)
+    (folder / "model.safetensors").write_bytes(save(written, metadata={"format": "pt"}))
+    stat = file.path.stat()
+    Manifest(path=file.path, num_bytes=stat.st_size, mtime_ns=stat.st_mtime_ns, weights=placed).write(folder)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -140,6 +141,9 @@ class Description:
     tensors: dict[str, GgufTensor]  # by transformers' name of the weight
     shapes: dict[str, tuple[int, ...]]  # of the weights, by the same names
     changes: dict[str, Change]  # what makes such a weight of a tensor's values, where these differ
+    # Of matrices that differ from the tensor in their order alone: the tensor's row for each row, likewise columns.
+    rows: dict[str, Values]
+    columns: dict[str, Values]
 
 
 def describe(file: GgufFile) -> Description:
@@ -165,30 +169,32 @@ def describe(file: GgufFile) -> Description:
         parts = enumerate(tensor.parts()) if _EXPERT in name else [(0, tensor)]
         tensors |= {name.replace(_EXPERT, str(expert)): part for expert, part in parts}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    return Description(config, _eos_token_ids(file.metadata), tensors, shapes, _changes(tensors, family, config))
+    eos_token_ids, rows = _eos_token_ids(file.metadata), _turned_rows(shapes, family, config)
+    return Description(config, eos_token_ids, tensors, shapes, _changes(tensors, config), rows, {})
 
 
-def _changes(tensors: Iterable[str], family: _Family, config: Mapping[str, Any]) -> dict[str, Change]:
+def _turned_rows(
+    shapes: Mapping[str, tuple[int, ...]], family: _Family, config: Mapping[str, Any]
+) -> dict[str, Values]:
+    """Rows of queries and keys as transformers rotates them: the first half of a head against the second.
+
+    llama.cpp rotates neighbours (0, 1), (2, 3).
+    """
+    if not family.turns_neighbours:
+        return {}
     heads = {"q_proj.weight": config["num_attention_heads"], "k_proj.weight": config["num_key_value_heads"]}
+    return {
+        name: np.arange(shape[0]).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1)
+        for name, shape in shapes.items()
+        for end, num_heads in heads.items()
+        if name.endswith(f".{end}")
+    }
+
+
+def _changes(tensors: Iterable[str], config: Mapping[str, Any]) -> dict[str, Change]:
     [class_name] = config["architectures"]
     offset = np.float32(ARCHITECTURES.get(class_name, Architecture()).norm_offset)
-    changes: dict[str, Change] = {}
-    for name in tensors:
-        if offset and name.endswith("norm.weight"):
-            changes[name] = lambda values: values - offset
-        for end, num_heads in heads.items():
-            if family.turns_neighbours and name.endswith(f".{end}"):
-                changes[name] = partial(_in_halves, num_heads=num_heads)
-    return changes
-
-
-def _in_halves(values: Values, num_heads: int) -> Values:
-    """Rows of queries or keys as transformers rotates them.
-
-    llama.cpp rotates neighbours (0, 1), (2, 3), transformers the first half of a head against the second.
-    """
-    pairs = values.reshape(num_heads, values.shape[0] // num_heads // 2, 2, values.shape[-1])
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
+    return {name: lambda values: values - offset for name in tensors if offset and name.endswith("norm.weight")}
 
 
 @contextmanager
@@ -226,7 +232,7 @@ def _as_transformers_knows(file: GgufFile, settings: _Settings) -> Description:
     tokens = {"tokenizer.ggml.tokens": embedding.shape[0]}  # their number
     with _refusing(file):
         config = get_gguf_config(dict(file.metadata) | tokens, tuple(file.tensors))
-    config["dtype"] = embedding.value_type.torch
+    config["dtype"] = embedding.dtype
     own = _own_config(file, config)
     mapping = get_gguf_conversion_mapping(settings.architecture, own)
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
@@ -235,12 +241,19 @@ def _as_transformers_knows(file: GgufFile, settings: _Settings) -> Description:
     expected = dict(_shapes_of(own))
     tensors: dict[str, GgufTensor] = {}
     changes: dict[str, Change] = {}
+    rows: dict[str, Values] = {}
+    columns: dict[str, Values] = {}
     for source, tensor in file.tensors.items():
         name, pattern = rename_source_key(source, renamings, converters)
         if name.startswith("mtp."):  # predicts tokens ahead; transformers has no code for it
             continue
         if operations := by_pattern.get(pattern):
-            changes[name] = partial(_converted, operations, name)
+            change = partial(_converted, operations, name)
+            order = _order_of(change, tensor.shape)
+            if order is None:
+                changes[name] = change
+            else:
+                rows[name], columns[name] = order
         if name not in expected:
             raise UnsupportedModel(
                 f"{file.path}: tensor {source} is not part of a {settings.architecture} model that can be read; "
@@ -258,17 +271,27 @@ def _as_transformers_knows(file: GgufFile, settings: _Settings) -> Description:
         raise UnsupportedModel(
             f"{file.path} has no tensor for {min(missing)}, and {len(missing) - 1:,} more are missing"
         )
-    return Description(config, _eos_token_ids(file.metadata), tensors, expected, changes)
+    return Description(config, _eos_token_ids(file.metadata), tensors, expected, changes, rows, columns)
+
+
+def _order_of(change: Change, shape: tuple[int, ...]) -> tuple[Values, Values] | None:
+    """The rows and the columns that a change of a matrix takes, if it does no more than that."""
+    matrix = 2
+    if len(shape) != matrix:
+        return None
+    places = np.arange(prod(shape), dtype=np.int64).reshape(shape)
+    found = change(places)
+    if found.shape != shape or found.dtype != places.dtype:
+        return None
+    rows, columns = found[:, 0] // shape[1], found[0] % shape[1]
+    return (rows, columns) if np.array_equal(found, rows[:, None] * shape[1] + columns) else None
 
 
 def _converted(operations: Sequence[Any], name: str, values: Values) -> Values:
     """What transformers makes of a tensor's values."""
     import torch
 
-    is_bf16 = values.dtype == np.uint16  # the bits of each value
-    given = torch.from_numpy(np.array(values))
-    found = _applied(operations, name, given.view(torch.bfloat16) if is_bf16 else given).contiguous()
-    result: Values = (found.view(torch.uint16) if is_bf16 else found).numpy()
+    result: Values = _applied(operations, name, torch.from_numpy(np.array(values))).contiguous().numpy()
     return result
 
 
@@ -356,7 +379,7 @@ def _config(file: GgufFile, family: _Family, settings: _Settings) -> dict[str, A
     return {
         "architectures": [class_name],
         "model_type": kind,
-        "dtype": "float32" if embedding is None else embedding.value_type.torch,
+        "dtype": "float32" if embedding is None else embedding.dtype,
         "vocab_size": settings.count("vocab_size", 1) if embedding is None else embedding.shape[0],
         "hidden_size": hidden_size,
         "intermediate_size": settings.count("feed_forward_length"),

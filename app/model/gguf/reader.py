@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -26,21 +26,8 @@ _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 
 
-class ValueType(NamedTuple):
-    """A type of a tensor's values."""
-
-    safetensors: str
-    torch: str
-    numpy: type[np.generic]
-
-
-_FLOAT32 = ValueType("F32", "float32", np.float32)
-# Kept as they are; what other types hold is computed, in float32.
-_PLAIN = {
-    GGMLQuantizationType.F32: _FLOAT32,
-    GGMLQuantizationType.F16: ValueType("F16", "float16", np.float16),
-    GGMLQuantizationType.BF16: ValueType("BF16", "bfloat16", np.uint16),
-}
+# The types that are no blocks, by torch's names.
+_PLAIN = {GGMLQuantizationType.F16: "float16", GGMLQuantizationType.BF16: "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +45,9 @@ class GgufTensor:
         return int(prod(self.shape) // block * block_bytes)
 
     @property
-    def value_type(self) -> ValueType:
-        """Of `GgufFile.values`."""
-        return _PLAIN.get(self.kind, _FLOAT32)
-
-    @property
-    def num_value_bytes(self) -> int:
-        """Of `GgufFile.values`."""
-        return prod(self.shape) * np.dtype(self.value_type.numpy).itemsize
+    def dtype(self) -> str:
+        """torch's name of the type that has all its values."""
+        return _PLAIN.get(self.kind, "float32")
 
     def parts(self) -> Iterator[GgufTensor]:
         """Its pieces along the first dimension, each a tensor without it."""
@@ -106,12 +88,10 @@ class GgufFile:
         self._check_tensors()
 
     def values(self, tensor: GgufTensor) -> np.ndarray[Any, Any]:
-        """A tensor's values, of its `value_type`; bfloat16 as the bits of each value."""
+        """A tensor's values, in float32."""
         block, block_bytes = GGML_QUANT_SIZES[tensor.kind]
         rows = (*tensor.shape[:-1], tensor.shape[-1] // block * block_bytes)
         data = np.frombuffer(self._bytes, np.uint8, tensor.num_bytes, tensor.start).reshape(rows)
-        if tensor.kind in _PLAIN:
-            return data.view(tensor.value_type.numpy)
         return np.ascontiguousarray(dequantize(data, tensor.kind), np.float32)
 
     def _header(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -14,16 +15,27 @@ from app.engine.batch import StepBatch
 from app.errors import UnsupportedModel
 from app.model.abilities import Abilities
 from app.model.allocated_bytes import num_bytes_of
-from app.model.cpu.checkpoint import add_positions
+from app.model.cpu.checkpoint import Checkpoint, add_positions
 from app.model.cpu.decoder import NativeDecoder, buffer_bytes
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import ThreadPool, in_large_pages, is_fast, library
 from app.model.cpu.sampling import NativeSampler
 from app.model.cpu.shared_weights import Sharing, shared_weights
+from app.model.cpu.stored_matrix import StoredMatrix
 from app.model.cpu.verification_cache import VerifiedModel, digest_of_files, read_verified, write_verified
-from app.model.cpu.weights import BITS, Allocate, NativeWeights, pack_weights, why_not_native
+from app.model.cpu.weights import (
+    BITS,
+    STORED,
+    Allocate,
+    NativeWeights,
+    Packable,
+    PackableWeights,
+    pack_weights,
+    why_not_native,
+)
 from app.model.description import max_model_len
 from app.model.device import check_kv_dtype
+from app.model.gguf.manifest import manifest_in
 from app.model.inputs import build_inputs
 from app.model.kv_cache import LayerGroups
 from app.model.llama import DecoderSettings, by_expert, settings_of, why_attention_is_not_llama_like
@@ -79,7 +91,9 @@ class NativeModel(LoadedModel):
             if own.mapped is None:
                 return pack_weights(by_expert(own.module.state_dict()).get, settings, bits=bits, allocate=allocate)
             files = own.mapped.checkpoint
-            return pack_weights(files, settings, bits=bits, release=files.release, allocate=allocate)
+            return pack_weights(
+                files.to_pack, settings, bits=_bits(source, files), release=files.release, allocate=allocate
+            )
 
         weights = shared_weights(pack, _sharing(source, settings))
         return cls.in_place_of(own, weights=weights, states=own.states, reference=expected)
@@ -97,16 +111,11 @@ class NativeModel(LoadedModel):
         settings, is_planned = verified.settings, source.device.type == "meta"
         if not is_planned:
             source.log_multiplied_out()
-        files, bits = source.checkpoint(Path(source.location)), BITS[source.config.quantization]
-
-        def weight_of(name: str) -> torch.Tensor | None:
-            if not is_planned:
-                return files(name)
-            shape = files.shape(name)
-            return None if shape is None else torch.empty(shape, dtype=source.dtype, device="meta")
+        files = source.checkpoint(Path(source.location))
+        weights, bits = _sizes_of(files, source.dtype) if is_planned else files.to_pack, _bits(source, files)
 
         def pack(allocate: Allocate) -> NativeWeights:
-            return pack_weights(weight_of, settings, bits=bits, release=files.release, allocate=allocate)
+            return pack_weights(weights, settings, bits=bits, release=files.release, allocate=allocate)
 
         return cls(
             weights=pack(in_large_pages) if is_planned else shared_weights(pack, _sharing(source, settings)),
@@ -128,9 +137,13 @@ class NativeModel(LoadedModel):
                 f"and here it does not: {reason}"
             )
         add_positions(own.module)
-        settings, bits = settings_of(own.module, own.rules), BITS[source.config.quantization]
-        weights = pack_weights(by_expert(own.module.state_dict()).get, settings, bits=bits)
-        return cls.in_place_of(own, weights=weights, states=own.states)
+        settings, folder = settings_of(own.module, own.rules), Path(source.location)
+        weights: PackableWeights = by_expert(own.module.state_dict()).get
+        bits = BITS[source.config.quantization]
+        if manifest_in(folder) is not None:
+            files = source.checkpoint(folder)
+            weights, bits = _sizes_of(files, source.dtype), _bits(source, files)
+        return cls.in_place_of(own, weights=pack_weights(weights, settings, bits=bits), states=own.states)
 
     def difference(self, source: ModelSource) -> str | None:
         """How its steps differ from the reference, in words, with KV memory of their own.
@@ -157,7 +170,8 @@ class NativeModel(LoadedModel):
             first, whole = (decoder.predict(batch, inputs) for decoder in decoders)
             return Output(first.logits[None], whole.logits[None])
 
-        return self.reference.difference_in_steps(compute, blocks, source.config.quantization)
+        rounding = "int4" if self.weights.weight_bits and source.config.quantization == "none" else None
+        return self.reference.difference_in_steps(compute, blocks, rounding or source.config.quantization)
 
     def giving_back(self) -> NativeModel:
         windows = {index: layer.sliding_window for index, layer in enumerate(self.weights.settings.layers)}
@@ -198,6 +212,26 @@ class NativeModel(LoadedModel):
         )  # fmt: skip
         torch.set_num_threads(1)  # torch has almost nothing to compute, and its waiting threads would slow these
         return TorchModelRunner(decoder, self.device, NativeSampler(threads), states=decoder.states)
+
+
+def _bits(source: ModelSource, files: Checkpoint) -> int:
+    """Of the packed weights: those of the settings, else as the files have them."""
+    is_as_stored = source.config.quantization == "none" and files.has_stored
+    return STORED if is_as_stored else BITS[source.config.quantization]
+
+
+def _sizes_of(files: Checkpoint, dtype: torch.dtype) -> PackableWeights:
+    """The weights without their numbers."""
+
+    @cache
+    def size_of(name: str) -> Packable | None:
+        shape = files.shape(name)
+        if shape is None:
+            return None
+        found = files.to_pack(name) if files.has_stored and len(shape) > 1 else None
+        return found.to_meta() if isinstance(found, StoredMatrix) else torch.empty(shape, dtype=dtype, device="meta")
+
+    return lambda name: size_of(files.own_name(name))
 
 
 def _file_of_result(source: ModelSource) -> Path | None:

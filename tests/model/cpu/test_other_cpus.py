@@ -78,7 +78,8 @@ PLAIN, V4 = "-DCAROUSEL_PLAIN_INT8", "-march=x86-64-v4"  # AVX-512 without VNNI
 BYTES, HALVES, SHORTS, ANY = 0, 1, 2, 3  # as in `Dot`
 
 
-@pytest.mark.parametrize(
+# Flags of a build, the flags of a CPU that can run it, and its `Dot`; None: any.
+BUILDS = pytest.mark.parametrize(
     ("flags", "needed", "way"),
     [
         (("-march=native",), set(), None),
@@ -89,15 +90,31 @@ BYTES, HALVES, SHORTS, ANY = 0, 1, 2, 3  # as in `Dot`
     ],
     ids=["native", "plain", "avx2", "avx512", "avx-vnni"],
 )
+
+
+@BUILDS
 def test_sums_of_products_of_bytes_are_exact(flags: tuple[str, ...], needed: set[str], way: int | None) -> None:
+    done = run_build("byte_products.cpp", flags, needed)
+    assert done.returncode in (range(4) if way is None else (way,)), done.stdout
+
+
+@BUILDS
+def test_products_with_the_blocks_of_a_file_are_those_of_their_numbers(
+    flags: tuple[str, ...], needed: set[str], way: int | None
+) -> None:
+    done = run_build("stored_products.cpp", flags, needed)
+    assert done.returncode == 0, done.stdout
+
+
+def run_build(source: str, flags: tuple[str, ...], needed: set[str]) -> subprocess.CompletedProcess[str]:
+    """What a program returns that is built with such flags; skips the test where that cannot run."""
     compiler = shutil.which("g++")
     if compiler is None or platform.machine() != "x86_64":
         pytest.skip("needs g++ on x86")
-    products = program(compiler, "byte_products.cpp", *flags)
+    built = program(compiler, source, *flags)
     if not needed <= set(native._cpu().split()):
         pytest.skip(f"compiled, but this CPU has no {', '.join(needed)}")
-    done = subprocess.run([products], capture_output=True, text=True)
-    assert done.returncode in (range(4) if way is None else (way,)), done.stdout
+    return subprocess.run([built], capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(("march", "way"), [("armv8-a", ANY), ("armv8.2-a+dotprod", HALVES), ("armv8.6-a+i8mm", BYTES)])

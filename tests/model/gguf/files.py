@@ -12,9 +12,12 @@ from gguf import GGUFWriter, TensorNameMap, get_tensor_name_map
 from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from app.config import ModelConfig
+from app.model.gguf.checkpoint import checkpoint_of
+from app.model.source import ModelSource
 from tests.tiny_models import ALL, SHAPE, build_tiny_model
 
 TEMPLATE = "{% for message in messages %}<|start|>{{ message['content'] }}<|end|>{% endfor %}"
@@ -72,7 +75,7 @@ def tiny_model(architecture: str = "llama", **changes: Any) -> PreTrainedModel:
 def write_gguf(
     path: Path,
     model: PreTrainedModel,
-    kind: GGMLQuantizationType = F32,
+    kind: GGMLQuantizationType | str | Mapping[str, str] = F32,
     *,
     settings: Mapping[str, Any] | None = None,
     tensors: Mapping[str, np.ndarray[Any, Any]] | None = None,
@@ -80,6 +83,7 @@ def write_gguf(
 ) -> Path:
     """Write a model; afterwards its weights are what the file's blocks stand for.
 
+    kind: of all matrices, or by the ends of tensors' names.
     settings: of the metadata, in addition or instead; tensors: in addition, without: a tensor that is left out.
     """
     config = model.config
@@ -93,7 +97,8 @@ def write_gguf(
             continue
         target = _target(names, source)
         is_plain = weight.dim() == 1 or source.endswith(("conv1d.weight", "conv.conv.weight"))
-        blocks, values = _blocks(weight, F32 if is_plain else kind)
+        own = F32 if is_plain else _kind_of(target, kind)
+        blocks, values = _blocks(weight, own)
         weight.copy_(values)
         blocks = _as_converted(blocks, name, source, config)
         heads = {"attn_q.weight": config.num_attention_heads, "attn_k.weight": config.num_key_value_heads}
@@ -102,7 +107,7 @@ def write_gguf(
                 blocks = blocks.reshape(num_heads, 2, -1, blocks.shape[-1]).swapaxes(1, 2).reshape(blocks.shape)
         if target != without:
             writer.add_tensor(
-                target, np.ascontiguousarray(blocks), raw_dtype=None if blocks.dtype == np.float32 else kind
+                target, np.ascontiguousarray(blocks), raw_dtype=None if blocks.dtype == np.float32 else own
             )
     for target, values in (tensors or {}).items():
         writer.add_tensor(target, values)
@@ -111,6 +116,22 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _kind_of(target: str, kind: GGMLQuantizationType | str | Mapping[str, str]) -> GGMLQuantizationType:
+    if isinstance(kind, Mapping):
+        kind = next(own for end, own in kind.items() if target.endswith(end))
+    return GGMLQuantizationType[kind] if isinstance(kind, str) else kind
+
+
+def read_gguf(path: Path, cache: Path) -> PreTrainedModel:
+    """transformers' own model with the weights of a file, multiplied out."""
+    folder = checkpoint_of(path, cache)
+    source = ModelSource(
+        config=ModelConfig(path=str(path)), location=str(folder), device=torch.device("cpu"), dtype=torch.float32
+    )
+    config, weights = AutoConfig.from_pretrained(folder), source.weights_of_gguf()
+    return source.model_class.from_pretrained(None, config=config, state_dict=weights).float().eval()
 
 
 def _as_converted(blocks: Blocks, architecture: str, source: str, config: PreTrainedConfig) -> Blocks:
@@ -258,10 +279,14 @@ def _random_blocks(shape: tuple[int, ...], kind: GGMLQuantizationType) -> np.nda
     block, block_bytes = GGML_QUANT_SIZES[kind]
     random = np.random.default_rng(0)
     blocks = random.integers(0, 256, (*shape[:-1], shape[-1] // block, block_bytes), np.uint8)
-    small = np.frombuffer(np.float16(0.0003).tobytes(), np.uint8)
+    # For weights of much the same size.
+    small = np.frombuffer(np.float16(0.00005 if kind.name in ("Q6_K", "IQ4_XS") else 0.0003).tobytes(), np.uint8)
     if kind == GGMLQuantizationType.Q6_K:
         blocks[..., -2:] = small  # d
-    else:
-        assert kind == GGMLQuantizationType.Q4_K, kind
+    elif kind == GGMLQuantizationType.Q2_K:
+        blocks[..., -4:] = np.tile(small, 2)  # d and dmin
+    elif kind in (GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q5_K):
         blocks[..., :4] = np.tile(small, 2)  # d and dmin
+    else:
+        blocks[..., :2] = small  # d
     return blocks.reshape(*shape[:-1], -1)

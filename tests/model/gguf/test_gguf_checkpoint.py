@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import sys
-from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,13 @@ from gguf.constants import GGMLQuantizationType
 from app.build import build_sync_engine
 from app.errors import InvalidSetup, UnsupportedModel
 from app.model.gguf.checkpoint import checkpoint_of
+from app.model.gguf.manifest import manifest_in
 from app.model.location import has_chat_template, resolve_model_path
+from app.model.weights_digest import weights_digest
 from app.text import Tokenizer
 from tests.kit.engine import make_request, run_to_end
-from tests.kit.models import config_of, generate_plainly, own_model
-from tests.model.gguf.files import END, START, TOKENS, tiny_model, write_gguf
+from tests.kit.models import config_of, generate_plainly
+from tests.model.gguf.files import END, START, TOKENS, read_gguf, tiny_model, write_gguf
 
 KINDS = [GGMLQuantizationType[name] for name in "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q4_K Q6_K".split()]
 PROMPT = tuple(range(40, 60))
@@ -43,7 +45,7 @@ def test_its_weights_are_what_its_blocks_stand_for(
 ) -> None:
     model = tiny_model(architecture)
     path = write_gguf(tmp_path / "tiny.gguf", model, kind)
-    made = own_model(checkpoint_of(path, cache))
+    made = read_gguf(path, cache)
     expected = model.state_dict()
     assert expected.keys() == made.state_dict().keys()
     for name, weight in made.state_dict().items():
@@ -69,7 +71,7 @@ ARCHITECTURES = [
 @pytest.mark.parametrize("tied", [True, False])
 def test_each_architecture_computes_what_it_did(architecture: str, tied: bool, tmp_path: Path, cache: Path) -> None:
     model = tiny_model(architecture, tie_word_embeddings=tied)
-    made = own_model(checkpoint_of(write_gguf(tmp_path / "tiny.gguf", model), cache))
+    made = read_gguf(write_gguf(tmp_path / "tiny.gguf", model), cache)
     token_ids = torch.tensor([PROMPT])
     with torch.inference_mode():
         assert torch.allclose(made(token_ids).logits, model(token_ids).logits, atol=1e-4)
@@ -78,9 +80,7 @@ def test_each_architecture_computes_what_it_did(architecture: str, tied: bool, t
 @pytest.mark.parametrize("architecture", ["llama", "mixtral", "qwen3_moe", "gemma3", "granite", "lfm2", "qwen3_5"])
 def test_an_engine_gives_the_models_greedy_tokens(architecture: str, tmp_path: Path, cache: Path) -> None:
     model = tiny_model(architecture)
-    # The converter changes the order of Qwen3.5's columns before it quantises them, and the writer here after that.
-    kind = GGMLQuantizationType["F32" if architecture == "qwen3_5" else "Q8_0"]
-    path = write_gguf(tmp_path / "tiny.gguf", model, kind)
+    path = write_gguf(tmp_path / "tiny.gguf", model)
     engine = build_sync_engine(config_of(path, cache={"num_blocks": 16, "num_state_slots": 8}, dtype="float32"))
     assert engine.facts.eos_token_ids == (END,)
     request = make_request(PROMPT, max_tokens=12, ignore_eos=True)
@@ -106,7 +106,7 @@ def test_scaled_positions_stay_scaled(
         plain = tiny_model(rope_parameters={"rope_type": "default", "rope_theta": 5e5}).model.rotary_emb.inv_freq
         tensors["rope_freqs.weight"] = (plain / model.model.rotary_emb.inv_freq).numpy().astype(np.float32)
     path = write_gguf(tmp_path / "tiny.gguf", model, settings=settings, tensors=tensors)
-    made = own_model(checkpoint_of(path, cache))
+    made = read_gguf(path, cache)
     assert torch.allclose(made.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq, rtol=1e-5)
 
 
@@ -207,12 +207,43 @@ def test_a_path_may_name_a_file(tmp_path: Path, cache: Path) -> None:
         resolve_model_path(str(tmp_path / "other.gguf"))
 
 
-def test_a_full_disk_is_named_with_what_is_needed(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_named(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model())
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10**9, 10**9, 1000))
-    with pytest.raises(InvalidSetup, match=r"take 3,\d\d\d,\d\d\d bytes in .*, of which 1,000 are free; .*XDG_CACHE"):
+
+    def write(*_given: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("app.model.gguf.checkpoint.save_tokenizer", write)
+    with pytest.raises(InvalidSetup, match=r"cannot be written to .*: No space left on device; free some room, .*XDG"):
         checkpoint_of(path, cache)
+
+
+def test_the_folder_has_no_copy_of_the_weights(tmp_path: Path, cache: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model("gemma3"), GGMLQuantizationType.Q4_K)
+    folder = checkpoint_of(path, cache)
+    assert (folder / "model.safetensors").stat().st_size < 0.05 * path.stat().st_size
+
+
+@pytest.mark.parametrize("change", ["written again", "gone"])
+def test_a_file_that_changes_while_it_is_loaded_is_named(change: str, tmp_path: Path, cache: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model())
+    folder = checkpoint_of(path, cache)
+    if change == "gone":
+        path.unlink()
+    else:
+        write_gguf(path, tiny_model(), GGMLQuantizationType.Q8_0)
+    message = "has the weights of this model, and cannot be read: No such" if change == "gone" else "has changed while"
+    with pytest.raises(InvalidSetup, match=message):
+        manifest_in(folder)
+
+
+def test_the_same_file_elsewhere_has_the_same_digest(tmp_path: Path, cache: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model(), GGMLQuantizationType.Q8_0)
+    (tmp_path / "other").mkdir()
+    copy = shutil.copy(path, tmp_path / "other" / "copy.gguf")
+    other = write_gguf(tmp_path / "b.gguf", tiny_model(initializer_range=0.2), GGMLQuantizationType.Q8_0)
+    digests = [weights_digest(str(checkpoint_of(Path(each), cache))) for each in (path, copy, other)]
+    assert digests[0] == digests[1] != digests[2]
 
 
 def test_a_transformers_that_is_too_old_is_named(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

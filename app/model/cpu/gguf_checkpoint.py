@@ -1,0 +1,119 @@
+"""A model's weights in its GGUF file, mapped into memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from app.model.cpu.checkpoint import Checkpoint, Part
+from app.model.cpu.stored_matrix import Rows, StoredMatrix, can_be_stored
+from app.model.gguf.manifest import Manifest, PlacedWeight
+from app.model.llama import EMBEDDING, by_expert
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# The types of ggml that are no blocks, by their numbers.
+_PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
+
+
+class GgufCheckpoint(Checkpoint):
+    """The weights in a GGUF file, and in the folder that was made for it: those that transformers has otherwise."""
+
+    def __init__(self, location: Path, dtype: torch.dtype, manifest: Manifest) -> None:
+        """As `Checkpoint`. Raises OSError if the file cannot be read."""
+        super().__init__(location, dtype)
+        self._placed = manifest.weights
+        self._bytes = torch.from_file(str(manifest.path), shared=False, size=manifest.num_bytes, dtype=torch.uint8)
+        self._matrices: dict[str, StoredMatrix] = {}
+
+    @property
+    def has_stored(self) -> bool:
+        """Whether any of its matrices can be multiplied as the file has them."""
+        return any(can_be_stored(each.kind) for each in self._placed.values())
+
+    def kinds(self) -> str:
+        """Its types, with how many weights have each."""
+        from gguf.constants import GGMLQuantizationType
+
+        counts = Counter(placed.kind for placed in self._placed.values())
+        return ", ".join(f"{GGMLQuantizationType(kind).name} × {count}" for kind, count in counts.most_common())
+
+    def __call__(self, name: str, part: Part | None = None) -> torch.Tensor | None:
+        """As `Checkpoint`, multiplied out."""
+        quantised = self._quantised_matrix(name)
+        if quantised is None:
+            return super().__call__(name, part)
+        weight = quantised.multiplied_out()
+        placed = self._placed[self.own_name(name)]
+        if placed.columns is not None:
+            weight = weight[:, self._order(placed.columns)]
+        return weight if part is None else part(weight)
+
+    def all(self) -> dict[str, torch.Tensor]:
+        """Every weight, multiplied out."""
+        names = [*self._placed, *(name for name in self._files if not name.startswith("order."))]
+        return {name: weight.clone() for name in names if (weight := self(name)) is not None}
+
+    def to_pack(self, name: str) -> torch.Tensor | StoredMatrix | None:
+        """A matrix as the file has it, where it can be multiplied so; else as a call gives it."""
+        found = self._quantised_matrix(name)
+        if (
+            found is None
+            or not can_be_stored(found.pieces[0].kind)
+            or self._placed[self.own_name(name)].columns is not None
+        ):
+            return self(name)
+        return found
+
+    def shape(self, name: str) -> torch.Size | None:
+        placed = self._placed.get(self.own_name(name))
+        return super().shape(name) if placed is None else torch.Size(placed.shape)
+
+    def has_weights_of(self, module: PreTrainedModel) -> bool:
+        """Whether every weight of a model is there, in its shape."""
+        return all(self.shape(name) == weight.shape for name, weight in by_expert(module.state_dict()).items())
+
+    def own_name(self, name: str) -> str:
+        return name if name in self._placed else super().own_name(name)
+
+    def _quantised_matrix(self, name: str) -> StoredMatrix | None:
+        name = self.own_name(name)
+        placed = self._placed.get(name)
+        if placed is None or placed.kind in _PLAIN:
+            return None
+        if name in self._matrices:
+            return self._matrices[name]
+        blocks = self._bytes_of(placed).view(-1, placed.num_bytes * placed.shape[-1] // _size(placed))
+        if placed.rows is not None:
+            blocks = blocks[self._order(placed.rows)]
+        found = StoredMatrix((Rows(placed.kind, blocks),), placed.shape[-1], self._dtype)
+        if name == EMBEDDING:  # the head may be the same
+            self._matrices[name] = found
+        return found
+
+    def _mapped(self, name: str) -> torch.Tensor | None:
+        placed = self._placed.get(self.own_name(name))
+        if placed is None:
+            return super()._mapped(name)
+        weight = self._bytes_of(placed).view(_PLAIN[placed.kind]).view(placed.shape)
+        for order, dim in ((placed.rows, 0), (placed.columns, 1)):
+            weight = weight if order is None else weight.index_select(dim, self._order(order))
+        return weight
+
+    def _bytes_of(self, placed: PlacedWeight) -> torch.Tensor:
+        mapped = self._bytes[placed.start : placed.start + placed.num_bytes]
+        self._used.append(mapped)
+        return mapped
+
+    def _order(self, name: str) -> torch.Tensor:
+        file, key = self._files[name]
+        order: torch.Tensor = file.get_tensor(key)
+        return order
+
+
+def _size(placed: PlacedWeight) -> Any:
+    return torch.Size(placed.shape).numel()

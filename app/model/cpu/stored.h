@@ -1,0 +1,137 @@
+// Rows times a matrix that keeps the numbers of a GGUF file.
+//
+// The formats are those of ggml in llama.cpp (`block_q4_K` and its like in ggml-common.h). A file has its blocks row by
+// row; here the LANES columns of a *strip* lie beside each other, so that a register has the same input of several
+// columns. Bits, scales and minima are those of the file: nothing is rounded when a matrix is packed.
+#pragma once
+
+#include "quantised.h"
+
+namespace carousel {
+
+constexpr int64_t GROUP = 32;   // inputs
+constexpr int64_t BLOCK = 256;  // inputs, as ggml's QK_K
+constexpr int64_t GROUPS_OF_BLOCK = BLOCK / GROUP, PAIRS_OF_BLOCK = GROUPS_OF_BLOCK / 2;
+
+// How the inputs of stored matrices are rounded, as bits of `DecoderShape::weight_bits`; 4 and 8 are other formats.
+constexpr int64_t IN_GROUPS = 1, IN_BLOCKS = 2;
+constexpr bool is_stored(int64_t bits) { return bits > 0 && bits < 4; }
+
+// How a strip lies in memory; in the order of `STRIPS` in stored_matrix.py. In lines of LANES units:
+//   GROUPS_n, for each GROUP of inputs: a line with the scale (lower half) and the least weight (upper half) in float16,
+//       then n lines of numbers. A weight is scale × number + least.
+//   BLOCKS_n, for each BLOCK of inputs: a line with two factors in float16, four lines of bytes, then n lines of numbers
+//       for each of its groups. Byte 0 of line i belongs to group 2 i, byte 2 to group 2 i + 1: a weight is
+//       factor 0 × byte × number - factor 1 × next byte. Of BLOCKS_6 each half of a group has a byte of its own, and a
+//       weight is factor 0 × byte × number - factor 1 × byte.
+// A group's numbers of 4 bits: in line i, the lower halves of its bytes are inputs 4 i to 4 i + 3, the upper halves those
+// 16 behind. Of 5 and 6 bits the upper ones follow in 1 and 2 lines: those of unit u are bit u of each byte, or two bits
+// from 2 (u mod 4) on in line u / 4. Of 8 bits, line i has inputs 4 i to 4 i + 3.
+// PLAIN: the whole matrix is not quantised; it lies as in matmul.h.
+enum StripKind : uint32_t { PLAIN, GROUPS_4, GROUPS_5, GROUPS_8, BLOCKS_4, BLOCKS_5, BLOCKS_6, BLOCKS_8 };
+
+// A matrix begins with one for each strip, up to whole lines.
+struct Strip {
+    uint32_t kind, line;  // line: from the start of the matrix
+};
+
+inline const Strip& strip_of(const uint32_t* matrix, int64_t column) {
+    return reinterpret_cast<const Strip*>(matrix)[column / LANES];
+}
+inline const uint32_t* numbers_of(const uint32_t* matrix, const Strip& strip) { return matrix + int64_t(strip.line) * LANES; }
+
+// Rows of inputs that are rounded to int8 in blocks, as ggml's Q8_K.
+struct BlockRows {
+    int8_t* numbers;  // [num_rows][num_inputs]
+    float* scales;    // [num_rows][num_blocks]
+    // [num_rows][num_blocks][pairs of groups][3]: two int16, of the groups of a pair. Sums of the numbers in the first
+    // half of a group, in the second half, and in the whole group.
+    uint32_t* sums;
+};
+
+constexpr int64_t SUM_WORDS = 3 * PAIRS_OF_BLOCK;  // of a block
+
+struct StoredRows {
+    QuantisedRows groups;
+    BlockRows blocks;
+};
+
+// The same rows without those before `first`.
+inline StoredRows rows_from(const StoredRows& rows, int64_t first, int64_t num_inputs) {
+    const int64_t block = first * (num_inputs / BLOCK);
+    return {rows_from<4>(rows.groups, first, num_inputs),
+            {rows.blocks.numbers + block * BLOCK, rows.blocks.scales + block, rows.blocks.sums + block * SUM_WORDS}};
+}
+
+// Rounds a row in blocks; `size` is a multiple of BLOCK. The scale of a block with a NaN or an infinity is one too.
+template <typename T>
+inline void quantise_blocks(const T* from, int64_t size, const BlockRows& rows, int64_t row) {
+    for (int64_t block = row * (size / BLOCK), end = block + size / BLOCK; block < end; ++block, from += BLOCK) {
+        Magnitude greatest;
+        for (int64_t at = 0; at < BLOCK; at += LANES) greatest.add(load(from + at));
+        const float magnitude = greatest.value(), steps = int8_steps(magnitude);
+        rows.scales[block] = magnitude / 127.0f;
+        uint16_t sums[BLOCK / LANES];
+        for (int64_t at = 0; at < BLOCK; at += LANES) {
+            Integers numbers = nearest(load(from + at) * steps);
+            const Bytes bytes = __builtin_convertvector(numbers, Bytes);
+            std::memcpy(rows.numbers + block * BLOCK + at, &bytes, sizeof(bytes));
+            numbers += swapped<8>(numbers), numbers += swapped<4>(numbers), numbers += swapped<2>(numbers);
+            sums[at / LANES] = uint16_t(numbers[0] + numbers[1]);
+        }
+        uint32_t* to = rows.sums + block * SUM_WORDS;
+        const auto both = [](uint16_t low, uint16_t high) { return uint32_t(low) | uint32_t(high) << 16; };
+        for (const uint16_t* own = sums; own < std::end(sums); own += 4, to += 3) {
+            to[0] = both(own[0], own[2]), to[1] = both(own[1], own[3]);
+            to[2] = both(uint16_t(own[0] + own[1]), uint16_t(own[2] + own[3]));
+        }
+    }
+}
+
+constexpr int STRIP_ROWS = DOT == Dot::PLAIN ? 2 : DOT == Dot::SHORTS && PARTS == 2 ? 6 : 12;
+
+// The sums of at most STRIP_ROWS rows and a strip that is not PLAIN, into sums[row][half]. There is memory for STRIP_ROWS
+// rows of inputs, of which all are read.
+void multiply_strip(const Strip& strip, const uint32_t* from, int rows, const StoredRows& inputs, int64_t num_inputs,
+                    int half, Vector (*sums)[2]);
+
+// The weights of a column of a strip that is not PLAIN, [num_inputs].
+void read_strip(const Strip& strip, const uint32_t* from, int64_t lane, int64_t num_inputs, float* to);
+
+// As `multiply` of plain matrices. inputs: as they are, for a plain matrix.
+template <typename T, typename Sharing, typename Finish, typename Added = NothingAdded>
+void multiply_stored(Sharing& threads, const T* inputs, const StoredRows& rounded, int64_t num_rows, const Matrix& matrix,
+                     Finish&& finish, const Added& added = {}) {
+    const Strip& first_strip = strip_of(matrix.panels, 0);
+    if (first_strip.kind == PLAIN) {
+        const Matrix plain{numbers_of(matrix.panels, first_strip), matrix.num_inputs, matrix.num_columns};
+        return multiply<T>(threads, inputs, num_rows, plain, finish, added);
+    }
+    share_tiles<STRIP_ROWS>(
+        threads, num_rows, 1, matrix, 0,
+        [&](int rows, int64_t first, int64_t column, const uint32_t*, const Ahead&, Vector (*sums)[2]) {
+            const StoredRows from = rows_from(rounded, first, matrix.num_inputs);
+            for (const int half : {0, 1}) {
+                const Strip& strip = strip_of(matrix.panels, column + half * LANES);
+                multiply_strip(strip, numbers_of(matrix.panels, strip), rows, from, matrix.num_inputs, half, sums);
+            }
+        },
+        finish, added);
+}
+
+// Where the strips begin from a column on.
+inline const uint32_t* stored_from(const Matrix& matrix, int64_t column) {
+    const Strip& first = strip_of(matrix.panels, 0);
+    return numbers_of(matrix.panels, first.kind == PLAIN ? first : strip_of(matrix.panels, column));
+}
+
+// A column of a matrix.
+template <typename T>
+void read_stored_column(const Matrix& matrix, int64_t column, float* to) {
+    const Strip& strip = strip_of(matrix.panels, strip_of(matrix.panels, 0).kind == PLAIN ? 0 : column);
+    const uint32_t* from = numbers_of(matrix.panels, strip);
+    if (strip.kind == PLAIN) return read_column<T>({from, matrix.num_inputs, matrix.num_columns}, column, to);
+    read_strip(strip, from, column % LANES, matrix.num_inputs, to);
+}
+
+}  // namespace carousel

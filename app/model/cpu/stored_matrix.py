@@ -1,0 +1,148 @@
+"""Matrices as a GGUF file stores them, and how the C++ decoder has them in memory: `stored.h` says more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from app.model.cpu.library import LANES, ThreadPool, library
+
+LINE = LANES  # units of 32 bits, as in the sources
+_PLAIN = 0  # the kind of a matrix that is not quantised, as in the sources
+
+
+class Rows(NamedTuple):
+    """Some rows of a tensor in a GGUF file."""
+
+    kind: int  # its type, as ggml numbers them
+    blocks: torch.Tensor  # [num_rows, bytes of a row], uint8
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMatrix:
+    """A matrix [outputs, inputs] that is quantised in a GGUF file."""
+
+    pieces: tuple[Rows, ...]  # in the order of the outputs
+    num_inputs: int
+    dtype: torch.dtype  # that it is multiplied out to
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((sum(len(piece.blocks) for piece in self.pieces), self.num_inputs))
+
+    @property
+    def is_meta(self) -> bool:
+        return self.pieces[0].blocks.is_meta
+
+    @property
+    def device(self) -> torch.device:
+        return self.pieces[0].blocks.device
+
+    def new_zeros(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return self.pieces[0].blocks.new_zeros(shape, dtype=dtype or self.dtype)
+
+    def to_meta(self) -> StoredMatrix:
+        pieces = tuple(Rows(piece.kind, piece.blocks.to("meta")) for piece in self.pieces)
+        return StoredMatrix(pieces, self.num_inputs, self.dtype)
+
+    def in_runs(self, size: int, order: Callable[[int], Iterable[int]]) -> StoredMatrix:
+        """With runs of `size` rows in another order, which `order` gives for their number."""
+        [piece] = self.pieces
+        runs = torch.split(piece.blocks, size)
+        return StoredMatrix(tuple(Rows(piece.kind, runs[at]) for at in order(len(runs))), self.num_inputs, self.dtype)
+
+    def in_turn(self, other: StoredMatrix) -> StoredMatrix:
+        """LANES rows of this one, the LANES of the other at the same place, and so on."""
+        pairs = zip(self._strips(), other._strips(), strict=True)
+        return StoredMatrix(tuple(rows for pair in pairs for rows in pair), self.num_inputs, self.dtype)
+
+    def multiplied_out(self) -> torch.Tensor:
+        """[outputs, inputs], of its type."""
+        parts = [dequantised(piece, self.num_inputs).to(self.dtype) for piece in self.pieces]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _strips(self) -> Iterator[Rows]:
+        for piece in self.pieces:
+            for blocks in torch.split(piece.blocks, LANES):
+                yield Rows(piece.kind, blocks)
+
+
+def can_be_stored(kind: int) -> bool:
+    """Whether the C++ multiplies matrices of a type of ggml as they are."""
+    code = library()
+    return code is not None and code.carousel_stored_lines(kind, 0) >= 0
+
+
+def form_of(kind: int) -> int:
+    """How inputs of such a matrix are rounded, as the sources number it."""
+    code = library()
+    assert code is not None, "such a matrix is only computed in native code"
+    form: int = code.carousel_stored_form(kind)
+    return form
+
+
+def dequantised(rows: Rows, num_inputs: int) -> torch.Tensor:
+    """The weights of some rows, [num_rows, num_inputs] float32."""
+    if not can_be_stored(rows.kind):
+        from gguf.constants import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        return torch.from_numpy(dequantize(rows.blocks.numpy(), GGMLQuantizationType(rows.kind)))
+    weights = torch.empty(len(rows.blocks), num_inputs)
+    threads = ThreadPool(torch.get_num_threads())
+    blocks = rows.blocks.contiguous()
+    threads.code.carousel_dequantise(threads.handle, rows.kind, blocks.data_ptr(), weights.numel(), weights.data_ptr())
+    return weights
+
+
+class Layout:
+    """Where the strips of matrices side by side lie in memory."""
+
+    def __init__(self, matrices: Sequence[StoredMatrix]) -> None:
+        self._num_inputs = matrices[0].num_inputs
+        self._strips = [strip for matrix in matrices for strip in matrix._strips()]
+        if len(self._strips) % 2:  # the C++ reads panels of two strips
+            kind, blocks = self._strips[-1]
+            self._strips.append(Rows(kind, blocks[:0]))
+        code = library()
+        assert code is not None, "such a matrix is only computed in native code"
+        self.num_lines = -(-2 * len(self._strips) // LINE)
+        self._first_lines = []
+        for strip in self._strips:
+            self._first_lines.append(self.num_lines)
+            self.num_lines += code.carousel_stored_lines(strip.kind, self._num_inputs)
+
+    @property
+    def forms(self) -> int:
+        """How inputs are rounded, all ways together."""
+        forms = 0
+        for kind in {strip.kind for strip in self._strips}:
+            forms |= form_of(kind)
+        return forms
+
+    def pack(self, threads: ThreadPool, packed: torch.Tensor) -> None:
+        """packed: [num_lines, LINE], int32."""
+        blocks = [strip.blocks.contiguous() for strip in self._strips]
+        sources = torch.tensor(
+            [
+                (strip.kind, own.data_ptr(), len(own), line)
+                for strip, own, line in zip(self._strips, blocks, self._first_lines, strict=True)
+            ]
+        )
+        threads.code.carousel_pack_stored(
+            threads.handle, sources.data_ptr(), len(sources), self._num_inputs, packed.data_ptr()
+        )
+
+
+def plain_lines(weights: Sequence[torch.Tensor | StoredMatrix], panel: int) -> int:
+    """Of memory for matrices side by side that are multiplied out: a line that says so, and the panels."""
+    num_outputs, num_inputs = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+    return 1 + -(-num_outputs // panel) * panel * num_inputs * weights[0].dtype.itemsize // (4 * LINE)
+
+
+def say_plain(packed: torch.Tensor) -> None:
+    """Fill the first line of such memory."""
+    packed[0] = torch.tensor([_PLAIN, 1] * (LINE // 2))

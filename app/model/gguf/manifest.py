@@ -1,0 +1,62 @@
+"""Where the weights of a model lie in its GGUF file, so that no start reads the file's header again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from app.errors import InvalidSetup
+
+_NAME = "gguf.json"
+
+
+class PlacedWeight(NamedTuple):
+    """A weight that is a tensor of a GGUF file, or one part of a tensor."""
+
+    kind: int  # the type of its numbers, as ggml numbers them
+    start: int  # byte of the file
+    num_bytes: int
+    shape: list[int]  # the last dimension is contiguous
+    # The name of a vector in the folder's safetensors file, which has the file's row for each row of the weight; None
+    # where they are the same. Likewise the columns.
+    rows: str | None = None
+    columns: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """A GGUF file at the time when it was described, and its weights by transformers' names."""
+
+    path: Path
+    num_bytes: int
+    mtime_ns: int
+    weights: Mapping[str, PlacedWeight]
+
+    def write(self, folder: Path) -> None:
+        content: dict[str, Any] = {
+            "path": str(self.path), "num_bytes": self.num_bytes, "mtime_ns": self.mtime_ns, "weights": self.weights,
+        }  # fmt: skip
+        (folder / _NAME).write_text(json.dumps(content, separators=(",", ":")), encoding="utf-8")
+
+
+def manifest_in(folder: Path) -> Manifest | None:
+    """Of a model's folder; None where its weights lie in the folder.
+
+    Raises InvalidSetup if the GGUF file has changed since, or is gone.
+    """
+    try:
+        content = json.loads((folder / _NAME).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    path = Path(content["path"])
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise InvalidSetup(f"{path} has the weights of this model, and cannot be read: {error.strerror}") from error
+    if (stat.st_size, stat.st_mtime_ns) != (content["num_bytes"], content["mtime_ns"]):
+        raise InvalidSetup(f"{path} has changed while the model was being loaded; start again")
+    weights = {name: PlacedWeight(*placed) for name, placed in content["weights"].items()}
+    return Manifest(path=path, num_bytes=stat.st_size, mtime_ns=stat.st_mtime_ns, weights=weights)
