@@ -30,6 +30,7 @@ EXTRA = {
     "decisions": ("matplotlib",),  # draws with --plot
     "head": ("deployments",),  # starts a head with the launcher's variables
     "groups": ("numpy", "prometheus_client"),  # reads a live service, beside which both are
+    "make_gguf": ("numpy", "gguf", "safetensors", "llama_cpp"),
     "mistral_rs": ("mistralrs",),
     "mutants": ("mutmut",),  # not among those of the tests
     "openvino_genai": ("openvino", "openvino_genai"),

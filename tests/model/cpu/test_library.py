@@ -58,8 +58,8 @@ def test_it_is_built_once_and_found_again(tmp_path: Path, monkeypatch: pytest.Mo
     first, *units, linked, last = calls.read_text().splitlines()
     assert first == last == "--version"
     assert all("-c -o" in call for call in units)
-    assert sorted(call.rsplit("/", 1)[1] for call in units) == ["library.cpp", "typed.cpp", "typed.cpp"]
-    assert linked.count(".o") == 3
+    assert sorted(call.rsplit("/", 1)[1] for call in units) == ["library.cpp", "stored.cpp", "typed.cpp", "typed.cpp"]
+    assert linked.count(".o") == 4
 
 
 @pytest.mark.skipif(library.library() is None, reason="there is no C++ compiler")
