@@ -47,8 +47,8 @@ def weights_digest(location: str, revision: str | None = None) -> int:
     patterns = ("*.safetensors", "config.json")
     manifest = manifest_in(folder)
     names = {path: path.name for pattern in patterns for path in sorted(folder.glob(pattern))}
-    if manifest is not None:
-        names[manifest.path] = "GGUF"
+    for part, gguf in enumerate(manifest.files if manifest is not None else ()):
+        names[Path(gguf.path)] = f"GGUF {part}"
     for path, name in sorted(names.items(), key=lambda each: each[1]):
         digest = crc32(f"{name} {path.stat().st_size} ".encode(), digest)
         with path.open("rb") as file:

@@ -27,7 +27,9 @@ class GgufCheckpoint(Checkpoint):
         """As `Checkpoint`. Raises OSError if the file cannot be read."""
         super().__init__(location, dtype)
         self._placed = manifest.weights
-        self._bytes = torch.from_file(str(manifest.path), shared=False, size=manifest.num_bytes, dtype=torch.uint8)
+        self._mapped_files = [
+            torch.from_file(file.path, shared=False, size=file.num_bytes, dtype=torch.uint8) for file in manifest.files
+        ]
         self._matrices: dict[str, StoredMatrix] = {}
 
     @property
@@ -99,13 +101,15 @@ class GgufCheckpoint(Checkpoint):
         placed = self._placed.get(self.own_name(name))
         if placed is None:
             return super()._mapped(name)
+        if placed.kind not in _PLAIN:
+            return None
         weight = self._bytes_of(placed).view(_PLAIN[placed.kind]).view(placed.shape)
         for order, dim in ((placed.rows, 0), (placed.columns, 1)):
             weight = weight if order is None else weight.index_select(dim, self._order(order))
         return weight
 
     def _bytes_of(self, placed: PlacedWeight) -> torch.Tensor:
-        mapped = self._bytes[placed.start : placed.start + placed.num_bytes]
+        mapped = self._mapped_files[placed.part][placed.start : placed.start + placed.num_bytes]
         self._used.append(mapped)
         return mapped
 

@@ -11,15 +11,14 @@ import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors.numpy import save
 
 from app.disk import hidden_name, locked, sync_folder
 from app.errors import InvalidSetup
-from app.model.gguf.description import Description, describe
-from app.model.gguf.manifest import Manifest, PlacedWeight
+from app.model.gguf.description import Description, Values, describe
+from app.model.gguf.manifest import DescribedFile, Manifest, PlacedWeight, manifest_in
 from app.model.gguf.reader import GgufFile
 from app.model.gguf.tokenizer import save_tokenizer
 
@@ -37,17 +36,17 @@ def checkpoint_of(path: Path, cache: Path, report: Callable[[str], None] = logge
         InvalidSetup: the file is no GGUF file or damaged, or there is no room for the folder.
         UnsupportedModel: its architecture, a type or a tensor in it cannot be read.
     """
-    stat = path.stat()
-    identity = f"{_FORMAT}\0{path}\0{stat.st_size}\0{stat.st_mtime_ns}"
+    identity = "\0".join(map(str, (_FORMAT, *DescribedFile.of(path))))
     target = cache / f"{path.stem[:80]}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
-    if target.is_dir():
+    if target.is_dir() and _is_sound(target):
         return target
     file = GgufFile(path)
     description = describe(file)
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with locked(cache / f".{target.name}.lock"):
-            if not target.is_dir():
+            if not (target.is_dir() and _is_sound(target)):
+                shutil.rmtree(target, ignore_errors=True)
                 _make(target, file, description, report)
     except OSError as error:
         raise InvalidSetup(
@@ -55,6 +54,14 @@ def checkpoint_of(path: Path, cache: Path, report: Callable[[str], None] = logge
             f"XDG_CACHE_HOME to a folder on another disk"
         ) from error
     return target
+
+
+def _is_sound(folder: Path) -> bool:
+    """Whether all parts of the file are what they were."""
+    try:
+        return manifest_in(folder) is not None
+    except InvalidSetup:
+        return False
 
 
 def _make(target: Path, file: GgufFile, description: Description, report: Callable[[str], None]) -> None:
@@ -80,21 +87,23 @@ def _make(target: Path, file: GgufFile, description: Description, report: Callab
 
 def _write_weights(folder: Path, file: GgufFile, description: Description) -> None:
     """Where each weight lies in the file; those that change, and the orders of rows and columns, in safetensors."""
-    written: dict[str, np.ndarray[Any, Any]] = {}
+    written: dict[str, Values] = {}
     placed: dict[str, PlacedWeight] = {}
     for name, tensor in description.tensors.items():
         if name in description.changes:
             written[name] = np.ascontiguousarray(description.changes[name](file.values(tensor)))
             continue
-        orders: list[str | None] = []
-        for own in (description.rows.get(name), description.columns.get(name)):
-            if own is None or np.array_equal(own, np.arange(len(own))):
-                orders.append(None)
-                continue
-            orders.append(f"order.{hashlib.sha256(own.tobytes()).hexdigest()[:16]}")
-            written[str(orders[-1])] = own.astype(np.int64)
+        rows, columns = (_kept(own, written) for own in (description.rows.get(name), description.columns.get(name)))
         shape = list(description.shapes[name])
-        placed[name] = PlacedWeight(int(tensor.kind), tensor.start, tensor.num_bytes, shape, *orders)
+        placed[name] = PlacedWeight(int(tensor.kind), tensor.start, tensor.num_bytes, shape, rows, columns, tensor.part)
     (folder / "model.safetensors").write_bytes(save(written, metadata={"format": "pt"}))
-    stat = file.path.stat()
-    Manifest(path=file.path, num_bytes=stat.st_size, mtime_ns=stat.st_mtime_ns, weights=placed).write(folder)
+    Manifest(files=[DescribedFile.of(each.path) for each in file.files], weights=placed).write(folder)
+
+
+def _kept(order: Values | None, written: dict[str, Values]) -> str | None:
+    """The name under which an order is written; None for that of the file."""
+    if order is None or np.array_equal(order, np.arange(len(order))):
+        return None
+    name = f"order.{hashlib.sha256(order.tobytes()).hexdigest()[:16]}"
+    written[name] = order.astype(np.int64)
+    return name

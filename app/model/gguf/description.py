@@ -150,13 +150,16 @@ def describe(file: GgufFile) -> Description:
     """Raises UnsupportedModel, by name, for an architecture, a setting or a tensor that cannot be read."""
     architecture = str(file.metadata.get("general.architecture"))
     known = [*_ARCHITECTURES, *_BY_TRANSFORMERS]
+    if architecture == "clip":
+        raise UnsupportedModel(
+            f"{file.path} has what a model sees images with (mmproj), and no model; set model.path to the GGUF file of "
+            f"the model itself, whose text is served"
+        )
     if architecture not in known:
         raise UnsupportedModel(
             f"{file.path} is of architecture {architecture[:60]!r}; GGUF files of {', '.join(known)} can be read: "
             f"{READ_INSTEAD}"
         )
-    if (parts := file.metadata.get("split.count", 1)) not in (0, 1):
-        raise UnsupportedModel(f"{file.path} is one of {parts!r} parts; join them with `llama-gguf-split --merge`")
     if architecture in _BY_TRANSFORMERS:
         return _as_transformers_knows(file, _Settings(file, architecture, _BY_TRANSFORMERS[architecture]))
     family = _ARCHITECTURES[architecture]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from app.errors import InvalidSetup
 
@@ -24,39 +24,52 @@ class PlacedWeight(NamedTuple):
     # where they are the same. Likewise the columns.
     rows: str | None = None
     columns: str | None = None
+    part: int = 0  # which of the files
+
+
+class DescribedFile(NamedTuple):
+    """A GGUF file at the time when it was described."""
+
+    path: str
+    num_bytes: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, path: Path) -> DescribedFile:
+        stat = path.stat()
+        return cls(str(path), stat.st_size, stat.st_mtime_ns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A GGUF file at the time when it was described, and its weights by transformers' names."""
+    """The files of a model, and its weights by transformers' names."""
 
-    path: Path
-    num_bytes: int
-    mtime_ns: int
+    files: Sequence[DescribedFile]
     weights: Mapping[str, PlacedWeight]
 
     def write(self, folder: Path) -> None:
-        content: dict[str, Any] = {
-            "path": str(self.path), "num_bytes": self.num_bytes, "mtime_ns": self.mtime_ns, "weights": self.weights,
-        }  # fmt: skip
+        content = {"files": self.files, "weights": self.weights}
         (folder / _NAME).write_text(json.dumps(content, separators=(",", ":")), encoding="utf-8")
 
 
 def manifest_in(folder: Path) -> Manifest | None:
     """Of a model's folder; None where its weights lie in the folder.
 
-    Raises InvalidSetup if the GGUF file has changed since, or is gone.
+    Raises InvalidSetup if a GGUF file has changed since, or is gone.
     """
     try:
         content = json.loads((folder / _NAME).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    path = Path(content["path"])
-    try:
-        stat = path.stat()
-    except OSError as error:
-        raise InvalidSetup(f"{path} has the weights of this model, and cannot be read: {error.strerror}") from error
-    if (stat.st_size, stat.st_mtime_ns) != (content["num_bytes"], content["mtime_ns"]):
-        raise InvalidSetup(f"{path} has changed while the model was being loaded; start again")
+    files = [DescribedFile(*each) for each in content["files"]]
+    for file in files:
+        try:
+            found = DescribedFile.of(Path(file.path))
+        except OSError as error:
+            raise InvalidSetup(
+                f"{file.path} has the weights of this model, and cannot be read: {error.strerror}"
+            ) from error
+        if found != file:
+            raise InvalidSetup(f"{file.path} has changed while the model was being loaded; start again")
     weights = {name: PlacedWeight(*placed) for name, placed in content["weights"].items()}
-    return Manifest(path=path, num_bytes=stat.st_size, mtime_ns=stat.st_mtime_ns, weights=weights)
+    return Manifest(files=files, weights=weights)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from app.errors import InvalidSetup, UnsupportedModel
 READ_INSTEAD = "set model.path to the model's folder or hub id with safetensors instead"
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_MOST_ENTRIES = 2**23  # of a list, and bytes of a text: the largest vocabularies have 300,000 tokens and 600,000 merges
 
 
 # The types that are no blocks, by torch's names.
@@ -38,6 +40,7 @@ class GgufTensor:
     shape: tuple[int, ...]  # the last dimension is contiguous
     kind: GGMLQuantizationType
     start: int  # byte of the file
+    part: int = 0  # of the model's files
 
     @property
     def num_bytes(self) -> int:
@@ -54,28 +57,75 @@ class GgufTensor:
         count = self.shape[0]
         for index in range(count):
             start = self.start + index * self.num_bytes // count
-            yield GgufTensor(f"{self.name}[{index}]", self.shape[1:], self.kind, start)
+            yield GgufTensor(f"{self.name}[{index}]", self.shape[1:], self.kind, start, self.part)
 
 
 class GgufFile:
-    """A GGUF file, mapped into memory."""
+    """A GGUF file, mapped into memory; or all files of a model that has several."""
 
     def __init__(self, path: Path) -> None:
         """Read all but the tensors' values.
 
+        path: of the only file, or of the first one.
+
         Raises:
-            InvalidSetup: it cannot be read, is no GGUF file, or is cut short.
+            InvalidSetup: it cannot be read, is no GGUF file, or is cut short; or a part of the model is missing.
             UnsupportedModel: it has a tensor of a type that cannot be read.
         """
-        self.path = path
+        first = _OneFile(path, 0)
+        self.path, self.metadata = path, first.metadata
+        self.files = [first, *(_OneFile(each, part) for part, each in enumerate(_other_parts(first), 1))]
+        self.tensors: dict[str, GgufTensor] = {}
+        for file in self.files:
+            if twice := self.tensors.keys() & file.tensors.keys():
+                raise InvalidSetup(f"{file.path} is damaged: tensor {min(twice)} is in another part as well")
+            self.tensors |= file.tensors
+        count = self.metadata.get("split.tensors.count", len(self.tensors))
+        if count != len(self.tensors):
+            raise InvalidSetup(f"{path}: the parts have {len(self.tensors):,} tensors, and {count!r} are expected")
+
+    def values(self, tensor: GgufTensor) -> np.ndarray[Any, Any]:
+        """A tensor's values, in float32."""
+        block, block_bytes = GGML_QUANT_SIZES[tensor.kind]
+        rows = (*tensor.shape[:-1], tensor.shape[-1] // block * block_bytes)
+        content = self.files[tensor.part].content
+        data = np.frombuffer(content, np.uint8, tensor.num_bytes, tensor.start).reshape(rows)
+        return np.ascontiguousarray(dequantize(data, tensor.kind), np.float32)
+
+
+def _other_parts(first: _OneFile) -> list[Path]:
+    """The files behind the first one of a model that has several, as llama.cpp names them."""
+    count = first.metadata.get("split.count", 1)
+    most = 10_000
+    if not isinstance(count, int) or not 0 <= count < most:
+        raise InvalidSetup(f"{first.path} is damaged: split.count is {repr(count)[:60]}; download it again")
+    if count <= 1:
+        return []
+    found = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", first.path.name)
+    if found is None or int(found[3]) != count:
+        raise InvalidSetup(
+            f"{first.path} is one of {count} parts, and its name does not end in -00001-of-{count:05}.gguf: give the "
+            f"parts the names that they had, or join them with `llama-gguf-split --merge`"
+        )
+    if first.metadata.get("split.no") != 0:
+        name = f"{found[1]}-00001-of-{count:05}.gguf"
+        raise InvalidSetup(f"{first.path} is not the first of its {count} parts; set model.path to {name}")
+    return [first.path.with_name(f"{found[1]}-{part:05}-of-{count:05}.gguf") for part in range(2, count + 1)]
+
+
+class _OneFile:
+    """A single file."""
+
+    def __init__(self, path: Path, part: int) -> None:
+        self.path, self._part = path, part
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+                self.content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
         except OSError as error:
             raise InvalidSetup(f"{path} cannot be read: {error.strerror}") from error
         magic = b"GGUF"
-        if self._bytes[: len(magic)] != magic:
+        if self.content[: len(magic)] != magic:
             raise InvalidSetup(f"{path} is not a GGUF file; model.path takes a folder, a GGUF file or a hub id")
         self._place = len(magic)
         try:
@@ -83,16 +133,9 @@ class GgufFile:
         except (struct.error, ValueError) as error:
             raise InvalidSetup(
                 f"{path} is damaged or cut short: its header cannot be read beyond byte {self._place:,} of "
-                f"{len(self._bytes):,} ({error}); download it again"
+                f"{len(self.content):,} ({error}); download it again"
             ) from error
         self._check_tensors()
-
-    def values(self, tensor: GgufTensor) -> np.ndarray[Any, Any]:
-        """A tensor's values, in float32."""
-        block, block_bytes = GGML_QUANT_SIZES[tensor.kind]
-        rows = (*tensor.shape[:-1], tensor.shape[-1] // block * block_bytes)
-        data = np.frombuffer(self._bytes, np.uint8, tensor.num_bytes, tensor.start).reshape(rows)
-        return np.ascontiguousarray(dequantize(data, tensor.kind), np.float32)
 
     def _header(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         version = self._number("I")
@@ -103,6 +146,9 @@ class GgufFile:
                 f"convert the model again with a current llama.cpp"
             )
         num_tensors, num_entries = self._number("Q"), self._number("Q")
+        for what, count in (("tensors", num_tensors), ("entries", num_entries)):
+            if count > _MOST_ENTRIES:
+                raise ValueError(f"it has {count:,} {what}; at most {_MOST_ENTRIES:,} are read")
         metadata = {}
         for _ in range(num_entries):
             key = self._string()
@@ -113,7 +159,9 @@ class GgufFile:
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"general.alignment is {alignment!r}")
         first = -(-self._place // alignment) * alignment
-        tensors = {name: GgufTensor(name, shape, kind, first + offset) for name, shape, kind, offset in found}
+        tensors = {
+            name: GgufTensor(name, shape, kind, first + offset, self._part) for name, shape, kind, offset in found
+        }
         return metadata, tensors
 
     def _tensor(self) -> tuple[str, tuple[int, ...], GGMLQuantizationType, int]:
@@ -141,10 +189,10 @@ class GgufFile:
                 raise InvalidSetup(f"{self.path} is damaged: tensor {tensor.name} of type {tensor.kind.name} has the "
                                    f"shape {list(tensor.shape)}; download it again")  # fmt: skip
             end = tensor.start + tensor.num_bytes
-            if end > len(self._bytes):
+            if end > len(self.content):
                 raise InvalidSetup(
                     f"{self.path} is cut short: tensor {tensor.name} ends at byte {end:,}, the file at "
-                    f"{len(self._bytes):,}; download it again"
+                    f"{len(self.content):,}; download it again"
                 )
 
     def _number(self, kind: str) -> int:
@@ -154,14 +202,16 @@ class GgufFile:
     def _numbers(self, kind: str, count: int) -> tuple[Any, ...]:
         num_bytes = struct.calcsize(f"<{kind}") * count
         self._check_left(num_bytes)
-        values = struct.unpack_from(f"<{count}{kind}", self._bytes, self._place)
+        values = struct.unpack_from(f"<{count}{kind}", self.content, self._place)
         self._place += num_bytes
         return values
 
     def _string(self) -> str:
         num_bytes = self._number("Q")
+        if num_bytes > _MOST_ENTRIES:
+            raise ValueError(f"a text has {num_bytes:,} bytes; at most {_MOST_ENTRIES:,} are read")
         self._check_left(num_bytes)
-        text = self._bytes[self._place : self._place + num_bytes].decode()
+        text = self.content[self._place : self._place + num_bytes].decode()
         self._place += num_bytes
         return text
 
@@ -170,6 +220,8 @@ class GgufFile:
             return self._string()
         if kind == _ARRAY:
             inner, count = self._number("I"), self._number("Q")
+            if count > _MOST_ENTRIES:
+                raise ValueError(f"a list has {count:,} entries; at most {_MOST_ENTRIES:,} are read")
             if inner == _STRING:
                 return [self._string() for _ in range(count)]
             return list(self._numbers(self._format(inner), count))
@@ -182,5 +234,5 @@ class GgufFile:
 
     def _check_left(self, num_bytes: int) -> None:
         # Before anything is made of it: a damaged count may be larger than any memory.
-        if num_bytes > len(self._bytes) - self._place:
+        if num_bytes > len(self.content) - self._place:
             raise ValueError(f"{num_bytes:,} bytes should follow")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,9 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
+from app.build import build_sync_engine
 from app.config import ModelConfig
+from app.model.allocated_bytes import num_bytes_of
 from app.model.cpu.decoder import NativeDecoder
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import ThreadPool, library
@@ -20,8 +23,11 @@ from app.model.cpu.stored_matrix import Rows, StoredMatrix, can_be_stored, dequa
 from app.model.gguf.checkpoint import checkpoint_of
 from app.model.inputs import build_inputs
 from app.model.loader import load_model
+from app.model.planned_memory import planned_native_model
 from app.model.verification import BlocksToTry, step_of
 from app.model.ways.native_decoder import NativeModel
+from tests.kit.engine import make_request, run_to_end
+from tests.kit.models import config_of
 from tests.model.gguf.files import tiny_model, write_gguf
 
 STORED = [GGMLQuantizationType[name] for name in "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q4_K Q5_K Q6_K IQ4_NL IQ4_XS".split()]
@@ -153,3 +159,22 @@ def test_a_second_start_packs_the_same_and_plans_its_size(tmp_path: Path) -> Non
     first, second = (served(path, tmp_path) for _ in range(2))
     assert second.reference is None, "it was verified before"
     assert torch.equal(logits_of(first, PROMPT)[0], logits_of(second, PROMPT)[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        planned = planned_native_model(config_of(path, dtype="float32"))
+    assert planned.weights.weight_bits == first.weights.weight_bits
+    assert num_bytes_of(planned.tensors()) == num_bytes_of(first.tensors())
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_a_file_that_is_cut_short_while_it_is_served_changes_nothing(backend: str, tmp_path: Path) -> None:
+    """A page of a mapped file that is not there any more ends the process: none is read after the start."""
+    path = write_gguf(tmp_path / "a.gguf", tiny_model(), WITH_PLAIN)
+    config = config_of(path, cache={"num_blocks": 16}, dtype="float32", backend=backend)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        engine = build_sync_engine(config)
+    first, second = (make_request(tuple(PROMPT), max_tokens=8, ignore_eos=True, cache_salt=salt) for salt in "ab")
+    expected = run_to_end(engine, first).token_ids[first.request_id]
+    os.truncate(path, 100)
+    assert run_to_end(engine, second).token_ids[second.request_id] == expected

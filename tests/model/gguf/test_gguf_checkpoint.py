@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf import GGUFReader, GGUFWriter
 from gguf.constants import GGMLQuantizationType
 
 from app.build import build_sync_engine
@@ -246,6 +247,62 @@ def test_the_same_file_elsewhere_has_the_same_digest(tmp_path: Path, cache: Path
     assert digests[0] == digests[1] != digests[2]
 
 
+def split(path: Path, folder: Path, count: int = 3) -> list[Path]:
+    """The same model in parts, as `llama-gguf-split` makes them."""
+    folder.mkdir(exist_ok=True)
+    reader, parts = GGUFReader(path), []
+    for number in range(count):
+        parts.append(folder / f"tiny-{number + 1:05}-of-{count:05}.gguf")
+        writer = GGUFWriter(parts[-1], str(reader.fields["general.architecture"].contents()))
+        for key, field in (reader.fields if number == 0 else {}).items():
+            if not key.startswith("GGUF.") and key != "general.architecture":
+                kind = field.types[0]
+                writer.add_key_value(key, field.contents(), kind, field.types[-1] if len(field.types) > 1 else None)
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", count)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[number::count]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return parts
+
+
+def test_a_model_in_parts_is_the_model(tmp_path: Path, cache: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model(), GGMLQuantizationType.Q4_K)
+    first, *others = split(path, tmp_path / "parts")
+    whole, joined = (read_gguf(each, cache).state_dict() for each in (path, first))
+    assert all(torch.equal(weight, joined[name]) for name, weight in whole.items())
+    with pytest.raises(InvalidSetup, match=r"is not the first of its 3 parts; set model.path to tiny-00001-of-00003"):
+        checkpoint_of(others[0], cache)
+    before = checkpoint_of(first, cache)
+    assert checkpoint_of(first, cache) == before
+    others[1].touch()
+    manifest_in(checkpoint_of(first, cache))  # described again
+    others[1].unlink()
+    with pytest.raises(InvalidSetup, match=r"tiny-00003-of-00003\.gguf cannot be read: No such file"):
+        checkpoint_of(first, cache)
+    renamed = first.rename(first.with_name("tiny.gguf"))
+    with pytest.raises(InvalidSetup, match=r"is one of 3 parts, and its name does not end in -00001-of-00003\.gguf"):
+        checkpoint_of(renamed, cache)
+
+
+def test_what_a_model_sees_images_with_is_refused_by_name(tmp_path: Path, cache: Path) -> None:
+    path = tmp_path / "mmproj.gguf"
+    writer = GGUFWriter(path, "clip")
+    writer.add_tensor("v.patch_embd.weight", np.zeros((4, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(
+        UnsupportedModel, match=r"sees images with \(mmproj\), and no model; set model.path to the GGUF"
+    ):
+        checkpoint_of(path, cache)
+
+
 def test_a_transformers_that_is_too_old_is_named(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
     monkeypatch.setitem(sys.modules, "transformers.integrations.gguf", None)  # an import of it fails
@@ -265,7 +322,6 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, cache: Path) ->
     ("changes", "message"),
     [
         ({"settings": {"general.architecture": "mamba"}}, r"architecture 'mamba'; GGUF files of llama, qwen2, qwen3"),
-        ({"settings": {"split.count": 3}}, r"is one of 3 parts; join them with `llama-gguf-split --merge`"),
         ({"settings": {"llama.expert_shared_count": 8}}, r"llama\.expert_shared_count is 8, which cannot be read"),
         ({"settings": {"llama.expert_count": 2, "llama.expert_used_count": 3}}, r"expert_used_count is 3, which"),
         ({"settings": {"llama.rope.scaling.type": "yarn"}}, r"llama\.rope\.scaling\.type is 'yarn'"),

@@ -56,3 +56,15 @@ def test_a_type_that_cannot_be_read_is_refused_by_name(tmp_path: Path, content: 
     place = content.index(b"token_embd.weight") + len("token_embd.weight") + 4 + 2 * 8
     with pytest.raises(UnsupportedModel, match=rf"tensor token_embd\.weight is of type {name}, which cannot be read"):
         read(tmp_path, content[:place] + struct.pack("<I", number) + content[place + 4 :])
+
+
+def test_a_list_without_end_is_refused_before_it_is_read(tmp_path: Path, content: bytes) -> None:
+    """Two gigabytes of metadata would be hundreds of gigabytes of Python's numbers."""
+    uint8, array = 0, 9
+    path = tmp_path / "many.gguf"
+    with path.open("wb") as file:
+        entries = struct.pack("<I", array) + struct.pack("<IQ", uint8, 2**31)
+        file.write(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"a" + entries)
+        file.truncate(2**31 + 2**10)  # no block of the disk is taken
+    with pytest.raises(InvalidSetup, match=r"a list has 2,147,483,648 entries; at most 8,388,608 are read"):
+        GgufFile(path)
