@@ -24,7 +24,7 @@ from app.model.gguf.tokenizer import save_tokenizer
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 3  # of the folders; a change of what is written into them gets another number
+_FORMAT = 4  # of the folders; a change of what is written into them gets another number
 
 
 def checkpoint_of(path: Path, cache: Path, report: Callable[[str], None] = logger.info) -> Path:
