@@ -26,7 +26,7 @@ def resolve_model_path(path: str) -> str:
         if place.is_file():
             from app.model.gguf.checkpoint import checkpoint_of
 
-            return str(checkpoint_of(place.resolve(), cache_folder() / "models"))
+            return str(checkpoint_of(place.absolute(), cache_folder() / "models"))
     if path.endswith(".gguf"):
         raise InvalidSetup(f"model.path: got {path!r}; there is no such file here")
     return path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,10 +19,11 @@ from app.errors import CarouselError, InvalidSetup, UnsupportedModel, first_line
 from app.model.attention import ATTENTION_NAME, UnknownAttention, number_layers, paged_attention
 from app.model.cpu.checkpoint import Checkpoint, MappedModel
 from app.model.cpu.gguf_checkpoint import GgufCheckpoint
+from app.model.cpu.stored_matrix import can_be_stored
 from app.model.cpu.weights import why_not_native
 from app.model.cuda.attention import TritonAttention
 from app.model.description import read_config
-from app.model.gguf.manifest import manifest_in
+from app.model.gguf.manifest import Manifest, manifest_in
 from app.model.gpu_backends import BackendFailed
 from app.model.language_model import language_class, language_config, plain_names
 from app.model.latent_attention import store_latents
@@ -175,22 +177,34 @@ class ModelSource:
 
     def weights_of_gguf(self) -> dict[str, torch.Tensor] | None:
         """All weights of a GGUF file, multiplied out. None for another model."""
-        folder = Path(self.location)
-        manifest = manifest_in(folder) if folder.is_dir() else None
-        if manifest is None:
+        if (manifest := self.gguf) is None:
             return None
-        self.log_multiplied_out()
-        return GgufCheckpoint(folder, self.dtype, manifest).all()
+        self.log_gguf(is_kept=False)
+        return GgufCheckpoint(Path(self.location), self.dtype, manifest).all()
+
+    @property
+    def gguf(self) -> Manifest | None:
+        """Where its weights lie in GGUF files; None for another model."""
+        return manifest_in(Path(self.location)) if Path(self.location).is_dir() else None
+
+    def log_gguf(self, *, is_kept: bool) -> None:
+        """How the weights of a GGUF file are served; of another model nothing.
+
+        is_kept: those that the C++ multiplies as the file has them.
+        """
+        if (manifest := self.gguf) is None:
+            return
+        counts = Counter(placed.kind for placed in manifest.weights.values())
+        kept: list[str] = []
+        others: list[str] = []
+        for kind, count in counts.most_common():
+            (kept if is_kept and can_be_stored(kind) else others).append(f"{count} in {manifest.kinds[str(kind)]}")
+        if kept:
+            logger.info("%s: its weights stay as the file has them (%s)", self.config.path, ", ".join(kept))
+        logger.info("%s: its weights are read as %s (%s)", self.config.path, self.dtype, ", ".join(others) or "none")
 
     def log_multiplied_out(self) -> None:
-        """How its weights are served, if they are quantised in its files."""
-        folder = Path(self.location)
-        manifest = manifest_in(folder) if folder.is_dir() else None
-        if manifest is not None:
-            kinds = GgufCheckpoint(folder, self.dtype, manifest).kinds()
-            is_kept = self.device.type == "cpu" and self.config.quantization == "none"
-            how = "stay as the file has them" if is_kept else f"are multiplied out to {self.dtype}"
-            logger.info("%s: its weights (%s) %s", self.config.path, kinds, how)
+        """How its weights are served, if they are quantised in its files. Of a GGUF file, `log_gguf` says so."""
         if self.quantised is None:
             return
         packing, hint = self.quantised.packing, ""
@@ -291,16 +305,20 @@ def _without_report() -> Iterator[None]:
 
 def module_without_weights(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
     """transformers' model on the meta device."""
-    from transformers import GenerationConfig
-
     with torch.device("meta"):
         module = _with_our_attention(
             lambda name: source.model_class._from_config(source.found, dtype=dtype, attn_implementation=name)
         )
     adapt(source, module)
+    _read_generation_config(source, module)
+    return module.eval()
+
+
+def _read_generation_config(source: ModelSource, module: PreTrainedModel) -> None:
+    from transformers import GenerationConfig
+
     if (Path(source.location) / "generation_config.json").is_file():
         module.generation_config = GenerationConfig.from_pretrained(source.location)
-    return module.eval()
 
 
 def _with_our_attention(make: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
@@ -338,6 +356,8 @@ def mapped_model(source: ModelSource, device: torch.device | None = None) -> Map
     if not checkpoint.has_weights_of(module):
         return None
     source.log_multiplied_out()
+    if device is not None:
+        source.log_gguf(is_kept=False)
     if source.group is None:
         return MappedModel(module, checkpoint, device)
     SplitPlan(module, source.group, path=source.config.path).split("", module)
@@ -403,6 +423,8 @@ def module_of_transformers(source: ModelSource) -> PreTrainedModel:
             )
         )  # fmt: skip
         adapt(source, module)
+        if location is None:
+            _read_generation_config(source, module)
         return module if "device_map" in options else module.to(source.device)
     except Exception as error:  # each package of quantised weights has its own
         if is_out_of_memory(error):

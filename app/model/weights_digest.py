@@ -7,7 +7,7 @@ from pathlib import Path
 from zlib import crc32
 
 from app.config import EngineConfig
-from app.errors import described
+from app.errors import CarouselError, described
 from app.model.gguf.manifest import manifest_in
 from app.model.location import resolve_model_path
 
@@ -22,7 +22,7 @@ def digest_of_weights(config: EngineConfig) -> int:
     location = resolve_model_path(model.path)
     try:
         digest = weights_digest(location, model.revision)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, CarouselError) as error:
         logger.warning("the files of %s have no digest: %s", model.path, described(error))
         return 0
     dtype: str = model.dtype

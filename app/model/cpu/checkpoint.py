@@ -56,13 +56,13 @@ class Checkpoint:
         self._quantised = quantised
         self._files: dict[str, tuple[Any, str]] = {}  # by the name of a weight: its file, and its name there
         self._used: list[torch.Tensor] = []
-        self._converted: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()  # by where they are mapped
+        self._converted: WeakValueDictionary[str, torch.Tensor] = WeakValueDictionary()  # by their names in the files
         for path in sorted(location.glob("model*.safetensors")):
             try:
                 file: Any = safe_open(path, framework="pt")
             except SafetensorError as error:
                 raise OSError(f"{path}: {error}") from error
-            self._files |= {_renamed(key): (file, key) for key in [*file.keys()]}
+            self._files |= {renamed(key): (file, key) for key in [*file.keys()]}
 
     def __call__(self, name: str, part: Part | None = None) -> torch.Tensor | None:
         """The weight of this name, or a part of it. A head that is tied to the embedding is not in the files.
@@ -89,14 +89,20 @@ class Checkpoint:
         if mapped.dtype is self._dtype:
             self._used.append(mapped)
             return mapped
-        converted = self._converted.get(mapped.data_ptr())
+        own_name = self.own_name(name)
+        converted = self._converted.get(own_name)
         if converted is None:  # else a tied head, while the embedding is there
-            converted = self._converted[mapped.data_ptr()] = _converted(mapped, self._dtype)
+            converted = self._converted[own_name] = _converted(mapped, self._dtype)
         return converted
 
     def to_pack(self, name: str) -> torch.Tensor | StoredMatrix | None:
         """The weight of this name for the C++ decoder, which multiplies some quantised matrices as files have them."""
         return self(name)
+
+    def size_to_pack(self, name: str) -> torch.Tensor | StoredMatrix | None:
+        """The same on the meta device."""
+        shape = self.shape(name)
+        return None if shape is None else torch.empty(shape, dtype=self._dtype, device="meta")
 
     @property
     def has_stored(self) -> bool:
@@ -198,7 +204,8 @@ def _converted(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return converted
 
 
-def _renamed(key: str) -> str:
+def renamed(key: str) -> str:
+    """The name of a weight as transformers has it, of its name in a file."""
     for mixtrals, name in _MIXTRAL_NAMES:
         key = key.replace(mixtrals, name)
     return plain_name(key)

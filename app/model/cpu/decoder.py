@@ -46,6 +46,10 @@ from app.model.kv_cache import ONE_GROUP, LayerGroups
 from app.model.matcher_preparer import MatcherPreparer
 from app.model.recurrent_layers import pieces_of
 
+# Of stored matrices, as in the sources.
+_IN_BLOCKS, _BLOCK, _SUMS_OF_BLOCK = 2, 256, 48
+_TILE_ROWS = 12  # at most
+
 MIXERS: tuple[str, ...] = get_args(Mixer)  # in the order of the C++
 
 
@@ -235,7 +239,11 @@ def buffer_bytes(weights: NativeWeights, *, num_tokens: int, num_positions: int)
     if weights.weight_bits:
         size = max(hidden, mixed, inner, experts.intermediate_size)
         of_row = -(-size // GROUPS[8]) * GROUPS[8] + -(-size // GROUPS[4]) * (4 + 4)
-        total += max(num_tokens, num_places) * of_row
+        num_rows = max(num_tokens, num_places)
+        if weights.weight_bits < min(GROUPS):  # stored: in blocks as well, and for a tile behind the last row
+            num_rows += _TILE_ROWS
+            of_row += size + size // _BLOCK * (4 + _SUMS_OF_BLOCK) if weights.weight_bits & _IN_BLOCKS else 0
+        total += num_rows * of_row
     of_position = sum(2 * len(each.frequencies) for each in settings.rotary) * torch.float32.itemsize
     return total + _num_rotary(num_positions) * of_position
 

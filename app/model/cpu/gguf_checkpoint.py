@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from app.model.cpu.checkpoint import Checkpoint, Part
+from app.model.cpu.checkpoint import Checkpoint, Part, renamed
 from app.model.cpu.stored_matrix import Rows, StoredMatrix, can_be_stored
 from app.model.gguf.manifest import Manifest, PlacedWeight
 from app.model.llama import EMBEDDING, by_expert
@@ -26,7 +25,8 @@ class GgufCheckpoint(Checkpoint):
     def __init__(self, location: Path, dtype: torch.dtype, manifest: Manifest) -> None:
         """As `Checkpoint`. Raises OSError if the file cannot be read."""
         super().__init__(location, dtype)
-        self._placed = manifest.weights
+        self._names = [*manifest.weights]  # as the model's own class has them
+        self._placed = {renamed(name): placed for name, placed in manifest.weights.items()}
         self._mapped_files = [
             torch.from_file(file.path, shared=False, size=file.num_bytes, dtype=torch.uint8) for file in manifest.files
         ]
@@ -35,41 +35,42 @@ class GgufCheckpoint(Checkpoint):
     @property
     def has_stored(self) -> bool:
         """Whether any of its matrices can be multiplied as the file has them."""
-        return any(can_be_stored(each.kind) for each in self._placed.values())
-
-    def kinds(self) -> str:
-        """Its types, with how many weights have each."""
-        from gguf.constants import GGMLQuantizationType
-
-        counts = Counter(placed.kind for placed in self._placed.values())
-        return ", ".join(f"{GGMLQuantizationType(kind).name} × {count}" for kind, count in counts.most_common())
+        return any(map(self._is_stored, self._placed))
 
     def __call__(self, name: str, part: Part | None = None) -> torch.Tensor | None:
         """As `Checkpoint`, multiplied out."""
         quantised = self._quantised_matrix(name)
         if quantised is None:
             return super().__call__(name, part)
-        weight = quantised.multiplied_out()
         placed = self._placed[self.own_name(name)]
+        weight = quantised.multiplied_out().view(placed.shape)
         if placed.columns is not None:
             weight = weight[:, self._order(placed.columns)]
         return weight if part is None else part(weight)
 
     def all(self) -> dict[str, torch.Tensor]:
         """Every weight, multiplied out."""
-        names = [*self._placed, *(name for name in self._files if not name.startswith("order."))]
-        return {name: weight.clone() for name in names if (weight := self(name)) is not None}
+        names = [*self._names, *(name for name in self._files if not name.startswith("order."))]
+        return {name: weight.clone() for name in names if (weight := self(renamed(name))) is not None}
 
     def to_pack(self, name: str) -> torch.Tensor | StoredMatrix | None:
         """A matrix as the file has it, where it can be multiplied so; else as a call gives it."""
-        found = self._quantised_matrix(name)
-        if (
-            found is None
-            or not can_be_stored(found.pieces[0].kind)
-            or self._placed[self.own_name(name)].columns is not None
-        ):
-            return self(name)
-        return found
+        return self._quantised_matrix(name) if self._is_stored(name) else self(name)
+
+    def size_to_pack(self, name: str) -> torch.Tensor | StoredMatrix | None:
+        """The same without its numbers, which are not read."""
+        placed = self._placed.get(self.own_name(name))
+        if placed is None or not self._is_stored(name):
+            return super().size_to_pack(name)
+        num_rows, num_inputs = placed.shape
+        blocks = torch.empty(num_rows, placed.num_bytes // num_rows, dtype=torch.uint8, device="meta")
+        return StoredMatrix((Rows(placed.kind, blocks),), num_inputs, self._dtype)
+
+    def _is_stored(self, name: str) -> bool:
+        placed, matrix = self._placed.get(self.own_name(name)), 2
+        if placed is None or placed.columns is not None or len(placed.shape) != matrix:
+            return False
+        return can_be_stored(placed.kind)
 
     def shape(self, name: str) -> torch.Size | None:
         placed = self._placed.get(self.own_name(name))

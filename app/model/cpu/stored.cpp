@@ -211,7 +211,6 @@ void take_column(StripKind kind, const uint32_t* lines, int64_t lane, Unpacked& 
 
 // ------------------------------------------------------------------ products
 
-
 #if defined(__AVX512BW__)
 inline IntegersPart pair_products(WordsPart left, WordsPart right) {
     return (IntegersPart)_mm512_madd_epi16((__m512i)left, (__m512i)right);
@@ -448,10 +447,11 @@ template <int BITS, int ROWS>
             const WordsPart factors = load_part(from);
             const FloatPart scale = from_halves(factors), least = from_halves(factors >> 16);
 #pragma GCC unroll 16
-            for (int row = 0; row < ROWS; ++row)
-                totals[row][part] += (scale * __builtin_convertvector(sums[row], FloatPart) -
-                                      least * __builtin_convertvector(leasts[row], FloatPart)) *
-                                     inputs.scales[row * blocks + block];
+            for (int row = 0; row < ROWS; ++row) {
+                const float own = inputs.scales[row * blocks + block];
+                totals[row][part] -= __builtin_convertvector(leasts[row], FloatPart) * (least * own);
+                totals[row][part] += __builtin_convertvector(sums[row], FloatPart) * (scale * own);
+            }
         }
     }
     store_totals<ROWS>(totals, half, results);

@@ -22,8 +22,8 @@ constexpr bool is_stored(int64_t bits) { return bits > 0 && bits < 4; }
 //       then n lines of numbers. A weight is scale × number + least.
 //   BLOCKS_n, for each BLOCK of inputs: a line with two factors in float16, four lines of bytes, then n lines of numbers
 //       for each of its groups. Byte 0 of line i belongs to group 2 i, byte 2 to group 2 i + 1: a weight is
-//       factor 0 × byte × number - factor 1 × next byte. Of BLOCKS_6 each half of a group has a byte of its own, and a
-//       weight is factor 0 × byte × number - factor 1 × byte.
+//       factor 0 × byte × number - factor 1 × next byte. In BLOCKS_6, each half of a group has its own byte, and a weight
+//       is factor 0 × byte × number - factor 1 × byte.
 // A group's numbers of 4 bits: in line i, the lower halves of its bytes are inputs 4 i to 4 i + 3, the upper halves those
 // 16 behind. Of 5 and 6 bits the upper ones follow in 1 and 2 lines: those of unit u are bit u of each byte, or two bits
 // from 2 (u mod 4) on in line u / 4. Of 8 bits, line i has inputs 4 i to 4 i + 3.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -61,6 +62,8 @@ class StoredMatrix:
 
     def multiplied_out(self) -> torch.Tensor:
         """[outputs, inputs], of its type."""
+        if self.is_meta:
+            return torch.empty(self.shape, dtype=self.dtype, device="meta")
         parts = [dequantised(piece, self.num_inputs).to(self.dtype) for piece in self.pieces]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
@@ -84,6 +87,12 @@ def form_of(kind: int) -> int:
     return form
 
 
+@cache
+def _threads(number: int) -> ThreadPool:
+    """A mixture of experts has thousands of matrices."""
+    return ThreadPool(number)
+
+
 def dequantised(rows: Rows, num_inputs: int) -> torch.Tensor:
     """The weights of some rows, [num_rows, num_inputs] float32."""
     if not can_be_stored(rows.kind):
@@ -92,7 +101,7 @@ def dequantised(rows: Rows, num_inputs: int) -> torch.Tensor:
 
         return torch.from_numpy(dequantize(rows.blocks.numpy(), GGMLQuantizationType(rows.kind)))
     weights = torch.empty(len(rows.blocks), num_inputs)
-    threads = ThreadPool(torch.get_num_threads())
+    threads = _threads(torch.get_num_threads())
     blocks = rows.blocks.contiguous()
     threads.code.carousel_dequantise(threads.handle, rows.kind, blocks.data_ptr(), weights.numel(), weights.data_ptr())
     return weights

@@ -40,7 +40,7 @@ PANEL = 2 * LANES  # columns of a packed matrix that are computed together, as i
 BITS = {"none": 0, "int8": 8, "int4": 4}  # of a weight, by model.quantization; 0: the model's type
 _HEAD_BITS = 8  # of the head and of tables where the layers are quantised, as in the sources
 GROUPS = {8: 64, 4: 32}  # inputs that share a scale, as in the sources
-STORED = 1  # in place of bits: matrices keep the numbers of a GGUF file
+STORED = 1  # in place of bits: matrices keep the numbers of a GGUF file; also a way to round their inputs
 
 # A matrix that is to be packed.
 Packable = torch.Tensor | StoredMatrix
@@ -266,7 +266,7 @@ def pack_weights(
         final_norm=final_norm,
         head=packed_head,
         dtype=dtype,
-        weight_bits=pack.forms if bits == STORED else bits,
+        weight_bits=(pack.forms or STORED) if bits == STORED else bits,
     )
 
 
@@ -351,6 +351,14 @@ class _Packing:
                 say_plain(packed)
                 packed, bits = packed[1:].view(_packed_shape(weights, 0)), 0
             _pack(self._threads, [_whole(each) for each in weights], packed, bits=bits)
+
+    def in_turn(self, weights: PackableWeights, gate_name: str, up_name: str) -> list[Packable]:
+        """LANES outputs of one, the LANES of the other at the same place, and so on: a panel holds both factors."""
+        gate, up = (_given(weights, f"{name}.weight") for name in (gate_name, up_name))
+        if self._bits == STORED and isinstance(gate, StoredMatrix) and isinstance(up, StoredMatrix):
+            return [gate.in_turn(up)]
+        gate, up = _whole(gate), _whole(up)
+        return [torch.stack([gate.view(-1, LANES, gate.shape[1]), up.view(-1, LANES, up.shape[1])], 1).flatten(0, 2)]
 
     def _shape(self, weights: Sequence[Packable], bits: int) -> tuple[int, ...]:
         if bits != STORED:
@@ -506,21 +514,12 @@ def _pack_mlps(
             tuple(f"mlp.experts.{n}.{part}_proj" for part in parts)  # type: ignore[misc]
             for n in range(settings.experts.num_experts)
         ]
-    gate_up = pack.side_by_side(len(mlps), _gate_and_up(weights, *mlps[0][:2]))
+    gate_up = pack.side_by_side(len(mlps), pack.in_turn(weights, *mlps[0][:2]))
     down = pack.side_by_side(len(mlps), [_given(weights, f"{mlps[0][2]}.weight")])
     for index, (gate_name, up_name, down_name) in enumerate(mlps[1:], 1):
-        pack.into(gate_up[index], _gate_and_up(weights, gate_name, up_name))
+        pack.into(gate_up[index], pack.in_turn(weights, gate_name, up_name))
         pack.into(down[index], [_given(weights, f"{down_name}.weight")])
     return tuple(NativeMlp(gate_up=gate_up[index], down=down[index]) for index in range(len(mlps)))
-
-
-def _gate_and_up(weights: PackableWeights, gate_name: str, up_name: str) -> list[Packable]:
-    """LANES outputs of one, the LANES of the other at the same place, and so on: a panel holds both factors."""
-    gate, up = (_given(weights, f"{name}.weight") for name in (gate_name, up_name))
-    if isinstance(gate, StoredMatrix) and isinstance(up, StoredMatrix):
-        return [gate.in_turn(up)]
-    gate, up = _whole(gate), _whole(up)
-    return [torch.stack([gate.view(-1, LANES, gate.shape[1]), up.view(-1, LANES, up.shape[1])], 1).flatten(0, 2)]
 
 
 def _packed_shape(weights: Sequence[Packable], bits: int) -> tuple[int, int, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +37,7 @@ def checkpoint_of(path: Path, cache: Path, report: Callable[[str], None] = logge
         InvalidSetup: the file is no GGUF file or damaged, or there is no room for the folder.
         UnsupportedModel: its architecture, a type or a tensor in it cannot be read.
     """
-    identity = "\0".join(map(str, (_FORMAT, *DescribedFile.of(path))))
+    identity = "\0".join(map(str, (_FORMAT, *DescribedFile.of(path, path.stat()))))
     target = cache / f"{path.stem[:80]}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     if target.is_dir() and _is_sound(target):
         return target
@@ -50,8 +51,8 @@ def checkpoint_of(path: Path, cache: Path, report: Callable[[str], None] = logge
                 _make(target, file, description, report)
     except OSError as error:
         raise InvalidSetup(
-            f"{path}: its tokenizer cannot be written to {cache}: {error.strerror}; free some room, or set "
-            f"XDG_CACHE_HOME to a folder on another disk"
+            f"{path}: the folder with its tokenizer cannot be written to {cache}: {error.strerror}; free some room, or "
+            f"set XDG_CACHE_HOME to a folder on another disk"
         ) from error
     return target
 
@@ -60,7 +61,7 @@ def _is_sound(folder: Path) -> bool:
     """Whether all parts of the file are what they were."""
     try:
         return manifest_in(folder) is not None
-    except InvalidSetup:
+    except (InvalidSetup, ValueError, TypeError, KeyError):  # the last three: a folder that was written in part
         return False
 
 
@@ -78,6 +79,9 @@ def _make(target: Path, file: GgufFile, description: Description, report: Callab
         ):
             (temporary / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         _write_weights(temporary, file, description)
+        for written in temporary.iterdir():
+            with written.open("rb") as opened:
+                os.fsync(opened.fileno())
         sync_folder(temporary)
         temporary.rename(target)
         sync_folder(target.parent)
@@ -97,7 +101,9 @@ def _write_weights(folder: Path, file: GgufFile, description: Description) -> No
         shape = list(description.shapes[name])
         placed[name] = PlacedWeight(int(tensor.kind), tensor.start, tensor.num_bytes, shape, rows, columns, tensor.part)
     (folder / "model.safetensors").write_bytes(save(written, metadata={"format": "pt"}))
-    Manifest(files=[DescribedFile.of(each.path) for each in file.files], weights=placed).write(folder)
+    files = [DescribedFile.of(each.path, each.stat) for each in file.files]
+    kinds = {str(int(tensor.kind)): tensor.kind.name for tensor in description.tensors.values()}
+    Manifest(files=files, kinds=kinds, weights=placed).write(folder)
 
 
 def _kept(order: Values | None, written: dict[str, Values]) -> str | None:

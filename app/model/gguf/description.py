@@ -246,13 +246,16 @@ def _as_transformers_knows(file: GgufFile, settings: _Settings) -> Description:
     changes: dict[str, Change] = {}
     rows: dict[str, Values] = {}
     columns: dict[str, Values] = {}
+    orders: dict[tuple[str | None, tuple[int, ...]], tuple[Values, Values] | None] = {}
     for source, tensor in file.tensors.items():
         name, pattern = rename_source_key(source, renamings, converters)
         if name.startswith("mtp."):  # predicts tokens ahead; transformers has no code for it
             continue
         if operations := by_pattern.get(pattern):
             change = partial(_converted, operations, name)
-            order = _order_of(change, tensor.shape)
+            if (pattern, tensor.shape) not in orders:
+                orders[pattern, tensor.shape] = _order_of(change, tensor.shape)
+            order = orders[pattern, tensor.shape]
             if order is None:
                 changes[name] = change
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +36,7 @@ class DescribedFile(NamedTuple):
     mtime_ns: int
 
     @classmethod
-    def of(cls, path: Path) -> DescribedFile:
-        stat = path.stat()
+    def of(cls, path: Path, stat: os.stat_result) -> DescribedFile:
         return cls(str(path), stat.st_size, stat.st_mtime_ns)
 
 
@@ -45,15 +45,16 @@ class Manifest:
     """The files of a model, and its weights by transformers' names."""
 
     files: Sequence[DescribedFile]
+    kinds: Mapping[str, str]  # the names of the types of its weights, by their numbers
     weights: Mapping[str, PlacedWeight]
 
     def write(self, folder: Path) -> None:
-        content = {"files": self.files, "weights": self.weights}
+        content = {"files": self.files, "kinds": self.kinds, "weights": self.weights}
         (folder / _NAME).write_text(json.dumps(content, separators=(",", ":")), encoding="utf-8")
 
 
 def manifest_in(folder: Path) -> Manifest | None:
-    """Of a model's folder; None where its weights lie in the folder.
+    """What `write` has written into a model's folder; None for a folder that has its weights itself.
 
     Raises InvalidSetup if a GGUF file has changed since, or is gone.
     """
@@ -64,12 +65,12 @@ def manifest_in(folder: Path) -> Manifest | None:
     files = [DescribedFile(*each) for each in content["files"]]
     for file in files:
         try:
-            found = DescribedFile.of(Path(file.path))
+            found = DescribedFile.of(Path(file.path), os.stat(file.path))
         except OSError as error:
             raise InvalidSetup(
                 f"{file.path} has the weights of this model, and cannot be read: {error.strerror}"
             ) from error
         if found != file:
-            raise InvalidSetup(f"{file.path} has changed while the model was being loaded; start again")
+            raise InvalidSetup(f"{file.path} has changed since it was read; start again")
     weights = {name: PlacedWeight(*placed) for name, placed in content["weights"].items()}
-    return Manifest(files=files, weights=weights)
+    return Manifest(files=files, kinds=content["kinds"], weights=weights)

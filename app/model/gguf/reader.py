@@ -120,7 +120,8 @@ class _OneFile:
         self.path, self._part = path, part
         try:
             with path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
+                self.stat = os.fstat(file.fileno())
+                size = self.stat.st_size
                 self.content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
         except OSError as error:
             raise InvalidSetup(f"{path} cannot be read: {error.strerror}") from error
@@ -156,7 +157,7 @@ class _OneFile:
         found = [self._tensor() for _ in range(num_tensors)]
         default_alignment = 32
         alignment = metadata.get("general.alignment", default_alignment)
-        if not isinstance(alignment, int) or alignment < 1:
+        if not isinstance(alignment, int) or alignment < 8 or alignment % 8:
             raise ValueError(f"general.alignment is {alignment!r}")
         first = -(-self._place // alignment) * alignment
         tensors = {
@@ -188,6 +189,11 @@ class _OneFile:
             if not tensor.shape or tensor.shape[-1] % block:
                 raise InvalidSetup(f"{self.path} is damaged: tensor {tensor.name} of type {tensor.kind.name} has the "
                                    f"shape {list(tensor.shape)}; download it again")  # fmt: skip
+            if tensor.start % 8:
+                raise InvalidSetup(
+                    f"{self.path} is damaged: tensor {tensor.name} begins at byte {tensor.start:,}, which is no "
+                    f"multiple of 8; download it again"
+                )
             end = tensor.start + tensor.num_bytes
             if end > len(self.content):
                 raise InvalidSetup(

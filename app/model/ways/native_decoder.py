@@ -21,21 +21,18 @@ from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import ThreadPool, in_large_pages, is_fast, library
 from app.model.cpu.sampling import NativeSampler
 from app.model.cpu.shared_weights import Sharing, shared_weights
-from app.model.cpu.stored_matrix import StoredMatrix
 from app.model.cpu.verification_cache import VerifiedModel, digest_of_files, read_verified, write_verified
 from app.model.cpu.weights import (
     BITS,
     STORED,
     Allocate,
     NativeWeights,
-    Packable,
     PackableWeights,
     pack_weights,
     why_not_native,
 )
 from app.model.description import max_model_len
 from app.model.device import check_kv_dtype
-from app.model.gguf.manifest import manifest_in
 from app.model.inputs import build_inputs
 from app.model.kv_cache import LayerGroups
 from app.model.llama import DecoderSettings, by_expert, settings_of, why_attention_is_not_llama_like
@@ -95,6 +92,7 @@ class NativeModel(LoadedModel):
                 files.to_pack, settings, bits=_bits(source, files), release=files.release, allocate=allocate
             )
 
+        source.log_gguf(is_kept=not bits)
         weights = shared_weights(pack, _sharing(source, settings))
         return cls.in_place_of(own, weights=weights, states=own.states, reference=expected)
 
@@ -111,8 +109,9 @@ class NativeModel(LoadedModel):
         settings, is_planned = verified.settings, source.device.type == "meta"
         if not is_planned:
             source.log_multiplied_out()
+            source.log_gguf(is_kept=source.config.quantization == "none")
         files = source.checkpoint(Path(source.location))
-        weights, bits = _sizes_of(files, source.dtype) if is_planned else files.to_pack, _bits(source, files)
+        weights, bits = _sizes_of(files) if is_planned else files.to_pack, _bits(source, files)
 
         def pack(allocate: Allocate) -> NativeWeights:
             return pack_weights(weights, settings, bits=bits, release=files.release, allocate=allocate)
@@ -137,12 +136,12 @@ class NativeModel(LoadedModel):
                 f"and here it does not: {reason}"
             )
         add_positions(own.module)
-        settings, folder = settings_of(own.module, own.rules), Path(source.location)
+        settings = settings_of(own.module, own.rules)
         weights: PackableWeights = by_expert(own.module.state_dict()).get
         bits = BITS[source.config.quantization]
-        if manifest_in(folder) is not None:
-            files = source.checkpoint(folder)
-            weights, bits = _sizes_of(files, source.dtype), _bits(source, files)
+        if source.gguf is not None:
+            files = source.checkpoint(Path(source.location))
+            weights, bits = _sizes_of(files), _bits(source, files)
         return cls.in_place_of(own, weights=pack_weights(weights, settings, bits=bits), states=own.states)
 
     def difference(self, source: ModelSource) -> str | None:
@@ -170,8 +169,10 @@ class NativeModel(LoadedModel):
             first, whole = (decoder.predict(batch, inputs) for decoder in decoders)
             return Output(first.logits[None], whole.logits[None])
 
-        rounding = "int4" if self.weights.weight_bits and source.config.quantization == "none" else None
-        return self.reference.difference_in_steps(compute, blocks, rounding or source.config.quantization)
+        quantization = source.config.quantization
+        if quantization == "none" and self.weights.weight_bits:  # only inputs are rounded
+            quantization = "int8"
+        return self.reference.difference_in_steps(compute, blocks, quantization)
 
     def giving_back(self) -> NativeModel:
         windows = {index: layer.sliding_window for index, layer in enumerate(self.weights.settings.layers)}
@@ -220,17 +221,9 @@ def _bits(source: ModelSource, files: Checkpoint) -> int:
     return STORED if is_as_stored else BITS[source.config.quantization]
 
 
-def _sizes_of(files: Checkpoint, dtype: torch.dtype) -> PackableWeights:
-    """The weights without their numbers."""
-
-    @cache
-    def size_of(name: str) -> Packable | None:
-        shape = files.shape(name)
-        if shape is None:
-            return None
-        found = files.to_pack(name) if files.has_stored and len(shape) > 1 else None
-        return found.to_meta() if isinstance(found, StoredMatrix) else torch.empty(shape, dtype=dtype, device="meta")
-
+def _sizes_of(files: Checkpoint) -> PackableWeights:
+    """The weights without their numbers; a tied head is the embedding."""
+    size_of = cache(files.size_to_pack)
     return lambda name: size_of(files.own_name(name))
 
 

@@ -81,6 +81,14 @@ bool check(ThreadPool& threads, int64_t first_type, int64_t type, std::mt19937& 
                 return false;
             }
     }
+    for (int64_t row = 0; row < MOST_ROWS; ++row)  // its bits do not depend on the rows beside it
+        for (const int half : {0, 1}) {
+            Vector own[STRIP_ROWS][2];
+            const Strip& strip = strip_of(matrix.data(), half * LANES);
+            multiply_strip(strip, numbers_of(matrix.data(), strip), 1, rows_from(rounded, row, NUM_INPUTS), NUM_INPUTS, half, own);
+            if (std::memcmp(&own[0][half], &results[row * 2 * PANEL + half * LANES], sizeof(Vector)) == 0) continue;
+            return std::printf("type %d: row %d has other bits alone\n", int(strip.kind), int(row)), false;
+        }
     for (int64_t at = 0; at < NUM_COLUMNS; ++at) {
         read_stored_column<float>({matrix.data(), NUM_INPUTS, NUM_COLUMNS}, at, column.data());
         for (int64_t input = 0; input < NUM_INPUTS; ++input)

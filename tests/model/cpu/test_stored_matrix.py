@@ -137,8 +137,9 @@ def test_a_rows_bits_do_not_depend_on_what_shares_its_step(tmp_path: Path) -> No
         assert torch.equal(beside[-1], alone)
 
 
-def test_a_mixture_of_experts_computes_with_the_numbers_of_its_file(tmp_path: Path) -> None:
-    model = tiny_model("qwen3_moe")
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
+def test_a_mixture_of_experts_computes_with_the_numbers_of_its_file(architecture: str, tmp_path: Path) -> None:
+    model = tiny_model(architecture)
     found = served(write_gguf(tmp_path / "a.gguf", model, "Q4_K"), tmp_path)
     assert found.weights.weight_bits == IN_BLOCKS
     [logits] = logits_of(found, PROMPT)
@@ -149,21 +150,58 @@ def test_a_mixture_of_experts_computes_with_the_numbers_of_its_file(tmp_path: Pa
     assert errors.median() < 0.03
 
 
+@pytest.mark.parametrize("architecture", ["gemma3", "granite", "lfm2", "qwen3_5"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_other_layers_do_so_too(architecture: str, dtype: str, tmp_path: Path) -> None:
+    """Gated queries, short convolutions, a gated delta rule with an output whose columns have another order."""
+    model = tiny_model(architecture, vocab_size=292)  # no multiple of 16
+    path = write_gguf(tmp_path / "a.gguf", model, "Q8_0")
+    found = served(path, tmp_path, dtype=dtype)
+    assert found.weights.weight_bits == IN_GROUPS
+
+
+@pytest.mark.parametrize("kinds", ["F16", "F32"])
+def test_matrices_of_one_size_stay_apart(kinds: str, tmp_path: Path) -> None:
+    """Queries and keys whose rows have another order in the file: each is a copy, which may lie where another did."""
+    model = tiny_model(num_key_value_heads=4, num_attention_heads=4)
+    found = served(write_gguf(tmp_path / "a.gguf", model, kinds), tmp_path)
+    [logits] = logits_of(found, PROMPT)
+    with torch.inference_mode():
+        assert torch.allclose(logits, model(torch.tensor([PROMPT])).logits[0], atol=2e-4)
+
+
 def test_a_setting_rounds_the_weights_further(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "a.gguf", tiny_model(), "Q8_0")
     assert served(path, tmp_path, quantization="int4").weights.weight_bits == 4
 
 
-def test_a_second_start_packs_the_same_and_plans_its_size(tmp_path: Path) -> None:
+def test_a_second_start_packs_the_same(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "a.gguf", tiny_model(), MIXED)
     first, second = (served(path, tmp_path) for _ in range(2))
     assert second.reference is None, "it was verified before"
     assert torch.equal(logits_of(first, PROMPT)[0], logits_of(second, PROMPT)[0])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        planned = planned_native_model(config_of(path, dtype="float32"))
-    assert planned.weights.weight_bits == first.weights.weight_bits
-    assert num_bytes_of(planned.tensors()) == num_bytes_of(first.tensors())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kinds", "quantization"),
+    [
+        ("llama", MIXED, "none"), ("llama", WITH_PLAIN, "none"), ("llama", MIXED, "int4"), ("llama", "F16", "none"),
+        ("mixtral", "Q4_K", "none"), ("qwen3_5", "Q8_0", "none"), ("qwen3_5", "Q8_0", "int8"), ("lfm2", "Q6_K", "none"),
+    ],
+)  # fmt: skip
+def test_its_memory_is_planned_without_its_numbers(
+    architecture: str,
+    kinds: str | Mapping[str, str],
+    quantization: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = write_gguf(tmp_path / "a.gguf", tiny_model(architecture, tie_word_embeddings=False), kinds)
+    planned = planned_native_model(config_of(path, dtype="float32", quantization=quantization))
+    found = served(path, tmp_path, quantization=quantization)
+    assert num_bytes_of(planned.tensors()) == num_bytes_of(found.tensors())
+    assert planned.weights.weight_bits == found.weights.weight_bits
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])

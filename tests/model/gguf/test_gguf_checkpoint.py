@@ -284,9 +284,28 @@ def test_a_model_in_parts_is_the_model(tmp_path: Path, cache: Path) -> None:
     others[1].unlink()
     with pytest.raises(InvalidSetup, match=r"tiny-00003-of-00003\.gguf cannot be read: No such file"):
         checkpoint_of(first, cache)
+    (tmp_path / "links").mkdir()
+    for part in split(path, tmp_path / "blobs"):
+        (tmp_path / "links" / part.name).symlink_to(part.rename(part.with_suffix("")))  # as the hub's cache has them
+    assert resolve_model_path(str(tmp_path / "links" / first.name))
     renamed = first.rename(first.with_name("tiny.gguf"))
     with pytest.raises(InvalidSetup, match=r"is one of 3 parts, and its name does not end in -00001-of-00003\.gguf"):
         checkpoint_of(renamed, cache)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_all_tokens_that_end_a_text_are_known(backend: str, tmp_path: Path, cache: Path) -> None:
+    """Gemma has one for texts and another one for turns."""
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model(), settings={"tokenizer.ggml.eot_token_id": START})
+    engine = build_sync_engine(config_of(path, cache={"num_blocks": 16}, dtype="float32", backend=backend))
+    assert set(engine.facts.eos_token_ids) == {START, END}
+
+
+def test_a_folder_that_was_written_in_part_is_made_again(tmp_path: Path, cache: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model())
+    folder = checkpoint_of(path, cache)
+    (folder / "gguf.json").write_text("")
+    assert manifest_in(checkpoint_of(path, cache)) is not None
 
 
 def test_what_a_model_sees_images_with_is_refused_by_name(tmp_path: Path, cache: Path) -> None:
