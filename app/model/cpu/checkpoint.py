@@ -206,8 +206,9 @@ def _converted(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def renamed(key: str) -> str:
     """The name of a weight as transformers has it, of its name in a file."""
-    for mixtrals, name in _MIXTRAL_NAMES:
-        key = key.replace(mixtrals, name)
+    if _MIXTRAL_NAMES[0][0] in key:
+        for mixtrals, name in _MIXTRAL_NAMES:
+            key = key.replace(mixtrals, name)
     return plain_name(key)
 
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compi
 ALL = [("llama", dtype, quantization) for dtype in ("float32", "bfloat16") for quantization in ("none", "int8")]
 ALL += [
     (architecture, dtype, quantization)
-    for architecture in ("qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe")
+    for architecture in ("qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "lfm2")
     for dtype, quantization in (("float32", "none"), ("bfloat16", "int8"))
 ]
 

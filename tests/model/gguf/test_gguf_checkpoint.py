@@ -233,7 +233,11 @@ def test_a_file_that_changes_while_it_is_loaded_is_named(change: str, tmp_path: 
         path.unlink()
     else:
         write_gguf(path, tiny_model(), GGMLQuantizationType.Q8_0)
-    message = "has the weights of this model, and cannot be read: No such" if change == "gone" else "has changed while"
+    message = (
+        "has the weights of this model, and cannot be read: No such"
+        if change == "gone"
+        else "has changed since it was read"
+    )
     with pytest.raises(InvalidSetup, match=message):
         manifest_in(folder)
 
