@@ -89,10 +89,20 @@ class StructuralTag(Schema):
     triggers: Triggers
 
 
+def _describe_false(described: dict[str, Any]) -> None:
+    """Say in a description of an object that false stands for a field that is not given, where one may be left out."""
+    for name, field in described["properties"].items():
+        if name in described.get("required", ()):
+            continue
+        if "anyOf" not in field:
+            field["anyOf"] = [{key: field.pop(key) for key in [*field] if key not in ("title", "default")}]
+        field["anyOf"].append({"type": "boolean", "const": False})
+
+
 class _OutputForm(Schema):
     """Base of the objects that say what the output must look like. One that asks for more than we know is refused."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", json_schema_extra=_describe_false)
 
     @model_validator(mode="before")
     @classmethod
