@@ -20,7 +20,7 @@ _PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 
 
 class GgufCheckpoint(Checkpoint):
-    """The weights in a GGUF file, and in the folder that was made for it: those that transformers has otherwise."""
+    """The weights in a GGUF file. Those with other values in transformers lie in the folder that was made for it."""
 
     def __init__(self, location: Path, dtype: torch.dtype, manifest: Manifest) -> None:
         """As `Checkpoint`. Raises OSError if the file cannot be read."""
@@ -54,7 +54,7 @@ class GgufCheckpoint(Checkpoint):
         return {name: weight.clone() for name in names if (weight := self(renamed(name))) is not None}
 
     def to_pack(self, name: str) -> torch.Tensor | StoredMatrix | None:
-        """A matrix as the file has it, where it can be multiplied so; else as a call gives it."""
+        """A matrix as the file has it, if the C++ multiplies its type; else the weight that a call gives."""
         return self._quantised_matrix(name) if self._is_stored(name) else self(name)
 
     def size_to_pack(self, name: str) -> torch.Tensor | StoredMatrix | None:

@@ -132,16 +132,19 @@ void unpack(int64_t type, const uint8_t* from, Unpacked& to) {
             if (type == Q5_K) from += GROUP;
             unpack_pairs(from, to.numbers);
             if (type == Q5_K)
-                for (int64_t at = 0; at < BLOCK; ++at) to.numbers[at] |= (fifth[at % GROUP] >> at / GROUP & 1) << 4;
+                for (int64_t group = 0; group < GROUPS_OF_BLOCK; ++group)
+                    for (int64_t at = 0; at < GROUP; ++at) to.numbers[group * GROUP + at] |= (fifth[at] >> group & 1) << 4;
             return;
         }
         case Q6_K: {
             const uint8_t *low = from, *high = from + 128, *bytes = from + 192;
-            for (int64_t at = 0; at < BLOCK; ++at) {
-                const int64_t half = at / 128, own = at % 128;
-                const int lower = low[half * 64 + own % 64] >> own / 64 * 4 & 15;
-                to.numbers[at] = uint8_t(lower | (high[half * 32 + own % 32] >> own / 32 * 2 & 3) << 4);
-            }
+            for (uint8_t* own = to.numbers; own < to.numbers + BLOCK; own += 128, low += 64, high += GROUP)
+                for (int64_t at = 0; at < GROUP; ++at) {
+                    own[at] = uint8_t((low[at] & 15) | (high[at] & 3) << 4);
+                    own[at + 32] = uint8_t((low[at + 32] & 15) | (high[at] >> 2 & 3) << 4);
+                    own[at + 64] = uint8_t(low[at] >> 4 | (high[at] >> 4 & 3) << 4);
+                    own[at + 96] = uint8_t(low[at + 32] >> 4 | high[at] >> 6 << 4);
+                }
             std::memcpy(to.bytes, bytes, sizeof(to.bytes));
             from += 208;
             take_factors(1), center(5);

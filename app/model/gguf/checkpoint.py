@@ -1,6 +1,7 @@
 """A folder with config.json and tokenizer.json made of a GGUF file, once; it is served like any other.
 
-The weights stay in the file. The folder has their places, and those few that transformers has otherwise.
+The weights stay in the GGUF file, and the folder has their places. A few weights have other values in transformers; the
+folder has these too.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def _make(target: Path, file: GgufFile, description: Description, report: Callab
 
 
 def _write_weights(folder: Path, file: GgufFile, description: Description) -> None:
-    """Where each weight lies in the file; those that change, and the orders of rows and columns, in safetensors."""
+    """Write where each weight lies. Weights with other values, and orders of rows and columns, become safetensors."""
     written: dict[str, Values] = {}
     placed: dict[str, PlacedWeight] = {}
     for name, tensor in description.tensors.items():

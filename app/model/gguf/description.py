@@ -39,6 +39,22 @@ class _Family:
     more: Callable[[_Settings, dict[str, Any]], dict[str, Any]] = lambda settings, rope: {}
 
 
+def _gemma2(settings: _Settings, _rope: dict[str, Any]) -> dict[str, Any]:
+    """Every other layer looks back a window. Scores and logits have soft limits."""
+    num_layers, num_heads = settings.count("block_count"), settings.count("attention.head_count")
+    hidden_size = settings.count("embedding_length")
+    layers_of_27b = 46  # the only size that scales scores by another size than that of a head
+    head_size = settings.count("attention.key_length", hidden_size // num_heads)
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": settings.count("attention.sliding_window", 4096),
+        "layer_types": [("sliding_attention", "full_attention")[layer % 2] for layer in range(num_layers)],
+        "attn_logit_softcapping": settings.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": settings.number("final_logit_softcapping", 30.0),
+        "query_pre_attn_scalar": hidden_size // num_heads if num_layers == layers_of_27b else head_size,
+    }
+
+
 def _gemma3(settings: _Settings, rope: dict[str, Any]) -> dict[str, Any]:
     """Every sixth layer looks back to the start, with scaled positions; the others look back a window."""
     num_layers, num_heads = settings.count("block_count"), settings.count("attention.head_count")
@@ -82,6 +98,12 @@ _ARCHITECTURES = {
     "qwen3": _Family(model_type="qwen3", class_name="Qwen3ForCausalLM"),
     "qwen3moe": _Family(model_type="qwen3_moe", class_name="Qwen3MoeForCausalLM"),
     "olmo2": _Family(model_type="olmo2", class_name="Olmo2ForCausalLM"),
+    "gemma2": _Family(
+        model_type="gemma2",
+        class_name="Gemma2ForCausalLM",
+        known=frozenset(("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping")),
+        more=_gemma2,
+    ),
     "gemma3": _Family(
         model_type="gemma3_text",
         class_name="Gemma3ForCausalLM",

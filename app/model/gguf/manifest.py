@@ -21,8 +21,8 @@ class PlacedWeight(NamedTuple):
     start: int  # byte of the file
     num_bytes: int
     shape: list[int]  # the last dimension is contiguous
-    # The name of a vector in the folder's safetensors file, which has the file's row for each row of the weight; None
-    # where they are the same. Likewise the columns.
+    # Names of vectors in the folder's safetensors file: the tensor's row for each row of the weight, and its column for
+    # each column. None: the order is the same.
     rows: str | None = None
     columns: str | None = None
     part: int = 0  # which of the files

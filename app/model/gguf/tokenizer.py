@@ -50,14 +50,17 @@ def save_tokenizer(file: GgufFile, folder: Path) -> None:
             f"{file.path}: its tokenizer ({described.get('tokenizer_type')}, {described.get('pre_tokenizer_type')}) "
             f"cannot be read: {error}; {READ_INSTEAD}"
         ) from error
-    PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         chat_template=given.get("chat_template"),
         # llama.cpp adds the first to a vocabulary of sentencepiece that says nothing.
         add_bos_token=bool(given.get("ggml.add_bos_token", described.get("tokenizer_type") == "llama")),
         add_eos_token=bool(given.get("ggml.add_eos_token", False)),
         **special,
-    ).save_pretrained(folder)
+    )
+    tokenizer.save_pretrained(folder)
+    # Without the spaces and line breaks of the other form, which are half of a large vocabulary.
+    (folder / "tokenizer.json").write_text(tokenizer.backend_tokenizer.to_str(), encoding="utf-8")
 
 
 def _without_others(backend: Any, vocab_size: int) -> Any:

@@ -38,6 +38,11 @@ _ARCHITECTURES = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "g
 _TURNS_NEIGHBOURS = ("llama", "granite", "smollm3")
 # Of tiny models: values that a default does not have.
 _OF_KIND: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        "num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 8, "query_pre_attn_scalar": 64, "attn_logit_softcapping": 20.0,
+        "final_logit_softcapping": 10.0,
+    },
     "gemma3": {
         "num_hidden_layers": 7, "layer_types": [*["sliding_attention"] * 5, "full_attention", "sliding_attention"],
         "sliding_window": 8, "query_pre_attn_scalar": 64,
@@ -137,7 +142,7 @@ def read_gguf(path: Path, cache: Path) -> PreTrainedModel:
 def _as_converted(blocks: Blocks, architecture: str, source: str, config: PreTrainedConfig) -> Blocks:
     """What llama.cpp's converter makes of a weight, beside another order of rows for rotary positions."""
     is_offset = source.endswith("norm.weight") and "linear_attn.norm" not in source
-    if architecture in ("gemma3", "qwen35") and is_offset:
+    if architecture in ("gemma2", "gemma3", "qwen35") and is_offset:
         return blocks + np.float32(1)
     if source.endswith(("conv1d.weight", "conv.conv.weight")):
         blocks = blocks.squeeze(1)
@@ -188,6 +193,13 @@ def _settings(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _settings_of_kind(config: PreTrainedConfig, kind: str) -> dict[str, Any]:
+    if kind == "gemma2":
+        return {
+            "gemma2.attention.sliding_window": config.sliding_window,
+            "gemma2.attention.key_length": config.head_dim,
+            "gemma2.attn_logit_softcapping": config.attn_logit_softcapping,
+            "gemma2.final_logit_softcapping": config.final_logit_softcapping,
+        }
     if kind == "gemma3":
         rope = config.rope_parameters
         return {

@@ -60,6 +60,7 @@ ARCHITECTURES = [
     "mixtral",
     "qwen3_moe",
     "olmo2",
+    "gemma2",
     "gemma3",
     "granite",
     "smollm3",
@@ -78,7 +79,9 @@ def test_each_architecture_computes_what_it_did(architecture: str, tied: bool, t
         assert torch.allclose(made(token_ids).logits, model(token_ids).logits, atol=1e-4)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mixtral", "qwen3_moe", "gemma3", "granite", "lfm2", "qwen3_5"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "mixtral", "qwen3_moe", "gemma2", "gemma3", "granite", "lfm2", "qwen3_5"]
+)
 def test_an_engine_gives_the_models_greedy_tokens(architecture: str, tmp_path: Path, cache: Path) -> None:
     model = tiny_model(architecture)
     path = write_gguf(tmp_path / "tiny.gguf", model)
