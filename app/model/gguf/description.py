@@ -483,7 +483,8 @@ def _names(config: dict[str, Any], own: PreTrainedConfig, architecture: str) -> 
         if has_experts and ".mlp." in name:
             continue
         source = known.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert source is not None, f"llama.cpp has no name for {name} of {architecture}"
+        if source is None:
+            raise UnsupportedModel(f"llama.cpp has no name for {name} of a {architecture} model; {READ_INSTEAD}")
         names[source] = (name, shape)
     if has_experts:
         for index in range(config["num_hidden_layers"]):

@@ -69,8 +69,10 @@ ARCHITECTURES = [
 ]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("tied", "architecture"),  # Gemma 2 has no head of its own at llama.cpp
+    [(tied, name) for tied in (True, False) for name in ARCHITECTURES if tied or name != "gemma2"],
+)
 def test_each_architecture_computes_what_it_did(architecture: str, tied: bool, tmp_path: Path, cache: Path) -> None:
     model = tiny_model(architecture, tie_word_embeddings=tied)
     made = read_gguf(write_gguf(tmp_path / "tiny.gguf", model), cache)
