@@ -170,19 +170,18 @@ class ModelSource:
 
     def checkpoint(self, folder: Path) -> Checkpoint:
         """The weights in the files of its folder, or in its GGUF file. Raises OSError if a file cannot be read."""
-        manifest = manifest_in(folder)
-        if manifest is not None:
-            return GgufCheckpoint(folder, self.dtype, manifest)
+        if self.gguf is not None:
+            return GgufCheckpoint(folder, self.dtype, self.gguf)
         return Checkpoint(folder, self.dtype, self.quantised)
 
     def weights_of_gguf(self) -> dict[str, torch.Tensor] | None:
         """All weights of a GGUF file, multiplied out. None for another model."""
-        if (manifest := self.gguf) is None:
+        if self.gguf is None:
             return None
         self.log_gguf(is_kept=False)
-        return GgufCheckpoint(Path(self.location), self.dtype, manifest).all()
+        return GgufCheckpoint(Path(self.location), self.dtype, self.gguf).all()
 
-    @property
+    @cached_property
     def gguf(self) -> Manifest | None:
         """Where its weights lie in GGUF files; None for another model."""
         return manifest_in(Path(self.location)) if Path(self.location).is_dir() else None

@@ -679,10 +679,9 @@ class Decoder {
     }
     void prepare_row(const T* inputs, int64_t row, int64_t size, int64_t bits) {
         if (bits == 8) quantise<8>(inputs + row * size, size, quantised_rows(), row);
-        if (bits == 4) quantise<4>(inputs + row * size, size, quantised_rows(), row);
-        if (!is_stored(bits)) return;
-        if (bits & IN_GROUPS) quantise<4>(inputs + row * size, size, quantised_rows(), row);
-        if (bits & IN_BLOCKS && size % BLOCK == 0) quantise_blocks(inputs + row * size, size, block_rows(), row);
+        const bool in_groups = is_stored(bits) && bits & IN_GROUPS, in_blocks = is_stored(bits) && bits & IN_BLOCKS;
+        if (bits == 4 || in_groups) quantise<4>(inputs + row * size, size, quantised_rows(), row);
+        if (in_blocks && size % BLOCK == 0) quantise_blocks(inputs + row * size, size, block_rows(), row);
     }
 
     // The rows from `first` on of what was prepared.

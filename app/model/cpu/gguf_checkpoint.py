@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from app.model.cpu.checkpoint import Checkpoint, Part, renamed
-from app.model.cpu.stored_matrix import Rows, StoredMatrix, can_be_stored
+from app.model.cpu.stored_matrix import FileRows, StoredMatrix, can_be_stored
 from app.model.gguf.manifest import Manifest, PlacedWeight
 from app.model.llama import EMBEDDING, by_expert
 
@@ -64,7 +65,7 @@ class GgufCheckpoint(Checkpoint):
             return super().size_to_pack(name)
         num_rows, num_inputs = placed.shape
         blocks = torch.empty(num_rows, placed.num_bytes // num_rows, dtype=torch.uint8, device="meta")
-        return StoredMatrix((Rows(placed.kind, blocks),), num_inputs, self._dtype)
+        return StoredMatrix((FileRows(placed.kind, blocks),), num_inputs, self._dtype)
 
     def _is_stored(self, name: str) -> bool:
         placed, matrix = self._placed.get(self.own_name(name)), 2
@@ -90,10 +91,10 @@ class GgufCheckpoint(Checkpoint):
             return None
         if name in self._matrices:
             return self._matrices[name]
-        blocks = self._bytes_of(placed).view(-1, placed.num_bytes * placed.shape[-1] // _size(placed))
+        blocks = self._bytes_of(placed).view(prod(placed.shape[:-1]), -1)
         if placed.rows is not None:
             blocks = blocks[self._order(placed.rows)]
-        found = StoredMatrix((Rows(placed.kind, blocks),), placed.shape[-1], self._dtype)
+        found = StoredMatrix((FileRows(placed.kind, blocks),), placed.shape[-1], self._dtype)
         if name == EMBEDDING:  # the head may be the same
             self._matrices[name] = found
         return found
@@ -118,7 +119,3 @@ class GgufCheckpoint(Checkpoint):
         file, key = self._files[name]
         order: torch.Tensor = file.get_tensor(key)
         return order
-
-
-def _size(placed: PlacedWeight) -> Any:
-    return torch.Size(placed.shape).numel()

@@ -15,7 +15,7 @@ LINE = LANES  # units of 32 bits, as in the sources
 _PLAIN = 0  # the kind of a matrix that is not quantised, as in the sources
 
 
-class Rows(NamedTuple):
+class FileRows(NamedTuple):
     """Some rows of a tensor in a GGUF file."""
 
     kind: int  # its type, as ggml numbers them
@@ -26,7 +26,7 @@ class Rows(NamedTuple):
 class StoredMatrix:
     """A matrix [outputs, inputs] that is quantised in a GGUF file."""
 
-    pieces: tuple[Rows, ...]  # in the order of the outputs
+    pieces: tuple[FileRows, ...]  # in the order of the outputs
     num_inputs: int
     dtype: torch.dtype  # that it is multiplied out to
 
@@ -45,15 +45,13 @@ class StoredMatrix:
     def new_zeros(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return self.pieces[0].blocks.new_zeros(shape, dtype=dtype or self.dtype)
 
-    def to_meta(self) -> StoredMatrix:
-        pieces = tuple(Rows(piece.kind, piece.blocks.to("meta")) for piece in self.pieces)
-        return StoredMatrix(pieces, self.num_inputs, self.dtype)
-
     def in_runs(self, size: int, order: Callable[[int], Iterable[int]]) -> StoredMatrix:
         """With runs of `size` rows in another order, which `order` gives for their number."""
         [piece] = self.pieces
         runs = torch.split(piece.blocks, size)
-        return StoredMatrix(tuple(Rows(piece.kind, runs[at]) for at in order(len(runs))), self.num_inputs, self.dtype)
+        return StoredMatrix(
+            tuple(FileRows(piece.kind, runs[at]) for at in order(len(runs))), self.num_inputs, self.dtype
+        )
 
     def in_turn(self, other: StoredMatrix) -> StoredMatrix:
         """LANES rows of this one, the LANES of the other at the same place, and so on."""
@@ -67,10 +65,10 @@ class StoredMatrix:
         parts = [dequantised(piece, self.num_inputs).to(self.dtype) for piece in self.pieces]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _strips(self) -> Iterator[Rows]:
+    def _strips(self) -> Iterator[FileRows]:
         for piece in self.pieces:
             for blocks in torch.split(piece.blocks, LANES):
-                yield Rows(piece.kind, blocks)
+                yield FileRows(piece.kind, blocks)
 
 
 def can_be_stored(kind: int) -> bool:
@@ -93,7 +91,7 @@ def _threads(number: int) -> ThreadPool:
     return ThreadPool(number)
 
 
-def dequantised(rows: Rows, num_inputs: int) -> torch.Tensor:
+def dequantised(rows: FileRows, num_inputs: int) -> torch.Tensor:
     """The weights of some rows, [num_rows, num_inputs] float32."""
     if not can_be_stored(rows.kind):
         from gguf.constants import GGMLQuantizationType
@@ -108,14 +106,14 @@ def dequantised(rows: Rows, num_inputs: int) -> torch.Tensor:
 
 
 class Layout:
-    """Where the strips of matrices side by side lie in memory."""
+    """The places of strips in memory, for matrices side by side."""
 
     def __init__(self, matrices: Sequence[StoredMatrix]) -> None:
         self._num_inputs = matrices[0].num_inputs
         self._strips = [strip for matrix in matrices for strip in matrix._strips()]
         if len(self._strips) % 2:  # the C++ reads panels of two strips
             kind, blocks = self._strips[-1]
-            self._strips.append(Rows(kind, blocks[:0]))
+            self._strips.append(FileRows(kind, blocks[:0]))
         code = library()
         assert code is not None, "such a matrix is only computed in native code"
         self.num_lines = -(-2 * len(self._strips) // LINE)

@@ -40,14 +40,14 @@ def checkpoint_of(path: Path, cache: Path, report: Callable[[str], None] = logge
     """
     identity = "\0".join(map(str, (_FORMAT, *DescribedFile.of(path, path.stat()))))
     target = cache / f"{path.stem[:80]}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
-    if target.is_dir() and _is_sound(target):
+    if _is_sound(target):
         return target
     file = GgufFile(path)
     description = describe(file)
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with locked(cache / f".{target.name}.lock"):
-            if not (target.is_dir() and _is_sound(target)):
+            if not _is_sound(target):
                 shutil.rmtree(target, ignore_errors=True)
                 _make(target, file, description, report)
     except OSError as error:
@@ -59,7 +59,7 @@ def checkpoint_of(path: Path, cache: Path, report: Callable[[str], None] = logge
 
 
 def _is_sound(folder: Path) -> bool:
-    """Whether all parts of the file are what they were."""
+    """Whether a folder is there and whole, and no part of the GGUF file has changed since."""
     try:
         return manifest_in(folder) is not None
     except (InvalidSetup, ValueError, TypeError, KeyError):  # the last three: a folder that was written in part

@@ -1,4 +1,4 @@
-"""Where the weights of a model lie in its GGUF file, so that no start reads the file's header again."""
+"""The places of a model's weights in its GGUF file. A second start reads them instead of the file's header."""
 
 from __future__ import annotations
 

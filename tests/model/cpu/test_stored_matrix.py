@@ -19,7 +19,7 @@ from app.model.allocated_bytes import num_bytes_of
 from app.model.cpu.decoder import NativeDecoder
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import ThreadPool, library
-from app.model.cpu.stored_matrix import Rows, StoredMatrix, can_be_stored, dequantised
+from app.model.cpu.stored_matrix import FileRows, StoredMatrix, can_be_stored, dequantised
 from app.model.gguf.checkpoint import checkpoint_of
 from app.model.inputs import build_inputs
 from app.model.loader import load_model
@@ -53,7 +53,7 @@ def random_blocks(kind: GGMLQuantizationType, num_rows: int, num_inputs: int) ->
 def test_blocks_stand_for_the_numbers_of_the_gguf_package_bit_for_bit(kind: GGMLQuantizationType) -> None:
     blocks = random_blocks(kind, 24, 512)
     assert can_be_stored(kind)
-    assert torch.equal(dequantised(Rows(kind, blocks), 512), torch.from_numpy(dequantize(blocks.numpy(), kind)))
+    assert torch.equal(dequantised(FileRows(kind, blocks), 512), torch.from_numpy(dequantize(blocks.numpy(), kind)))
 
 
 @pytest.mark.parametrize("kind", OTHERS, ids=lambda kind: kind.name)
@@ -63,7 +63,7 @@ def test_other_types_are_multiplied_out(kind: GGMLQuantizationType) -> None:
 
 def test_rows_change_their_order_without_their_numbers() -> None:
     blocks = random_blocks(GGMLQuantizationType.Q8_0, 64, 64)
-    whole = StoredMatrix((Rows(GGMLQuantizationType.Q8_0, blocks),), 64, torch.float32)
+    whole = StoredMatrix((FileRows(GGMLQuantizationType.Q8_0, blocks),), 64, torch.float32)
     values = whole.multiplied_out()
     assert whole.shape == values.shape == (64, 64)
     turned = whole.in_runs(16, lambda count: range(count - 1, -1, -1)).multiplied_out()
