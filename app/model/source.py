@@ -193,7 +193,7 @@ class ModelSource:
         """
         if (manifest := self.gguf) is None:
             return
-        counts = Counter(placed.kind for placed in manifest.weights.values())
+        counts = Counter(each.kind for placed in manifest.weights.values() for each in placed)
         kept: list[str] = []
         others: list[str] = []
         for kind, count in counts.most_common():

@@ -27,7 +27,9 @@ class GgufCheckpoint(Checkpoint):
         """As `Checkpoint`. Raises OSError if the file cannot be read."""
         super().__init__(location, dtype)
         self._names = [*manifest.weights]  # as the model's own class has them
-        self._placed = {renamed(name): placed for name, placed in manifest.weights.items()}
+        placed = {renamed(name): own for name, own in manifest.weights.items()}
+        self._placed = {name: own[0] for name, own in placed.items() if len(own) == 1}
+        self._in_parts = {name: own for name, own in placed.items() if len(own) > 1}
         self._mapped_files = [
             torch.from_file(file.path, shared=False, size=file.num_bytes, dtype=torch.uint8) for file in manifest.files
         ]
@@ -40,14 +42,19 @@ class GgufCheckpoint(Checkpoint):
 
     def __call__(self, name: str, part: Part | None = None) -> torch.Tensor | None:
         """As `Checkpoint`, multiplied out."""
-        quantised = self._quantised_matrix(name)
-        if quantised is None:
+        if (parts := self._in_parts.get(name)) is not None:
+            weight = torch.cat([self._numbers(each) for each in parts], dim=-2)
+        elif (placed := self._blocks_of(name)) is not None:
+            weight = self._numbers(placed)
+        else:
             return super().__call__(name, part)
-        placed = self._placed[self.own_name(name)]
-        weight = quantised.multiplied_out().view(placed.shape)
-        if placed.columns is not None:
-            weight = weight[:, self._order(placed.columns)]
         return weight if part is None else part(weight)
+
+    def _numbers(self, placed: PlacedWeight) -> torch.Tensor:
+        if placed.kind in _PLAIN:
+            return self._view(placed).to(self._dtype)
+        weight = self._matrix(placed).multiplied_out().view(placed.shape)
+        return weight if placed.columns is None else weight[:, self._order(placed.columns)]
 
     def all(self) -> dict[str, torch.Tensor]:
         """Every weight, multiplied out."""
@@ -56,7 +63,15 @@ class GgufCheckpoint(Checkpoint):
 
     def to_pack(self, name: str) -> torch.Tensor | StoredMatrix | None:
         """A matrix as the file has it, if the C++ multiplies its type; else the weight that a call gives."""
-        return self._quantised_matrix(name) if self._is_stored(name) else self(name)
+        if not self._is_stored(name):
+            return self(name)
+        name = self.own_name(name)
+        if name not in self._matrices:
+            found = self._matrix(self._placed[name])
+            if name != EMBEDDING:  # the head may be the same
+                return found
+            self._matrices[name] = found
+        return self._matrices[name]
 
     def size_to_pack(self, name: str) -> torch.Tensor | StoredMatrix | None:
         """The same without its numbers, which are not read."""
@@ -74,6 +89,9 @@ class GgufCheckpoint(Checkpoint):
         return can_be_stored(placed.kind)
 
     def shape(self, name: str) -> torch.Size | None:
+        if (parts := self._in_parts.get(name)) is not None:
+            *before, num_rows, num_inputs = parts[0].shape
+            return torch.Size((*before, num_rows * len(parts), num_inputs))
         placed = self._placed.get(self.own_name(name))
         return super().shape(name) if placed is None else torch.Size(placed.shape)
 
@@ -84,27 +102,23 @@ class GgufCheckpoint(Checkpoint):
     def own_name(self, name: str) -> str:
         return name if name in self._placed else super().own_name(name)
 
-    def _quantised_matrix(self, name: str) -> StoredMatrix | None:
-        name = self.own_name(name)
-        placed = self._placed.get(name)
-        if placed is None or placed.kind in _PLAIN:
-            return None
-        if name in self._matrices:
-            return self._matrices[name]
+    def _blocks_of(self, name: str) -> PlacedWeight | None:
+        placed = self._placed.get(self.own_name(name))
+        return None if placed is None or placed.kind in _PLAIN else placed
+
+    def _matrix(self, placed: PlacedWeight) -> StoredMatrix:
         blocks = self._bytes_of(placed).view(prod(placed.shape[:-1]), -1)
         if placed.rows is not None:
             blocks = blocks[self._order(placed.rows)]
-        found = StoredMatrix((FileRows(placed.kind, blocks),), placed.shape[-1], self._dtype)
-        if name == EMBEDDING:  # the head may be the same
-            self._matrices[name] = found
-        return found
+        return StoredMatrix((FileRows(placed.kind, blocks),), placed.shape[-1], self._dtype)
 
     def _mapped(self, name: str) -> torch.Tensor | None:
         placed = self._placed.get(self.own_name(name))
         if placed is None:
             return super()._mapped(name)
-        if placed.kind not in _PLAIN:
-            return None
+        return self._view(placed) if placed.kind in _PLAIN else None
+
+    def _view(self, placed: PlacedWeight) -> torch.Tensor:
         weight = self._bytes_of(placed).view(_PLAIN[placed.kind]).view(placed.shape)
         for order, dim in ((placed.rows, 0), (placed.columns, 1)):
             weight = weight if order is None else weight.index_select(dim, self._order(order))

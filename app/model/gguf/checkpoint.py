@@ -19,14 +19,14 @@ from safetensors.numpy import save
 
 from app.disk import hidden_name, locked, sync_folder
 from app.errors import InvalidSetup
-from app.model.gguf.description import Description, Values, describe
+from app.model.gguf.description import Description, describe, part_of
 from app.model.gguf.manifest import DescribedFile, Manifest, PlacedWeight, manifest_in
-from app.model.gguf.reader import GgufFile
+from app.model.gguf.reader import GgufFile, Values
 from app.model.gguf.tokenizer import save_tokenizer
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 4  # of the folders; a change of what is written into them gets another number
+_FORMAT = 5  # of the folders; a change of what is written into them gets another number
 
 
 def checkpoint_of(path: Path, cache: Path, report: Callable[[str], None] = logger.info) -> Path:
@@ -93,17 +93,22 @@ def _make(target: Path, file: GgufFile, description: Description, report: Callab
 def _write_weights(folder: Path, file: GgufFile, description: Description) -> None:
     """Write where each weight lies. Weights with other values, and orders of rows and columns, become safetensors."""
     written: dict[str, Values] = {}
-    placed: dict[str, PlacedWeight] = {}
-    for name, tensor in description.tensors.items():
+    placed: dict[str, list[PlacedWeight]] = {}
+    for name, tensors in description.tensors.items():
+        shape = description.shapes[name]
         if name in description.changes:
-            written[name] = np.ascontiguousarray(description.changes[name](file.values(tensor)))
+            [tensor] = tensors
+            written[name] = np.ascontiguousarray(description.changes[name](file.values(tensor)).reshape(shape))
             continue
         rows, columns = (_kept(own, written) for own in (description.rows.get(name), description.columns.get(name)))
-        shape = list(description.shapes[name])
-        placed[name] = PlacedWeight(int(tensor.kind), tensor.start, tensor.num_bytes, shape, rows, columns, tensor.part)
+        own_shape = list(part_of(shape, len(tensors)))
+        placed[name] = [
+            PlacedWeight(int(each.kind), each.start, each.num_bytes, own_shape, rows, columns, each.part)
+            for each in tensors
+        ]
     (folder / "model.safetensors").write_bytes(save(written, metadata={"format": "pt"}))
     files = [DescribedFile.of(each.path, each.stat) for each in file.files]
-    kinds = {str(int(tensor.kind)): tensor.kind.name for tensor in description.tensors.values()}
+    kinds = {str(int(each.kind)): each.kind.name for tensors in description.tensors.values() for each in tensors}
     Manifest(files=files, kinds=kinds, weights=placed).write(folder)
 
 

@@ -1,8 +1,7 @@
 """What a GGUF file says of its model, in transformers' words: its config.json, its weights' names.
 
-One table of architectures. All others are refused by name, because a tensor or a setting that is passed over would make
-another model. The names of tensors are those of llama.cpp's own package, or of transformers where the layers are more
-than attention and an MLP.
+The names of tensors are those of llama.cpp's own package, with a few more in the table of `families`, or of
+transformers.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from gguf import get_tensor_name_map
@@ -20,137 +19,24 @@ from gguf.constants import MODEL_ARCH_NAMES
 
 from app.errors import UnsupportedModel
 from app.model.architectures import ARCHITECTURES, Architecture
-from app.model.gguf.reader import READ_INSTEAD, GgufFile, GgufTensor
+from app.model.gguf.families import BY_TRANSFORMERS, FAMILIES, ROTARY_TENSORS, Family
+from app.model.gguf.reader import READ_INSTEAD, GgufFile, GgufTensor, Values
+from app.model.gguf.settings import Settings
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Family:
-    """An architecture of llama.cpp as transformers has it."""
-
-    model_type: str
-    class_name: str
-    turns_neighbours: bool = False  # llama.cpp turns the pairs (0, 1), (2, 3) of a head, and not the two halves
-    known: frozenset[str] = frozenset()  # settings beside `_KNOWN`
-    # More of config.json, or other values: from the settings, and the parameters of rotary positions.
-    more: Callable[[_Settings, dict[str, Any]], dict[str, Any]] = lambda settings, rope: {}
-
-
-def _gemma2(settings: _Settings, _rope: dict[str, Any]) -> dict[str, Any]:
-    """Every other layer looks back a window. Scores and logits have soft limits."""
-    num_layers, num_heads = settings.count("block_count"), settings.count("attention.head_count")
-    hidden_size = settings.count("embedding_length")
-    layers_of_27b = 46  # the only size that scales scores by another size than that of a head
-    head_size = settings.count("attention.key_length", hidden_size // num_heads)
-    return {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "sliding_window": settings.count("attention.sliding_window", 4096),
-        "layer_types": [("sliding_attention", "full_attention")[layer % 2] for layer in range(num_layers)],
-        "attn_logit_softcapping": settings.number("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": settings.number("final_logit_softcapping", 30.0),
-        "query_pre_attn_scalar": hidden_size // num_heads if num_layers == layers_of_27b else head_size,
-    }
-
-
-def _gemma3(settings: _Settings, rope: dict[str, Any]) -> dict[str, Any]:
-    """Every sixth layer looks back to the start, with scaled positions; the others look back a window."""
-    num_layers, num_heads = settings.count("block_count"), settings.count("attention.head_count")
-    hidden_size = settings.count("embedding_length")
-    every = settings.count("attention.sliding_window_pattern", 6)
-    layers_of_27b = 62  # the only size that scales scores by another size than that of a head
-    head_size = settings.count("attention.key_length", hidden_size // num_heads)
-    theta = settings.number("rope.freq_base_swa", 10_000.0)
-    return {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "sliding_window": settings.count("attention.sliding_window"),
-        "layer_types": [
-            "sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(num_layers)
-        ],
-        "rope_parameters": {
-            "full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": theta},
-        },
-        "query_pre_attn_scalar": hidden_size // num_heads if num_layers == layers_of_27b else head_size,
-    }  # fmt: skip
-
-
-def _granite(settings: _Settings, _rope: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "attention_multiplier": settings.number("attention.scale"),
-        "embedding_multiplier": settings.number("embedding_scale"),
-        "residual_multiplier": settings.number("residual_scale"),
-        "logits_scaling": settings.number("logit_scale"),
-    }
-
-
-def _smollm3(settings: _Settings, _rope: dict[str, Any]) -> dict[str, Any]:
-    """Every fourth layer has no rotary positions."""
-    every = 4
-    has_rope = [int((layer + 1) % every != 0) for layer in range(settings.count("block_count"))]
-    return {"no_rope_layer_interval": every, "no_rope_layers": has_rope, "use_sliding_window": False}
-
-
-_ARCHITECTURES = {
-    "llama": _Family(model_type="llama", class_name="LlamaForCausalLM", turns_neighbours=True),
-    "qwen2": _Family(model_type="qwen2", class_name="Qwen2ForCausalLM"),
-    "qwen3": _Family(model_type="qwen3", class_name="Qwen3ForCausalLM"),
-    "qwen3moe": _Family(model_type="qwen3_moe", class_name="Qwen3MoeForCausalLM"),
-    "olmo2": _Family(model_type="olmo2", class_name="Olmo2ForCausalLM"),
-    "gemma2": _Family(
-        model_type="gemma2",
-        class_name="Gemma2ForCausalLM",
-        known=frozenset(("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping")),
-        more=_gemma2,
-    ),
-    "gemma3": _Family(
-        model_type="gemma3_text",
-        class_name="Gemma3ForCausalLM",
-        known=frozenset(("attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa")),
-        more=_gemma3,
-    ),
-    "granite": _Family(
-        model_type="granite",
-        class_name="GraniteForCausalLM",
-        turns_neighbours=True,
-        known=frozenset(("attention.scale", "embedding_scale", "residual_scale", "logit_scale")),
-        more=_granite,
-    ),
-    "smollm3": _Family(model_type="smollm3", class_name="SmolLM3ForCausalLM", turns_neighbours=True, more=_smollm3),
-}
-# Of these, transformers' own tables have the configuration, the names and the changes: the settings beside `_KNOWN`.
-_BY_TRANSFORMERS = {
-    "lfm2": frozenset(("shortconv.l_cache",)),
-    "qwen35": frozenset(
-        (
-            "ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank", "ssm.inner_size",
-            "full_attention_interval", "rope.dimension_sections", "nextn_predict_layers",
-        )
-    ),
-}  # fmt: skip
 _EXPERT = "{expert}"  # in the name of a weight: each expert has its own, while a file has one tensor for all
 # By transformers' type: the part of a layer that has them, names of their weights, of their number in config.json.
 _EXPERTS = {
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj"), "num_experts"),
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2"), "num_local_experts"),
 }
-_FACTORS = "rope_freqs.weight"
-# Of `rope_type: llama3`; all models of the families 3.1 to 3.3 have these, with a factor of 8 or 32.
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_KNOWN = frozenset(
-    (
-        "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size",
-        "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
-        "attention.layer_norm_rms_epsilon", "rope.dimension_count", "rope.freq_base", "rope.scaling.type",
-        "rope.scaling.factor", "rope.scaling.finetuned", "rope.scaling.original_context_length",
-        "expert_count", "expert_used_count", "expert_feed_forward_length",
-    )
-)  # fmt: skip
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
-Values = np.ndarray[Any, Any]  # as `GgufFile.values` gives them
 Change = Callable[[Values], Values]
 
 
@@ -160,7 +46,8 @@ class Description:
 
     config: dict[str, Any]  # config.json
     eos_token_ids: list[int]
-    tensors: dict[str, GgufTensor]  # by transformers' name of the weight
+    # By transformers' name of the weight. Of several tensors the rows of each follow those of the one before.
+    tensors: dict[str, tuple[GgufTensor, ...]]
     shapes: dict[str, tuple[int, ...]]  # of the weights, by the same names
     changes: dict[str, Change]  # what makes such a weight of a tensor's values, where these differ
     # Of matrices that differ from the tensor in their order alone: the tensor's row for each row, likewise columns.
@@ -171,7 +58,7 @@ class Description:
 def describe(file: GgufFile) -> Description:
     """Raises UnsupportedModel, by name, for an architecture, a setting or a tensor that cannot be read."""
     architecture = str(file.metadata.get("general.architecture"))
-    known = [*_ARCHITECTURES, *_BY_TRANSFORMERS]
+    known = [*FAMILIES, *BY_TRANSFORMERS]
     if architecture == "clip":
         raise UnsupportedModel(
             f"{file.path} has what a model sees images with (mmproj), and no model; set model.path to the GGUF file of "
@@ -182,25 +69,27 @@ def describe(file: GgufFile) -> Description:
             f"{file.path} is of architecture {architecture[:60]!r}; GGUF files of {', '.join(known)} can be read: "
             f"{READ_INSTEAD}"
         )
-    if architecture in _BY_TRANSFORMERS:
-        return _as_transformers_knows(file, _Settings(file, architecture, _BY_TRANSFORMERS[architecture]))
-    family = _ARCHITECTURES[architecture]
-    config = _config(file, family, _Settings(file, architecture, family.known))
-    names = _names(config, _own_config(file, config), architecture)
-    _check_tensors(file, names)
-    tensors: dict[str, GgufTensor] = {}
-    for source, (name, _) in names.items():
-        tensor = file.tensors[source]
-        parts = enumerate(tensor.parts()) if _EXPERT in name else [(0, tensor)]
-        tensors |= {name.replace(_EXPERT, str(expert)): part for expert, part in parts}
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    if architecture in BY_TRANSFORMERS:
+        return _as_transformers_knows(file, Settings(file, BY_TRANSFORMERS[architecture]))
+    family = FAMILIES[architecture]
+    config = _config(file, family, Settings(file, family.known, family.by_layer))
+    wanted = _wanted(file, family, config)
+    _check_tensors(file, wanted, family)
+    tensors: dict[str, tuple[GgufTensor, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, weight in wanted.items():
+        found = tuple(file.tensors[source] for source in weight.sources)
+        if _EXPERT in name:
+            of_experts = {name.replace(_EXPERT, str(expert)): part for expert, part in enumerate(found[0].parts())}
+            tensors |= {own: (part,) for own, part in of_experts.items()}
+            shapes |= {own: part.shape for own, part in of_experts.items()}
+        else:
+            tensors[name], shapes[name] = found, weight.shape
     eos_token_ids, rows = _eos_token_ids(file.metadata), _turned_rows(shapes, family, config)
-    return Description(config, eos_token_ids, tensors, shapes, _changes(tensors, config), rows, {})
+    return Description(config, eos_token_ids, tensors, shapes, _changes(tensors, family, config), rows, {})
 
 
-def _turned_rows(
-    shapes: Mapping[str, tuple[int, ...]], family: _Family, config: Mapping[str, Any]
-) -> dict[str, Values]:
+def _turned_rows(shapes: Mapping[str, tuple[int, ...]], family: Family, config: Mapping[str, Any]) -> dict[str, Values]:
     """Rows of queries and keys as transformers rotates them: the first half of a head against the second.
 
     llama.cpp rotates neighbours (0, 1), (2, 3).
@@ -216,10 +105,13 @@ def _turned_rows(
     }
 
 
-def _changes(tensors: Iterable[str], config: Mapping[str, Any]) -> dict[str, Change]:
+def _changes(tensors: Iterable[str], family: Family, config: Mapping[str, Any]) -> dict[str, Change]:
     [class_name] = config["architectures"]
     offset = np.float32(ARCHITECTURES.get(class_name, Architecture()).norm_offset)
-    return {name: lambda values: values - offset for name in tensors if offset and name.endswith("norm.weight")}
+    by_end: dict[str, Change] = dict(family.changes)
+    if offset:
+        by_end["norm.weight"] = lambda values: values - offset
+    return {name: change for name in tensors for end, change in by_end.items() if name.endswith(end)}
 
 
 @contextmanager
@@ -242,15 +134,14 @@ def _own_config(file: GgufFile, config: Mapping[str, Any]) -> PreTrainedConfig:
     return own
 
 
-def _as_transformers_knows(file: GgufFile, settings: _Settings) -> Description:
+def _as_transformers_knows(file: GgufFile, settings: Settings) -> Description:
     """The description by the tables of transformers."""
     import torch
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming, rename_source_key
     from transformers.integrations.gguf import get_gguf_config, get_gguf_conversion_mapping
 
-    for key in ("rope.scaling.type", "expert_count"):
-        if settings.text(key, "none") != "none":
-            raise settings.refusal(key, settings.text(key, ""))
+    if (kind := settings.text("rope.scaling.type", "none")) != "none":
+        raise settings.refusal("rope.scaling.type", kind)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or settings.count("block_count") > len(file.tensors):
         raise UnsupportedModel(f"{file.path} has fewer tensors than layers, or no token_embd.weight; {READ_INSTEAD}")
@@ -259,12 +150,22 @@ def _as_transformers_knows(file: GgufFile, settings: _Settings) -> Description:
         config = get_gguf_config(dict(file.metadata) | tokens, tuple(file.tensors))
     config["dtype"] = embedding.dtype
     own = _own_config(file, config)
+    recurrent = settings.flags("attention.recurrent_layers")
+    if recurrent and recurrent[: own.num_hidden_layers] != [each == "linear_attention" for each in own.layer_types]:
+        raise settings.refusal("attention.recurrent_layers", recurrent)
     mapping = get_gguf_conversion_mapping(settings.architecture, own)
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     by_pattern = {pattern: each.operations for each in converters for pattern in each.source_patterns}
+    # Weights whose rows are those of several tensors: which of them a tensor is.
+    places = {
+        pattern: (place, len(each.source_patterns))
+        for each in converters
+        if any(isinstance(operation, Concatenate) for operation in each.operations)
+        for place, pattern in enumerate(each.source_patterns)
+    }
     expected = dict(_shapes_of(own))
-    tensors: dict[str, GgufTensor] = {}
+    tensors: dict[str, dict[int, GgufTensor]] = {}
     changes: dict[str, Change] = {}
     rows: dict[str, Values] = {}
     columns: dict[str, Values] = {}
@@ -273,7 +174,15 @@ def _as_transformers_knows(file: GgufFile, settings: _Settings) -> Description:
         name, pattern = rename_source_key(source, renamings, converters)
         if name.startswith("mtp."):  # predicts tokens ahead; transformers has no code for it
             continue
-        if operations := by_pattern.get(pattern):
+        if name not in expected:
+            raise UnsupportedModel(
+                f"{file.path}: tensor {source} is not part of a {settings.architecture} model that can be read; "
+                f"{READ_INSTEAD}"
+            )
+        place, num_parts = places.get(pattern, (0, 1))
+        tensors.setdefault(name, {})[place] = tensor
+        shape = tensor.shape
+        if num_parts == 1 and (operations := by_pattern.get(pattern)):
             change = partial(_converted, operations, name)
             if (pattern, tensor.shape) not in orders:
                 orders[pattern, tensor.shape] = _order_of(change, tensor.shape)
@@ -282,24 +191,24 @@ def _as_transformers_knows(file: GgufFile, settings: _Settings) -> Description:
                 changes[name] = change
             else:
                 rows[name], columns[name] = order
-        if name not in expected:
+            with torch.device("meta"):
+                shape = tuple(_applied(operations, name, torch.empty(tensor.shape)).shape)
+        if shape != part_of(expected[name], num_parts):
             raise UnsupportedModel(
-                f"{file.path}: tensor {source} is not part of a {settings.architecture} model that can be read; "
-                f"{READ_INSTEAD}"
+                f"{file.path}: tensor {source} has the shape {list(tensor.shape)}, which gives {name} {list(shape)}; "
+                f"expected {list(part_of(expected[name], num_parts))}"
             )
-        with torch.device("meta"):
-            shape = tuple(_applied(operations or [], name, torch.empty(tensor.shape)).shape)
-        if shape != expected[name]:
-            raise UnsupportedModel(
-                f"{file.path}: tensor {source} has the shape {list(tensor.shape)}, so {name} would have "
-                f"{list(shape)}; expected {list(expected[name])}"
-            )
-        tensors[name] = tensor
     if missing := expected.keys() - tensors.keys():
         raise UnsupportedModel(
             f"{file.path} has no tensor for {min(missing)}, and {len(missing) - 1:,} more are missing"
         )
-    return Description(config, _eos_token_ids(file.metadata), tensors, expected, changes, rows, columns)
+    in_order = {name: tuple(parts[place] for place in sorted(parts)) for name, parts in tensors.items()}
+    return Description(config, _eos_token_ids(file.metadata), in_order, expected, changes, rows, columns)
+
+
+def part_of(shape: tuple[int, ...], num_parts: int) -> tuple[int, ...]:
+    """The shape of each of several equal tensors whose rows are those of a weight."""
+    return (*shape[:-2], shape[-2] // num_parts, shape[-1]) if num_parts > 1 else shape
 
 
 def _order_of(change: Change, shape: tuple[int, ...]) -> tuple[Values, Values] | None:
@@ -337,7 +246,9 @@ def _shapes_of(config: PreTrainedConfig) -> Iterator[tuple[str, tuple[int, ...]]
 
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config)
-    for name, weight in module.named_parameters():
+    saved = module.state_dict()
+    buffers = ((name, buffer) for name, buffer in module.named_buffers() if name in saved)
+    for name, weight in (*module.named_parameters(), *buffers):
         yield name, tuple(weight.shape)
 
 
@@ -346,51 +257,11 @@ def _eos_token_ids(metadata: Mapping[str, Any]) -> list[int]:
     return list(dict.fromkeys(token for token in found if token is not None))
 
 
-class _Settings:
-    """The settings of one architecture in a file's metadata."""
-
-    def __init__(self, file: GgufFile, architecture: str, known: frozenset[str]) -> None:
-        self._file = file
-        self.architecture = architecture
-        prefix = f"{architecture}."
-        self._found = {
-            key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)
-        }
-        for key, value in self._found.items():
-            if key not in _KNOWN | known and value:
-                raise self.refusal(key, value)
-
-    def count(self, key: str, default: int | None = None) -> int:
-        """Raises UnsupportedModel when it is no positive integer, or there is none and no default."""
-        value = self._found.get(key, default)
-        if type(value) is not int or value < 1:
-            raise self.refusal(key, value)
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """Raises UnsupportedModel when it is no positive number, or there is none and no default."""
-        value = self._found.get(key, default)
-        if not isinstance(value, float) or not 0 < value < float("inf"):
-            raise self.refusal(key, value)
-        return value
-
-    @property
-    def has_experts(self) -> bool:
-        return bool(self._found.get("expert_count"))
-
-    def text(self, key: str, default: str) -> str:
-        return str(self._found.get(key, default))
-
-    def refusal(self, key: str, value: object) -> UnsupportedModel:
-        shown = f"{self.architecture}.{key} is {repr(value)[:60]}"
-        return UnsupportedModel(f"{self._file.path}: {shown}, which cannot be read; {READ_INSTEAD}")
-
-
-def _config(file: GgufFile, family: _Family, settings: _Settings) -> dict[str, Any]:
+def _config(file: GgufFile, family: Family, settings: Settings) -> dict[str, Any]:
     """The content of config.json."""
     hidden_size, num_heads = settings.count("embedding_length"), settings.count("attention.head_count")
     head_dim = settings.count("attention.key_length", hidden_size // num_heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
+    for key in ("attention.value_length", *(() if family.turns_parts else ("rope.dimension_count",))):
         if settings.count(key, head_dim) != head_dim:
             raise settings.refusal(key, settings.count(key))
     if head_dim % 2:
@@ -400,9 +271,9 @@ def _config(file: GgufFile, family: _Family, settings: _Settings) -> dict[str, A
         raise settings.refusal("block_count", num_layers)
     embedding = file.tensors.get("token_embd.weight")
     kind, class_name = family.model_type, family.class_name
-    if kind == "llama" and settings.has_experts:
+    if kind == "llama" and settings.has("expert_count"):
         kind, class_name = "mixtral", "MixtralForCausalLM"
-    rope = _rope(file, settings, head_dim)
+    rope = family.rotary(settings, head_dim)
     tokenizer = {name: file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "padding")}
     return {
         "architectures": [class_name],
@@ -428,11 +299,9 @@ def _config(file: GgufFile, family: _Family, settings: _Settings) -> dict[str, A
     }
 
 
-def _experts(settings: _Settings, kind: str) -> dict[str, Any]:
+def _experts(settings: Settings, kind: str) -> dict[str, Any]:
     """What config.json says of a mixture of experts. llama.cpp has the weights of a token's experts sum up to one."""
     if kind not in _EXPERTS:
-        if settings.has_experts:
-            raise settings.refusal("expert_count", settings.count("expert_count"))
         return {}
     num_experts, per_token = settings.count("expert_count"), settings.count("expert_used_count")
     if per_token > num_experts:
@@ -446,55 +315,49 @@ def _experts(settings: _Settings, kind: str) -> dict[str, Any]:
     }
 
 
-def _rope(file: GgufFile, settings: _Settings, head_dim: int) -> dict[str, Any]:
-    theta = settings.number("rope.freq_base", 10_000.0)
-    kind = settings.text("rope.scaling.type", "none")
-    factors = file.tensors.get(_FACTORS)
-    if factors is not None:
-        found = file.values(factors).astype(np.float32)
-        factor = float(found.max(initial=1.0))
-        is_known = found.shape == (head_dim // 2,)
-        if not is_known or not np.allclose(found, _llama3_factors(theta, head_dim, factor), rtol=1e-3):
-            raise UnsupportedModel(f"{file.path}: tensor {_FACTORS} scales positions in an unknown way; {READ_INSTEAD}")
-        return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **_LLAMA3}
-    if kind == "linear":
-        return {"rope_type": "linear", "rope_theta": theta, "factor": settings.number("rope.scaling.factor")}
-    if kind != "none":
-        raise settings.refusal("rope.scaling.type", kind)
-    return {"rope_type": "default", "rope_theta": theta}
+class _Wanted(NamedTuple):
+    """A weight of the model, or the weights of all experts: the names of its tensors in the file, and its shape."""
+
+    sources: tuple[str, ...]
+    shape: tuple[int, ...]
 
 
-def _llama3_factors(theta: float, head_dim: int, factor: float) -> np.ndarray[Any, Any]:
-    """By how much llama.cpp divides each frequency for `rope_type: llama3`."""
-    wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    low, high, length = _LLAMA3.values()
-    smooth = (length / wavelengths - low) / (high - low)
-    between = 1 / ((1 - smooth) / factor + smooth)
-    return np.where(wavelengths < length / high, 1.0, np.where(wavelengths > length / low, factor, between))
-
-
-def _names(config: dict[str, Any], own: PreTrainedConfig, architecture: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Each tensor of such a file: transformers' name of it and its shape. own: the same as transformers' class."""
+def _wanted(file: GgufFile, family: Family, config: dict[str, Any]) -> dict[str, _Wanted]:
+    """By transformers' name of each weight."""
+    architecture = file.metadata["general.architecture"]
     [number] = [each for each, name in MODEL_ARCH_NAMES.items() if name == architecture]
     known = get_tensor_name_map(number, config["num_hidden_layers"])
-    names: dict[str, tuple[str, tuple[int, ...]]] = {}
+    wanted: dict[str, _Wanted] = {}
     has_experts = config["model_type"] in _EXPERTS
-    for name, shape in _shapes_of(own):
+    for name, shape in _shapes_of(_own_config(file, config)):
         if has_experts and ".mlp." in name:
             continue
-        source = known.get_name(name, try_suffixes=(".weight", ".bias"))
-        if source is None:
-            raise UnsupportedModel(f"llama.cpp has no name for {name} of a {architecture} model; {READ_INSTEAD}")
-        names[source] = (name, shape)
+        sources = _sources_of(name, family, file.tensors)
+        if sources is None:
+            source = known.get_name(name, try_suffixes=(".weight", ".bias"))
+            if source is None:
+                raise UnsupportedModel(f"llama.cpp has no name for {name} of a {architecture} model; {READ_INSTEAD}")
+            sources = (source,)
+        wanted[name] = _Wanted(sources, shape)
     if has_experts:
         for index in range(config["num_hidden_layers"]):
             for source, (name, shape) in _expert_names(config).items():
-                names[f"blk.{index}.{source}.weight"] = (f"model.layers.{index}.{name}.weight", shape)
-    return names
+                wanted[f"model.layers.{index}.{name}.weight"] = _Wanted((f"blk.{index}.{source}.weight",), shape)
+    return wanted
+
+
+def _sources_of(name: str, family: Family, tensors: Mapping[str, GgufTensor]) -> tuple[str, ...] | None:
+    """The tensors of a weight for which llama.cpp's package has no name."""
+    alternatives = next((own for end, own in family.tensors.items() if name.endswith(end)), None)
+    if alternatives is None:
+        return None
+    layer = name.removeprefix("model.layers.").partition(".")[0]
+    named = [tuple(f"blk.{layer}.{source}" for source in sources) for sources in alternatives]
+    return next((sources for sources in named if sources[0] in tensors), named[0])
 
 
 def _expert_names(config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The part of a layer's `_names` that a mixture of experts has, by the names of single experts."""
+    """What a mixture of experts has in a layer, by the file's names: the names and the shapes of single experts."""
     part, (gate, up, down), count = _EXPERTS[config["model_type"]]
     experts, num_experts, hidden = f"{part}.experts.{_EXPERT}", config[count], config["hidden_size"]
     inner = config.get("moe_intermediate_size", config["intermediate_size"])
@@ -506,17 +369,27 @@ def _expert_names(config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...
     }
 
 
-def _check_tensors(file: GgufFile, names: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-    missing = [name for name in names if name not in file.tensors]
+def _check_tensors(file: GgufFile, wanted: Mapping[str, _Wanted], family: Family) -> None:
+    """Raises UnsupportedModel for a tensor that is missing, that nothing is made of, or that has another shape."""
+    sources = [source for weight in wanted.values() for source in weight.sources]
+    missing = [source for source in sources if source not in file.tensors]
     if missing:
         raise UnsupportedModel(f"{file.path} has no tensor {missing[0]}, and {len(missing) - 1:,} more are missing")
-    unknown = [name for name in file.tensors if name not in names and name != _FACTORS]
+    known = ROTARY_TENSORS.union(sources)
+    unknown = [source for source in file.tensors if source not in known]
     if unknown:
         raise UnsupportedModel(
             f"{file.path}: tensor {unknown[0]} is not part of a {file.metadata['general.architecture']} model that can "
             f"be read; {READ_INSTEAD}"
         )
-    for name, (_, shape) in names.items():
-        found = file.tensors[name].shape
-        if found != shape:
-            raise UnsupportedModel(f"{file.path}: tensor {name} has the shape {list(found)}; expected {list(shape)}")
+    for name, weight in wanted.items():
+        expected = part_of(weight.shape, len(weight.sources))
+        for source in weight.sources:
+            found = file.tensors[source]
+            is_same = found.shape == expected
+            if name.endswith(family.reshaped):
+                is_same = prod(found.shape) == prod(expected) and not found.is_quantised
+            if not is_same:
+                raise UnsupportedModel(
+                    f"{file.path}: tensor {source} has the shape {list(found.shape)}; expected {list(expected)}"
+                )

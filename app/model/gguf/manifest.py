@@ -15,7 +15,7 @@ _NAME = "gguf.json"
 
 
 class PlacedWeight(NamedTuple):
-    """A weight that is a tensor of a GGUF file, or one part of a tensor."""
+    """A weight that is a tensor of a GGUF file, or one part of a tensor; or some of the rows of a weight."""
 
     kind: int  # the type of its numbers, as ggml numbers them
     start: int  # byte of the file
@@ -46,7 +46,8 @@ class Manifest:
 
     files: Sequence[DescribedFile]
     kinds: Mapping[str, str]  # the names of the types of its weights, by their numbers
-    weights: Mapping[str, PlacedWeight]
+    # Of several the rows of each follow those of the one before; the dimension before the last has the rows.
+    weights: Mapping[str, Sequence[PlacedWeight]]
 
     def write(self, folder: Path) -> None:
         content = {"files": self.files, "kinds": self.kinds, "weights": self.weights}
@@ -72,5 +73,5 @@ def manifest_in(folder: Path) -> Manifest | None:
             ) from error
         if found != file:
             raise InvalidSetup(f"{file.path} has changed since it was read; start again")
-    weights = {name: PlacedWeight(*placed) for name, placed in content["weights"].items()}
+    weights = {name: [PlacedWeight(*each) for each in placed] for name, placed in content["weights"].items()}
     return Manifest(files=files, kinds=content["kinds"], weights=weights)

@@ -28,6 +28,8 @@ _STRING, _ARRAY = 8, 9
 _MOST_ENTRIES = 2**23  # of a list, and bytes of a text: the largest vocabularies have 300,000 tokens and 600,000 merges
 
 
+Values = np.ndarray[Any, Any]
+
 # The types that are no blocks, by torch's names.
 _PLAIN = {GGMLQuantizationType.F16: "float16", GGMLQuantizationType.BF16: "bfloat16"}
 
@@ -46,6 +48,10 @@ class GgufTensor:
     def num_bytes(self) -> int:
         block, block_bytes = GGML_QUANT_SIZES[self.kind]
         return int(prod(self.shape) // block * block_bytes)
+
+    @property
+    def is_quantised(self) -> bool:
+        return bool(GGML_QUANT_SIZES[self.kind][0] > 1)
 
     @property
     def dtype(self) -> str:
@@ -84,7 +90,7 @@ class GgufFile:
         if count != len(self.tensors):
             raise InvalidSetup(f"{path}: the parts have {len(self.tensors):,} tensors, and {count!r} are expected")
 
-    def values(self, tensor: GgufTensor) -> np.ndarray[Any, Any]:
+    def values(self, tensor: GgufTensor) -> Values:
         """A tensor's values, in float32."""
         block, block_bytes = GGML_QUANT_SIZES[tensor.kind]
         rows = (*tensor.shape[:-1], tensor.shape[-1] // block * block_bytes)

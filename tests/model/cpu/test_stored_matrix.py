@@ -150,7 +150,7 @@ def test_a_mixture_of_experts_computes_with_the_numbers_of_its_file(architecture
     assert errors.median() < 0.03
 
 
-@pytest.mark.parametrize("architecture", ["gemma3", "lfm2", "olmo2", "qwen3_5"])
+@pytest.mark.parametrize("architecture", ["gemma3", "gemma4", "gemma4_large", "lfm2", "olmo2", "qwen3_5"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_other_layers_do_so_too(architecture: str, dtype: str, tmp_path: Path) -> None:
     """Gated queries, short convolutions, a gated delta rule with an output whose columns have another order."""

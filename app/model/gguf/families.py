@@ -1,0 +1,354 @@
+"""One table of llama.cpp's architectures: which model of transformers each of them is.
+
+A file of another architecture is refused by name, because a tensor or a setting that is passed over would make another
+model. For Qwen3.5 and LFM2 the tables of transformers' own reader are taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from app.errors import UnsupportedModel
+from app.model.gguf.reader import READ_INSTEAD, Values
+from app.model.gguf.settings import Settings
+
+_FACTORS, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+ROTARY_TENSORS = frozenset((_FACTORS, _LONG, _SHORT))  # they are no weights
+# Of `rope_type: llama3`; all models of the families 3.1 to 3.3 have these, with a factor of 8 or 32.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_MOST_FACTOR = 1e20  # by which llama.cpp divides a frequency that does not turn: Gemma 4 has 1e30
+
+
+def _rotary(settings: Settings, head_dim: int) -> dict[str, Any]:
+    theta = settings.number("rope.freq_base", 10_000.0)
+    factors = settings.factors(_FACTORS, head_dim // 2)
+    if factors is not None:
+        factor = float(factors.max(initial=1.0))
+        if not np.allclose(factors, _llama3_factors(theta, head_dim, factor), rtol=1e-3):
+            raise UnsupportedModel(
+                f"{settings.file.path}: tensor {_FACTORS} scales positions in an unknown way; {READ_INSTEAD}"
+            )
+        return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **_LLAMA3}
+    kind = settings.text("rope.scaling.type", "none")
+    if kind == "linear":
+        return {"rope_type": "linear", "rope_theta": theta, "factor": settings.number("rope.scaling.factor")}
+    if kind == "yarn":
+        betas = {"beta_fast": "rope.scaling.yarn_beta_fast", "beta_slow": "rope.scaling.yarn_beta_slow"}
+        return {
+            "rope_type": "yarn",
+            "rope_theta": theta,
+            "factor": settings.number("rope.scaling.factor"),
+            "original_max_position_embeddings": settings.count("rope.scaling.original_context_length"),
+            **settings.given(betas),
+        }
+    if kind != "none":
+        raise settings.refusal("rope.scaling.type", kind)
+    return {"rope_type": "default", "rope_theta": theta}
+
+
+def _llama3_factors(theta: float, head_dim: int, factor: float) -> Values:
+    """By how much llama.cpp divides each frequency for `rope_type: llama3`."""
+    wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    low, high, length = _LLAMA3.values()
+    smooth = (length / wavelengths - low) / (high - low)
+    between = 1 / ((1 - smooth) / factor + smooth)
+    return np.where(wavelengths < length / high, 1.0, np.where(wavelengths > length / low, factor, between))
+
+
+def _proportional(settings: Settings, head_dim: int) -> dict[str, Any]:
+    """Gemma 4 turns a part of each head, at the frequencies that it would have if the whole head turned."""
+    factors = settings.factors(_FACTORS, head_dim // 2)
+    if factors is None or not np.all((factors == 1.0) | (factors > _MOST_FACTOR)):
+        raise UnsupportedModel(
+            f"{settings.file.path}: tensor {_FACTORS} does not say which part of a head turns; {READ_INSTEAD}"
+        )
+    part = float((factors == 1.0).mean())
+    theta = settings.number("rope.freq_base", 10_000.0)
+    return {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": part}
+
+
+def _long_rope(settings: Settings, head_dim: int) -> dict[str, Any]:
+    """Phi-3 has one list of factors for short texts, and one for long ones; Phi-4-mini turns a part of each head."""
+    size = settings.count("rope.dimension_count", head_dim)
+    if size > head_dim or size % 2:
+        raise settings.refusal("rope.dimension_count", size)
+    rope: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": settings.number("rope.freq_base", 10_000.0),
+        "partial_rotary_factor": size / head_dim,
+    }
+    long, short = settings.factors(_LONG, size // 2), settings.factors(_SHORT, size // 2)
+    if long is None or short is None:
+        return rope
+    return rope | {
+        "rope_type": "longrope",
+        "long_factor": long.tolist(),
+        "short_factor": short.tolist(),
+        "original_max_position_embeddings": settings.count("rope.scaling.original_context_length"),
+        "attention_factor": settings.number("rope.scaling.attn_factor", 1.0),
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """An architecture of llama.cpp as transformers has it."""
+
+    model_type: str
+    class_name: str
+    turns_neighbours: bool = False  # llama.cpp turns the pairs (0, 1), (2, 3) of a head, and not the two halves
+    turns_parts: bool = False  # of heads
+    known: frozenset[str] = frozenset()  # settings that `more` and `rotary` read beside those of all families
+    by_layer: frozenset[str] = frozenset()  # settings that may have a number for each layer
+    rotary: Callable[[Settings, int], dict[str, Any]] = _rotary  # from the settings and the size of a head
+    # More of config.json, or other values: from the settings, and the parameters of rotary positions.
+    more: Callable[[Settings, dict[str, Any]], dict[str, Any]] = lambda settings, rope: {}
+    # Tensors of a layer for which llama.cpp's package has no name, by the end of transformers' name of the weight.
+    # The first one that the file has counts. Of several side by side the rows of each follow those of the one before.
+    tensors: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
+    reshaped: tuple[str, ...] = ()  # ends of the names of weights that have another shape in the file
+    # What makes a weight of a tensor's values, by the end of the weight's name.
+    changes: Mapping[str, Callable[[Values], Values]] = field(default_factory=dict)
+
+
+def _gemma2(settings: Settings, _rope: dict[str, Any]) -> dict[str, Any]:
+    """Every other layer looks back a window. Scores and logits have soft limits."""
+    num_layers, num_heads = settings.count("block_count"), settings.count("attention.head_count")
+    hidden_size = settings.count("embedding_length")
+    layers_of_27b = 46  # the only size that scales scores by another size than that of a head
+    head_size = settings.count("attention.key_length", hidden_size // num_heads)
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": settings.count("attention.sliding_window", 4096),
+        "layer_types": [("sliding_attention", "full_attention")[layer % 2] for layer in range(num_layers)],
+        "attn_logit_softcapping": settings.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": settings.number("final_logit_softcapping", 30.0),
+        "query_pre_attn_scalar": hidden_size // num_heads if num_layers == layers_of_27b else head_size,
+    }
+
+
+def _gemma3(settings: Settings, rope: dict[str, Any]) -> dict[str, Any]:
+    """Every sixth layer looks back to the start, with scaled positions; the others look back a window."""
+    num_layers, num_heads = settings.count("block_count"), settings.count("attention.head_count")
+    hidden_size = settings.count("embedding_length")
+    every = settings.count("attention.sliding_window_pattern", 6)
+    layers_of_27b = 62  # the only size that scales scores by another size than that of a head
+    head_size = settings.count("attention.key_length", hidden_size // num_heads)
+    theta = settings.number("rope.freq_base_swa", 10_000.0)
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": settings.count("attention.sliding_window"),
+        "layer_types": [
+            "sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(num_layers)
+        ],
+        "rope_parameters": {
+            "full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": theta},
+        },
+        "query_pre_attn_scalar": hidden_size // num_heads if num_layers == layers_of_27b else head_size,
+    }  # fmt: skip
+
+
+def _gemma4(settings: Settings, rope: dict[str, Any]) -> dict[str, Any]:
+    """Layers with a window and layers without one have heads of two sizes; the last layers share keys and values."""
+    full, window = settings.count("attention.key_length"), settings.count("attention.key_length_swa")
+    for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
+        if settings.count(key, window) != window:
+            raise settings.refusal(key, settings.count(key))
+    windows = settings.counts("attention.sliding_window_pattern")
+    heads, inner = settings.counts("attention.head_count_kv"), settings.counts("feed_forward_length")
+    in_full = [own for own, is_window in zip(heads, windows, strict=True) if not is_window]
+    first_full = windows.index(0) if in_full else 0
+    tensors = settings.file.tensors
+    per_layer = tensors.get("per_layer_token_embd.weight")
+    has_experts = settings.has("expert_count")
+    theta = settings.number("rope.freq_base_swa", 10_000.0)
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "head_dim": window,
+        "global_head_dim": full,
+        "num_key_value_heads": heads[windows.index(1)] if any(windows) else heads[0],
+        "num_global_key_value_heads": in_full[0] if in_full else None,
+        "attention_k_eq_v": f"blk.{first_full}.attn_v.weight" not in tensors,
+        "num_kv_shared_layers": settings.count("attention.shared_kv_layers")
+        if settings.has("attention.shared_kv_layers")
+        else 0,
+        "sliding_window": settings.count("attention.sliding_window"),
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in windows],
+        "intermediate_size": inner[0],
+        "use_double_wide_mlp": inner[-1] == 2 * inner[0],
+        "hidden_size_per_layer_input": settings.count("embedding_length_per_layer_input") if per_layer else 0,
+        "vocab_size_per_layer_input": per_layer.shape[0] if per_layer else 1,
+        "rope_parameters": {
+            "full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": theta},
+        },
+        "enable_moe_block": has_experts,
+        "num_experts": settings.count("expert_count") if has_experts else None,
+        "top_k_experts": settings.count("expert_used_count") if has_experts else None,
+        "moe_intermediate_size": settings.count("expert_feed_forward_length") if has_experts else None,
+        **settings.given({"final_logit_softcapping": "final_logit_softcapping"}),
+    }  # fmt: skip
+
+
+def _granite(settings: Settings, _rope: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "attention_multiplier": settings.number("attention.scale"),
+        "embedding_multiplier": settings.number("embedding_scale"),
+        "residual_multiplier": settings.number("residual_scale"),
+        "logits_scaling": settings.number("logit_scale"),
+    }
+
+
+def _granite_hybrid(settings: Settings, rope: dict[str, Any]) -> dict[str, Any]:
+    """Most layers are Mamba 2; a file says 0 heads of keys for them."""
+    num_heads, inner = settings.count("ssm.time_step_rank"), settings.count("ssm.inner_size")
+    hidden_size, has_experts = settings.count("embedding_length"), settings.has("expert_count")
+    if inner % num_heads or inner % hidden_size:
+        raise settings.refusal("ssm.inner_size", inner)
+    shared = "expert_shared_feed_forward_length" if has_experts else "feed_forward_length"
+    kinds = ["attention" if heads else "mamba" for heads in settings.counts("attention.head_count_kv")]
+    return {
+        **_granite(settings, rope),
+        "layer_types": kinds,
+        # llama.cpp's own switch of rotary positions; its converter clears it for all models with Mamba layers.
+        "position_embedding_type": "rope" if settings.text("rope.scaling.finetuned", "True") == "True" else None,
+        "num_local_experts": settings.count("expert_count") if has_experts else 0,
+        "num_experts_per_tok": settings.count("expert_used_count") if has_experts else 0,
+        "shared_intermediate_size": settings.count(shared),
+        "mamba_n_heads": num_heads,
+        "mamba_n_groups": settings.count("ssm.group_count"),
+        "mamba_d_state": settings.count("ssm.state_size"),
+        "mamba_d_head": inner // num_heads,
+        "mamba_d_conv": settings.count("ssm.conv_kernel"),
+        "mamba_expand": inner // hidden_size,
+        "mamba_conv_bias": f"blk.{kinds.index('mamba')}.ssm_conv1d.bias" in settings.file.tensors
+        if "mamba" in kinds
+        else True,
+    }
+
+
+def _ministral3(settings: Settings, rope: dict[str, Any]) -> dict[str, Any]:
+    """Ministral 3 scales queries by their position. Files without that are of Mistral Small 3.1 and 3.2."""
+    if not settings.has("attention.temperature_scale"):
+        return {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
+    scales = {"llama_4_scaling_beta": settings.number("attention.temperature_scale")}
+    if settings.has("rope.scaling.yarn_log_multiplier"):
+        scales |= {"mscale": 1.0, "mscale_all_dim": settings.number("rope.scaling.yarn_log_multiplier")}
+    length = settings.count("context_length")
+    return {"rope_parameters": rope | scales | {"max_position_embeddings": length}}
+
+
+def _phi3(settings: Settings, rope: dict[str, Any]) -> dict[str, Any]:
+    window = settings.count("attention.sliding_window") if settings.has("attention.sliding_window") else None
+    length = rope.get("original_max_position_embeddings", settings.count("context_length"))
+    return {"sliding_window": window, "original_max_position_embeddings": length}
+
+
+def _smollm3(settings: Settings, _rope: dict[str, Any]) -> dict[str, Any]:
+    """Every fourth layer has no rotary positions."""
+    every = 4
+    has_rope = [int((layer + 1) % every != 0) for layer in range(settings.count("block_count"))]
+    return {"no_rope_layer_interval": every, "no_rope_layers": has_rope, "use_sliding_window": False}
+
+
+_EXPERTS = frozenset(("expert_count", "expert_used_count", "expert_feed_forward_length"))
+_MULTIPLIERS = frozenset(("attention.scale", "embedding_scale", "residual_scale", "logit_scale"))
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(model_type="llama", class_name="LlamaForCausalLM", turns_neighbours=True, known=_EXPERTS),
+    "qwen2": Family(model_type="qwen2", class_name="Qwen2ForCausalLM"),
+    "qwen3": Family(model_type="qwen3", class_name="Qwen3ForCausalLM"),
+    "qwen3moe": Family(model_type="qwen3_moe", class_name="Qwen3MoeForCausalLM", known=_EXPERTS),
+    "olmo2": Family(model_type="olmo2", class_name="Olmo2ForCausalLM"),
+    "gemma2": Family(
+        model_type="gemma2",
+        class_name="Gemma2ForCausalLM",
+        known=frozenset(("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping")),
+        more=_gemma2,
+    ),
+    "gemma3": Family(
+        model_type="gemma3_text",
+        class_name="Gemma3ForCausalLM",
+        known=frozenset(("attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa")),
+        more=_gemma3,
+    ),
+    "gemma4": Family(
+        model_type="gemma4_text",
+        class_name="Gemma4ForCausalLM",
+        known=_EXPERTS
+        | {
+            "attention.sliding_window", "attention.shared_kv_layers", "attention.key_length_swa",
+            "attention.value_length_swa", "rope.freq_base_swa", "rope.dimension_count_swa",
+            "embedding_length_per_layer_input", "final_logit_softcapping",
+        },
+        by_layer=frozenset(("attention.sliding_window_pattern", "attention.head_count_kv", "feed_forward_length")),
+        rotary=_proportional,
+        more=_gemma4,
+        tensors={
+            ".layer_scalar": (("layer_output_scale.weight",),),
+            ".router.scale": (("ffn_gate_inp.scale",),),
+            ".router.per_expert_scale": (("ffn_down_exps.scale",),),
+            ".experts.gate_up_proj": (
+                ("ffn_gate_up_exps.weight",), ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+            ),
+            ".experts.down_proj": (("ffn_down_exps.weight",),),
+        },
+    ),
+    "granite": Family(
+        model_type="granite", class_name="GraniteForCausalLM", turns_neighbours=True, known=_MULTIPLIERS, more=_granite
+    ),
+    "granitehybrid": Family(
+        model_type="granitemoehybrid",
+        class_name="GraniteMoeHybridForCausalLM",
+        turns_neighbours=True,
+        known=_EXPERTS
+        | _MULTIPLIERS
+        | {
+            "ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank", "ssm.inner_size",
+            "expert_shared_feed_forward_length",
+        },
+        by_layer=frozenset(("attention.head_count_kv",)),
+        more=_granite_hybrid,
+        tensors={
+            ".block_sparse_moe.router.weight": (("ffn_gate_inp.weight",),),
+            ".experts.gate_up_proj": (("ffn_gate_exps.weight", "ffn_up_exps.weight"),),
+            ".experts.down_proj": (("ffn_down_exps.weight",),),
+            ".shared_mlp.input_linear.weight": (
+                ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"), ("ffn_gate.weight", "ffn_up.weight"),
+            ),
+            ".shared_mlp.output_linear.weight": (("ffn_down_shexp.weight",), ("ffn_down.weight",)),
+            ".mamba.dt_bias": (("ssm_dt.bias",),),
+        },
+        reshaped=(".mamba.A_log", ".mamba.D", ".mamba.norm.weight", ".mamba.conv1d.weight"),
+        changes={".mamba.A_log": lambda values: np.log(-values)},
+    ),
+    "mistral3": Family(
+        model_type="ministral3",
+        class_name="Ministral3ForCausalLM",
+        turns_neighbours=True,
+        known=frozenset(("attention.temperature_scale", "rope.scaling.yarn_log_multiplier")),
+        more=_ministral3,
+    ),
+    "phi3": Family(
+        model_type="phi3",
+        class_name="Phi3ForCausalLM",
+        turns_parts=True,
+        known=frozenset(("attention.sliding_window", "rope.scaling.attn_factor")),
+        rotary=_long_rope,
+        more=_phi3,
+    ),
+    "smollm3": Family(model_type="smollm3", class_name="SmolLM3ForCausalLM", turns_neighbours=True, more=_smollm3),
+}  # fmt: skip
+_QWEN35 = frozenset(
+    (
+        "ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank", "ssm.inner_size",
+        "full_attention_interval", "rope.dimension_sections", "nextn_predict_layers", "attention.recurrent_layers",
+    )
+)  # fmt: skip
+# Of these, transformers' own tables have the configuration, the names and the changes: the settings that they read.
+BY_TRANSFORMERS: Mapping[str, frozenset[str]] = {
+    "lfm2": frozenset(("shortconv.l_cache",)),
+    "qwen35": _QWEN35,
+    "qwen35moe": _QWEN35 | _EXPERTS | {"expert_shared_feed_forward_length"},
+}

@@ -1,0 +1,100 @@
+"""The settings of one architecture in the metadata of a GGUF file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from app.errors import UnsupportedModel
+from app.model.gguf.reader import READ_INSTEAD, GgufFile, Values
+
+# Settings that files of every architecture may have. A file with another one, unless its family knows it, is refused.
+_KNOWN = frozenset(
+    (
+        "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size",
+        "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
+        "attention.layer_norm_rms_epsilon", "rope.dimension_count", "rope.freq_base", "rope.scaling.type",
+        "rope.scaling.factor", "rope.scaling.finetuned", "rope.scaling.original_context_length",
+        "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
+    )
+)  # fmt: skip
+
+
+class Settings:
+    """The settings of one architecture in a file's metadata."""
+
+    def __init__(self, file: GgufFile, known: frozenset[str], by_layer: frozenset[str] = frozenset()) -> None:
+        """known: the settings that are read beside those of all files. by_layer: those that may be one for each layer.
+
+        Raises UnsupportedModel for any other setting.
+        """
+        self.file = file
+        self.architecture = str(file.metadata["general.architecture"])
+        self._by_layer = by_layer
+        prefix = f"{self.architecture}."
+        self._found = {
+            key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)
+        }
+        for key, value in self._found.items():
+            if key not in _KNOWN | known | by_layer and value:
+                raise self.refusal(key, value)
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """The largest one, if there is one for each layer.
+
+        Raises UnsupportedModel when it is no positive integer, or there is none and no default.
+        """
+        value = self._found.get(key, default)
+        if key in self._by_layer and isinstance(value, list):
+            value = max(self.counts(key))
+        if type(value) is not int or value < 1:
+            raise self.refusal(key, value)
+        return value
+
+    def counts(self, key: str) -> list[int]:
+        """One for each layer, not negative. Raises UnsupportedModel when it is none of that."""
+        value, num_layers = self._found.get(key), self.count("block_count")
+        if isinstance(value, list):
+            if len(value) != num_layers or any(type(each) not in (int, bool) or each < 0 for each in value):
+                raise self.refusal(key, value)
+            return [int(each) for each in value]
+        return [self.count(key)] * num_layers
+
+    def flags(self, key: str) -> list[bool]:
+        """One for each layer; empty if the file has none."""
+        return list(map(bool, self.counts(key))) if key in self._found else []
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Raises UnsupportedModel when it is no positive number, or there is none and no default."""
+        value = self._found.get(key, default)
+        if not isinstance(value, float) or not 0 < value < float("inf"):
+            raise self.refusal(key, value)
+        return value
+
+    def has(self, key: str) -> bool:
+        """Whether the file has the setting, and it is not zero."""
+        return bool(self._found.get(key))
+
+    def text(self, key: str, default: str) -> str:
+        return str(self._found.get(key, default))
+
+    def factors(self, name: str, size: int) -> Values | None:
+        """A vector of `size` numbers that scale rotary positions; None if the file has none.
+
+        Raises UnsupportedModel if the tensor has another shape.
+        """
+        tensor = self.file.tensors.get(name)
+        if tensor is None:
+            return None
+        if tensor.shape != (size,):
+            raise UnsupportedModel(
+                f"{self.file.path}: tensor {name} has the shape {list(tensor.shape)}; expected [{size}]"
+            )
+        return self.file.values(tensor)
+
+    def given(self, names: Mapping[str, str]) -> dict[str, float]:
+        """Numbers that a file need not have, by other names. names: of the settings, by the names that they get."""
+        return {name: self.number(key) for name, key in names.items() if key in self._found}
+
+    def refusal(self, key: str, value: object) -> UnsupportedModel:
+        shown = f"{self.architecture}.{key} is {repr(value)[:60]}"
+        return UnsupportedModel(f"{self.file.path}: {shown}, which cannot be read; {READ_INSTEAD}")
