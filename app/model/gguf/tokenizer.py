@@ -13,8 +13,25 @@ from app.model.gguf.reader import READ_INSTEAD, GgufFile
 logger = logging.getLogger(__name__)
 
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-# GPT-2's rule for what may be one token; transformers takes it for every name that it does not know.
-_GPT2_RULES = frozenset(("gpt-2", "gpt2"))
+# How text is split before merges, by the names of `tokenizer.ggml.pre` that transformers does not know. GPT-2's rule is
+# what transformers takes for all of these; the others are those of llama.cpp.
+_GPT2_RULE = frozenset(
+    ("gpt-2", "gpt2", "phi-2", "olmo", "mpt", "jais", "trillion", "granite-docling", "gigachat", "a.x-4.0", "mellum")
+)
+_SINGLE_DIGITS = frozenset(  # as GPT-2, and digits stand apart
+    ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2")
+)
+_AS_NAMED = {"chatglm-bpe": "llama3", "glm4": "llama3", "stablelm2": "qwen2", "hunyuan": "qwen2", "solar-open": "qwen2"}
+_COMPOSED = frozenset(("qwen2", "qwen35"))  # Qwen's tokenizers bring texts into Unicode's form NFC; llama.cpp does not
+_SPLITS = {
+    "deepseek-coder": ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
+    "deepseek-v3": (
+        r"\p{N}{1,3}",
+        "[一-龥぀-ゟ゠-ヿ]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+}
 
 
 def save_tokenizer(file: GgufFile, folder: Path) -> None:
@@ -71,20 +88,26 @@ def _without_others(backend: Any, vocab_size: int) -> Any:
 
 
 def _set_rule(backend: Any, described: dict[str, Any], architecture: str) -> None:
-    """How text is split before merges: transformers knows most names; of others the model's tokens are not known."""
-    from tokenizers import pre_tokenizers
+    """How text is split before merges. Raises ValueError for a rule that is not known: it gives other tokens."""
+    from tokenizers import Regex, normalizers, pre_tokenizers
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     adds_space = not architecture.startswith("gemma")  # as transformers' tokenizer does
     if described.get("tokenizer_type") == "llama" and described.get("add_prefix_space", True) != adds_space:
         raise ValueError(f"tokenizer.ggml.add_space_prefix is {not adds_space}".lower())
     rule = described.get("pre_tokenizer_type")
-    if described.get("tokenizer_type") != "gpt2" or rule in GGUF_PRE_TOKENIZER_SPLITS or rule in _GPT2_RULES:
+    if rule in _COMPOSED:
+        backend.normalizer = normalizers.NFC()
+    if described.get("tokenizer_type") != "gpt2" or rule in GGUF_PRE_TOKENIZER_SPLITS or rule in _GPT2_RULE:
         return
-    if rule == "smollm":  # digits stand apart
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
+    if rule in _SINGLE_DIGITS:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    elif rule in _AS_NAMED or rule in _SPLITS:
+        patterns = _SPLITS.get(rule) or (GGUF_PRE_TOKENIZER_SPLITS[_AS_NAMED[rule]],)
+        splits: list[Any] = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
     elif rule in (None, "default"):
         logger.warning("the file does not say how text is split into tokens; GPT-2's rule is taken")
     else:

@@ -14,6 +14,9 @@ import pytest
 import torch
 from gguf import GGUFReader, GGUFWriter
 from gguf.constants import GGMLQuantizationType
+from hypothesis import given, strategies
+from hypothesis import settings as settings_of
+from transformers import Qwen2Tokenizer
 
 from app.build import build_sync_engine
 from app.errors import InvalidSetup, UnsupportedModel
@@ -162,20 +165,47 @@ def test_a_tokenizer_that_begins_texts_does_so(tmp_path: Path, cache: Path) -> N
     assert tokenizer.encode("he", add_special_tokens=False) == (TOKENS.index("he"),)
 
 
-def test_digits_and_spaces_are_split_as_smollm_splits_them(tmp_path: Path, cache: Path) -> None:
-    tokens = [*TOKENS[:-2], "12", "ĠĠ", "<|start|>", "<|end|>"]
+RULES = {  # names of `tokenizer.ggml.pre`, and the pieces of "a  1234"
+    "gpt-2 olmo granite-docling": ["a", "Ġ", "Ġ", "123", "4"],
+    "smollm refact starcoder command-r": ["a", "ĠĠ", "1", "2", "3", "4"],
+    "llama-bpe chatglm-bpe dbrx": ["a", "Ġ", "Ġ", "123", "4"],
+    "qwen2 hunyuan stablelm2": ["a", "Ġ", "Ġ", "1", "2", "3", "4"],
+    "deepseek-coder": ["a", "ĠĠ", "1", "2", "3", "4"],
+    "deepseek-v3": ["a", "ĠĠ", "123", "4"],
+}
+
+
+@pytest.mark.parametrize(("rule", "pieces"), [(rule, own) for rules, own in RULES.items() for rule in rules.split()])
+def test_text_is_split_by_the_rule_of_the_file(rule: str, pieces: list[str], tmp_path: Path, cache: Path) -> None:
+    tokens = [*TOKENS[:-2], "12", "123", "ĠĠ", "<|start|>", "<|end|>"]
     settings = {
-        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.pre": rule,
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": [3 if token.startswith("<|") else 1 for token in tokens],
-        "tokenizer.ggml.merges": ["h e", "Ġ t", "1 2", "Ġ Ġ"],
+        "tokenizer.ggml.merges": ["h e", "Ġ t", "1 2", "12 3", "Ġ Ġ"],
         "tokenizer.ggml.bos_token_id": len(tokens) - 2,
         "tokenizer.ggml.eos_token_id": len(tokens) - 1,
     }
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model(vocab_size=len(tokens)), settings=settings)
     tokenizer = Tokenizer.load(str(checkpoint_of(path, cache)))
-    ids = tokenizer.encode("a  12", add_special_tokens=False)
-    assert tokenizer.token_texts(ids) == ["a", "ĠĠ", "1", "2"]
+    ids = tokenizer.encode("a  1234", add_special_tokens=False)
+    assert tokenizer.token_texts(ids) == pieces
+
+
+def test_its_tokens_are_those_of_transformers_own_class(tmp_path: Path, cache: Path) -> None:
+    """Qwen's tokenizer, of the same vocabulary."""
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model(), settings={"tokenizer.ggml.pre": "qwen2"})
+    tokenizer = Tokenizer.load(str(checkpoint_of(path, cache)))
+    vocabulary = {token: place for place, token in enumerate(TOKENS)}
+    own = Qwen2Tokenizer(vocab=vocabulary, merges=[("h", "e"), ("Ġ", "t")], unk_token=None, eos_token="<|end|>")
+
+    @settings_of(max_examples=300, deadline=None)
+    @given(strategies.text(strategies.sampled_from("he tT1é日😀\n\r'’sDMlL.-_/\u0301\u00a0")))
+    def check(text: str) -> None:
+        expected = own(text, add_special_tokens=False)["input_ids"]
+        assert tokenizer.encode(text, add_special_tokens=False) == tuple(expected)
+
+    check()
 
 
 def test_a_vocabulary_of_sentencepiece_is_read(tmp_path: Path, cache: Path) -> None:
