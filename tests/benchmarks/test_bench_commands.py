@@ -41,6 +41,7 @@ EXTRA = {
     "scaling_day": ("deployments", "ray"),  # rules as Serve's controller runs them, in a simulated fleet
     "service": ("deployments",),  # starts it as the launcher does
     "llama_batched": ("llama_cpp", "numpy"),
+    "llama_perplexity": ("llama_cpp", "numpy"),
     "vllm_cpu": ("vllm",),
     "with_instructor": ("instructor", "openai"),
     "with_langchain": ("langchain_openai",),
