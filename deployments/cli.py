@@ -1,4 +1,4 @@
-"""The command `carousel`: `serve`, `bulk`, `plan`, `key`. Each imports what it needs when it is called."""
+"""The command `carousel`: `serve`, `check`, `bulk`, `plan`, `key`. Each imports what it needs when it is called."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from importlib import import_module
 
 COMMANDS = {  # name → the function that takes its arguments, and what it does
     "serve": ("deployments.launcher.supervisor:main", "serve a model or a config file on this machine, until Ctrl-C"),
+    "check": ("deployments.launcher.checks:main", "find the mistakes in a config or a model, without a start"),
     "bulk": ("deployments.bulk.__main__:main", "answer every row of some files, without a server"),
     "plan": ("deployments.plan.__main__:main", "say what fits on a device, and what a trace needs"),
     "key": ("deployments.cli:print_key", "make an API key"),

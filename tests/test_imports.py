@@ -44,6 +44,7 @@ ALLOWED = {
         "app.engine.state_pool", "torch", "transformers", "triton",
     },
     "app.model.location": {"app.child_process", "app.disk", "app.errors", "app.model.gguf"},
+    "app.model.foreseen": {"app.config", "app.errors", "app.model", "huggingface_hub"},
     "app.model.adapter_files": {"app.errors", "app.engine.request", "app.model.location", "transformers"},
     "app.model.adapters": {"app.errors", "app.engine.batch", "app.model", "torch", "pydantic", "safetensors"},
     "app.model.gpu_backends": {"app.model.crash_notes",

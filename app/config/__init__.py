@@ -18,7 +18,7 @@ from app.config.engine import (
     StepLogConfig,
     TierConfig,
 )
-from app.config.mistakes import mistakes_of, shown
+from app.config.mistakes import mistakes_of, shown, suggestion
 from app.config.models import PricesConfig, ServedModelConfig
 from app.config.pipelines import (
     CascadeStepConfig,
@@ -120,4 +120,5 @@ __all__ = [
     "names_of",
     "parameters_of",
     "shown",
+    "suggestion",
 ]

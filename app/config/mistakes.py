@@ -68,5 +68,11 @@ def _suggestion(location: tuple[int | str, ...], root: type[BaseModel]) -> str:
         else:  # one of several kinds, by its name
             branch = next(kind for kind in branches_within(branch) if choice_of(kind) == part)
     assert issubclass(branch, BaseModel), "only a branch of settings can have an extra field"
-    close = difflib.get_close_matches(str(location[-1]), branch.model_fields, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(branch.model_fields)}"
+    return suggestion(str(location[-1]), branch.model_fields)
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence about a name that is not known: the one that is meant, or all there are."""
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(names)}"

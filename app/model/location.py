@@ -32,6 +32,12 @@ def resolve_model_path(path: str) -> str:
     return path
 
 
+def existing_place(path: str) -> Path | None:
+    """The folder or the file that a path of the settings means; None where there is none, as for a hub id."""
+    # Not Path.exists, which raises OSError for a name that is too long.
+    return next((place for place in _places(path) if os.path.exists(place)), None)
+
+
 def is_local(path: str) -> bool:
     """Whether a model path is a folder or a GGUF file here; else it is a hub id. Raises InvalidSetup for the file."""
     return resolve_model_path(path) != path or Path(path).is_dir()

@@ -23,6 +23,7 @@ from app.model.cpu.stored_matrix import can_be_stored
 from app.model.cpu.weights import why_not_native
 from app.model.cuda.attention import TritonAttention
 from app.model.description import read_config
+from app.model.foreseen import STATES_NOT_COMPUTED
 from app.model.gguf.manifest import Manifest, manifest_in
 from app.model.gpu_backends import BackendFailed
 from app.model.language_model import language_class, language_config, plain_names
@@ -45,16 +46,6 @@ logger = logging.getLogger(__name__)
 LAYERS_WITH_STATES = frozenset({"conv", "linear_attention", "mamba", "hybrid"})  # see `recurrent_layers`
 _SERVABLE_LAYERS = LAYERS_WITH_STATES | {"full_attention", "sliding_attention", "attention", "mlp", "moe"}
 
-# By the type of a model: the recurrence of its layers, for which there is no operator in `recurrence`.
-STATES_NOT_COMPUTED = {
-    "bailing_hybrid": "Kimi Delta Attention (KDA)",
-    "kimi_linear": "Kimi Delta Attention (KDA)",
-    "minimax": "lightning attention",
-    "recurrent_gemma": "the RG-LRU of Griffin",
-    "rwkv": "the time mixing of RWKV",
-    "xlstm": "the matrix memory of xLSTM",
-    "zaya": "Compressed Convolutional Attention (CCA)",
-}
 _OTHER_LAYERS = {
     "hybrid_sliding": "attention adds relative positions to its scores, and short convolutions change its inputs",
     "indexed_attention": "an indexer picks the tokens that a token sees",

@@ -13,6 +13,7 @@ from app.errors import InvalidSetup
 from app.jobs.items import RowSettings
 from app.model.location import is_local
 from deployments.cli import positive
+from deployments.launcher.trial import named_model
 from deployments.serve.settings import parse, read_serve_file
 
 
@@ -109,9 +110,7 @@ def _served(config: Path | None, model: str | None) -> ServedModelConfig:
     first = next(iter(models.values()))
     if model is None:
         return first
-    if model.startswith(("/", ".", "~")) and not Path(model).expanduser().exists():
-        raise InvalidSetup(f"--model {model}: there is no such folder or file")
-    return first.with_setting("name", model).with_setting("engine.model.path", model)
+    return first.with_setting("name", model).with_setting("engine.model.path", named_model(model))
 
 
 def _temperature(text: str) -> float:

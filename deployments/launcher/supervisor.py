@@ -27,6 +27,7 @@ from app.child_process import PROJECT
 from app.config import ApplicationConfig
 from app.errors import InvalidSetup
 from app.model.location import is_local
+from deployments.launcher.checks import MISTAKES, checked, is_config, refusal
 from deployments.launcher.trial import trial_config
 from deployments.open_files import MAXCONN, allow_many_files, check_connections, max_connections
 from deployments.serve.settings import (
@@ -35,7 +36,6 @@ from deployments.serve.settings import (
     LOOPBACK,
     SERVE_YAML,
     ServeFile,
-    read_serve_file,
 )
 
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
@@ -48,24 +48,29 @@ _OUR_PORTS = range(20_000, 30_000)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until a signal comes. The exit status is 0 after a signal, 1 when the service cannot start or has died."""
+    """Serve until a signal comes.
+
+    The exit status is 0 after a signal, 2 for mistakes that are found before Ray starts, 1 when the service cannot
+    start or has died.
+    """
     given = _parser().parse_args(arguments)
     for number in STOP_SIGNALS:  # a model may be fetched or read now: what is not whole goes
         signal.signal(number, signal.default_int_handler)
     _show_progress()
     path = Path(given.what)
     try:
-        path = path if path.suffix in (".yaml", ".yml", ".json") else trial_config(given.what)
-        config = read_serve_file(path)
-        check_port(config, path)
-        check_folders(config)
+        path = path if is_config(given.what) else trial_config(given.what)
+        config, mistakes = checked(path)
+        if mistakes:
+            print(refusal(path, mistakes), file=sys.stderr, flush=True)
+            return MISTAKES
         max_files = allow_many_files()
         warning = check_connections(max_files, os.environ.get(MAXCONN))
         # Blocked from here on: a signal waits until this process asks for it, and cannot interrupt a start or an end.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS | {signal.SIGCHLD})
     except InvalidSetup as error:
-        print(f"{path} cannot be served:\n{error}", file=sys.stderr, flush=True)
-        return 1
+        print(refusal(path, str(error).splitlines()), file=sys.stderr, flush=True)
+        return MISTAKES
     except KeyboardInterrupt:
         return 0
     if warning:
@@ -207,44 +212,6 @@ def num_proxy_threads(num_cores: int) -> int:
     """HAProxy's threads: one carries the streams that an ingress on the other cores can write."""
     max_proxy_threads = 4  # as Serve has it
     return max(1, min(max_proxy_threads, num_cores // 4))
-
-
-def check_folders(config: ServeFile) -> None:
-    """Raise InvalidSetup for a model path that can only be local and is not there, or a batches folder that cannot be.
-
-    A GGUF file is read. A hub id cannot be checked here.
-    """
-    for application in config.applications.values():
-        for index, served in enumerate(application.models):
-            for setting, path in served.engine.model_paths.items():
-                if not is_local(path) and path.startswith(("/", ".", "~")):
-                    raise InvalidSetup(
-                        f"models[{index}].engine.{setting}: got {path!r}; there is no such folder or file here"
-                    )
-        if application.batches is not None:
-            _check_writable(application.batches.path)
-
-
-def _check_writable(path: str) -> None:
-    try:
-        Path(path).expanduser().mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidSetup(f"batches.path: got {path!r}; it cannot be made: {error.strerror}") from error
-
-
-def check_port(config: ServeFile, path: Path) -> None:
-    """Raise InvalidSetup when something listens where the service should."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    with socket.socket(family) as probe:
-        # As every server does: a connection of the last run that is still closing is no obstacle.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((config.host, config.port))
-        except OSError as error:
-            raise InvalidSetup(
-                f"http_options: cannot listen on {config.host}:{config.port}: {error.strerror}; "
-                f"`ss -ltnp 'sport = :{config.port}'` shows the process: stop it, or set another port in {path}"
-            ) from error
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -16,6 +16,8 @@ import yaml
 
 from app.disk import cache_folder, write_atomically
 from app.errors import InvalidSetup
+from app.model.foreseen import check_hub_id
+from app.model.location import existing_place
 from deployments.serve.settings import SERVE_YAML
 
 
@@ -84,7 +86,9 @@ def trial_config(model: str) -> Path:
     Raises:
         InvalidSetup: it is none of them, or it cannot be fetched or read.
     """
-    path = str(_fetched(model, _PACKAGES[model])) if model in _PACKAGES else _found(model)
+    path = named_model(model)
+    if (place := Path(path).expanduser()).exists():  # a config is read from anywhere
+        path = str(place.resolve())
     name = model if model in _PACKAGES else _served_name(model)
     document = yaml.safe_load(SERVE_YAML.read_text(encoding="utf-8"))
     args = document["applications"][0]["args"]
@@ -106,23 +110,32 @@ def trial_config(model: str) -> Path:
     return target
 
 
+def named_model(model: str) -> str:
+    """The path of a model that a command names: of a known name its file, which is fetched if it is not here.
+
+    Raises InvalidSetup if there is no such folder or file, the name is no hub id, or the file cannot be fetched.
+    """
+    if model in _PACKAGES:
+        return str(_fetched(model, _PACKAGES[model]))
+    if existing_place(model) is None:
+        if "/" not in model:
+            raise InvalidSetup(
+                f"MODEL={model}: there is no such folder or GGUF file here; known names: {', '.join(_PACKAGES)}; a hub "
+                f"id has a slash, as Qwen/Qwen3-0.6B"
+            )
+        check_hub_id(model)
+    return model
+
+
+def known_names() -> list[str]:
+    """Of the models that are fetched."""
+    return [*_PACKAGES]
+
+
 def kept_file(name: str) -> Path:
     """Where the GGUF file of a known name lies once it has been fetched."""
     package = _PACKAGES[name]
     return cache_folder() / "packages" / f"{package.name}-{package.version}" / package.file
-
-
-def _found(model: str) -> str:
-    """The absolute path of a folder or file; else a hub id as it is."""
-    place = Path(model).expanduser()
-    if place.exists():
-        return str(place.resolve())
-    if "/" not in model:
-        raise InvalidSetup(
-            f"MODEL={model}: there is no such folder or GGUF file here; known names: {', '.join(_PACKAGES)}; a hub id "
-            f"has a slash, as Qwen/Qwen3-0.6B"
-        )
-    return model
 
 
 def _served_name(model: str) -> str:

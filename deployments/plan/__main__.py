@@ -17,6 +17,7 @@ from typing import get_args
 from app.config import EngineConfig, KvType, ServedModelConfig
 from app.errors import CarouselError, InvalidSetup
 from deployments.cli import above_zero, positive
+from deployments.launcher.trial import named_model
 from deployments.plan.cards import card_of
 from deployments.serve.settings import SERVE_YAML, read_serve_file
 from deployments.threads import share_of_cores
@@ -51,7 +52,7 @@ def _memory(options: argparse.Namespace) -> None:
     on_gpu = card is not None
     config = config_of(
         model={
-            "path": options.model,
+            "path": named_model(options.model),
             "device": "cuda" if on_gpu else "cpu",
             "dtype": options.dtype or ("bfloat16" if on_gpu else None),
             "quantization": options.quantization,

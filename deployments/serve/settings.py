@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from app.config import (
     ServedModelConfig,
     mistakes_of,
     shown,
+    suggestion,
 )
 from app.config.checks import check_branches
 from app.errors import InvalidSetup
@@ -38,6 +40,34 @@ LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 INGRESS_CPUS = 0.25
 
 
+# The settings that Serve has, level by level; a test compares them with its schema. Our own are in `args`.
+SERVE_NAMES: Mapping[str, tuple[str, ...]] = {
+    "": (
+        "proxy_location", "http_options", "grpc_options", "controller_options", "logging_config", "tracing_config",
+        "applications", "target_capacity",
+    ),
+    "http_options": (
+        "host", "port", "root_path", "request_timeout_s", "keep_alive_timeout_s", "ssl_keyfile", "ssl_certfile",
+        "ssl_keyfile_password", "ssl_ca_certs",
+    ),
+    "grpc_options": ("port", "grpc_servicer_functions", "request_timeout_s", "enable_reflection"),
+    "logging_config": (
+        "encoding", "log_level", "logs_dir", "enable_access_log", "additional_log_standard_attrs",
+    ),
+    "applications": (
+        "name", "route_prefix", "import_path", "runtime_env", "host", "port", "deployments", "autoscaling_policy",
+        "args", "logging_config", "external_scaler_enabled",
+    ),
+    "deployments": (
+        "name", "num_replicas", "max_ongoing_requests", "max_queued_requests", "backpressure_config", "user_config",
+        "autoscaling_config", "graceful_shutdown_wait_loop_s", "graceful_shutdown_timeout_s", "health_check_period_s",
+        "health_check_timeout_s", "ray_actor_options", "placement_group_bundles", "placement_group_strategy",
+        "placement_group_bundle_label_selector", "max_replicas_per_node", "logging_config", "request_router_config",
+        "gang_scheduling_config", "deployment_actors", "rolling_update_percentage", "max_surge_percent",
+    ),
+}  # fmt: skip
+
+
 class _HttpOptions(BaseModel):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=1, le=65535, strict=True)
@@ -50,10 +80,36 @@ class ServeFile:
     host: str
     port: int
     applications: dict[str, ApplicationConfig]  # ours, by the name of the Serve application
+    # All models whose own settings can be read, each with its place in `args`: also those of an application that has a
+    # mistake elsewhere.
+    models: tuple[tuple[str, ServedModelConfig], ...] = ()
+
+
+class Mistakes(list[str]):
+    """Mistakes that are found one after the other, a line each."""
+
+    @contextmanager
+    def noted(self, at: str = "") -> Iterator[None]:
+        """Note an InvalidSetup, and go on behind it. at: the path of the setting, where the error does not name it."""
+        try:
+            yield
+        except InvalidSetup as error:
+            self.extend(f"{at}: {line}" if at else line for line in str(error).splitlines())
 
 
 def read_serve_file(path: Path) -> ServeFile:
     """Read and check a Serve config file. Raises InvalidSetup with one line per mistake."""
+    file, mistakes = examined(path)
+    if mistakes:
+        raise InvalidSetup("\n".join(mistakes))
+    return file
+
+
+def examined(path: Path) -> tuple[ServeFile, Mistakes]:
+    """What can be read of a Serve config file, and all mistakes in it.
+
+    Raises InvalidSetup if it is no such file at all.
+    """
     document = _read_yaml(path)
     entries = document.get("applications") if isinstance(document, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
@@ -62,16 +118,51 @@ def read_serve_file(path: Path) -> ServeFile:
     ours = {str(entry.get("name", "default")): entry for entry in entries if entry.get("import_path") == builder}
     if not ours:
         raise InvalidSetup(f"{path}: no application has `import_path: {builder}`")
-    http = validated(_HttpOptions, document.get("http_options") or {}, at="http_options")
-    applications = {name: parse(entry.get("args")) for name, entry in ours.items()}
+    mistakes = Mistakes(_unknown_names(document))
+    http = _HttpOptions()
+    with mistakes.noted():
+        http = validated(_HttpOptions, document.get("http_options") or {}, at="http_options")
+    applications: dict[str, ApplicationConfig] = {}
+    models: list[tuple[str, ServedModelConfig]] = []
     for name, entry in ours.items():
-        _check_user_configs(applications[name], entry.get("deployments") or [])
-    file = ServeFile(host=http.host, port=http.port, applications=applications)
-    for config in applications.values():
-        check_exposure(file.host, config.api)
-        if config.api.keys_file is not None:
-            _check_keys(read_keys(Path(config.api.keys_file)), config)
-    return file
+        models += _models_in(entry.get("args"))
+        with mistakes.noted():
+            applications[name] = config = parse(entry.get("args"))
+            with mistakes.noted():
+                _check_user_configs(config, entry.get("deployments") or [])
+            with mistakes.noted():
+                check_exposure(http.host, config.api)
+                if config.api.keys_file is not None:
+                    _check_keys(read_keys(Path(config.api.keys_file)), config)
+    return ServeFile(host=http.host, port=http.port, applications=applications, models=tuple(models)), mistakes
+
+
+def _unknown_names(document: dict[str, Any]) -> Iterator[str]:
+    """A line for each name that Serve would pass over in silence."""
+    yield from _unknown(document, "", "")
+    for name in ("http_options", "grpc_options", "logging_config"):
+        yield from _unknown(document.get(name), name, name)
+    for index, application in enumerate(document["applications"]):
+        at = f"applications[{index}]"
+        yield from _unknown(application, "applications", at)
+        yield from _unknown(application.get("logging_config"), "logging_config", f"{at}.logging_config")
+        deployments = application.get("deployments")
+        for place, deployment in enumerate(deployments if isinstance(deployments, list) else ()):
+            yield from _unknown(deployment, "deployments", f"{at}.deployments[{place}]")
+
+
+def _unknown(given: object, level: str, at: str) -> Iterator[str]:
+    known = SERVE_NAMES[level]
+    for name in given if isinstance(given, dict) else ():
+        if name not in known:
+            yield f"{at}.{name}: no such setting{suggestion(str(name), known)}".lstrip(".")
+
+
+def _models_in(args: object) -> Iterator[tuple[str, ServedModelConfig]]:
+    given = args.get("models") if isinstance(args, dict) else None
+    for index, model in enumerate(given if isinstance(given, list) else ()):
+        with suppress(ValidationError):
+            yield f"models[{index}]", ServedModelConfig.model_validate(model)
 
 
 def parse(args: object) -> ApplicationConfig:
@@ -231,7 +322,10 @@ def _check_keys(keys: Iterable[KeyConfig], config: ApplicationConfig) -> None:
 def _check_user_configs(config: ApplicationConfig, deployments: Iterable[dict[str, Any]]) -> None:
     """The settings for `reconfigure`, checked before they reach the replicas."""
     models = {model.deployment_name: model for model in config.models}
-    for deployment in deployments:
-        model = models.get(str(deployment.get("name")))
-        if model is not None and deployment.get("user_config") is not None:
+    known = [*models, "ingress", *(("batches",) if config.batches is not None else ())]
+    for index, deployment in enumerate(deployments):
+        name = str(deployment.get("name"))
+        if name not in known:
+            raise InvalidSetup(f"deployments[{index}].name: got {name!r}{suggestion(name, known)}")
+        if (model := models.get(name)) is not None and deployment.get("user_config") is not None:
             apply_override(model.engine.scheduler, deployment["user_config"])

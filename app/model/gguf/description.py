@@ -19,7 +19,7 @@ from gguf.constants import MODEL_ARCH_NAMES
 
 from app.errors import UnsupportedModel
 from app.model.architectures import ARCHITECTURES, Architecture
-from app.model.gguf.families import BY_TRANSFORMERS, FAMILIES, ROTARY_TENSORS, Family
+from app.model.gguf.families import BY_TRANSFORMERS, FAMILIES, ROTARY_TENSORS, Family, check_architecture
 from app.model.gguf.reader import READ_INSTEAD, GgufFile, GgufTensor, Values
 from app.model.gguf.settings import Settings
 
@@ -57,18 +57,7 @@ class Description:
 
 def describe(file: GgufFile) -> Description:
     """Raises UnsupportedModel, by name, for an architecture, a setting or a tensor that cannot be read."""
-    architecture = str(file.metadata.get("general.architecture"))
-    known = [*FAMILIES, *BY_TRANSFORMERS]
-    if architecture == "clip":
-        raise UnsupportedModel(
-            f"{file.path} has what a model sees images with (mmproj), and no model; set model.path to the GGUF file of "
-            f"the model itself, whose text is served"
-        )
-    if architecture not in known:
-        raise UnsupportedModel(
-            f"{file.path} is of architecture {architecture[:60]!r}; GGUF files of {', '.join(known)} can be read: "
-            f"{READ_INSTEAD}"
-        )
+    architecture = check_architecture(file)
     if architecture in BY_TRANSFORMERS:
         return _as_transformers_knows(file, Settings(file, BY_TRANSFORMERS[architecture]))
     family = FAMILIES[architecture]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from app.errors import UnsupportedModel
-from app.model.gguf.reader import READ_INSTEAD, Values
+from app.model.gguf.reader import READ_INSTEAD, GgufFile, Values
 from app.model.gguf.settings import Settings
 
 _FACTORS, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
@@ -352,3 +352,20 @@ BY_TRANSFORMERS: Mapping[str, frozenset[str]] = {
     "qwen35": _QWEN35,
     "qwen35moe": _QWEN35 | _EXPERTS | {"expert_shared_feed_forward_length"},
 }
+
+
+def check_architecture(file: GgufFile) -> str:
+    """The architecture of a file. Raises UnsupportedModel for one that is not in the tables."""
+    architecture = str(file.metadata.get("general.architecture"))
+    known = [*FAMILIES, *BY_TRANSFORMERS]
+    if architecture == "clip":
+        raise UnsupportedModel(
+            f"{file.path} has what a model sees images with (mmproj), and no model; set model.path to the GGUF file of "
+            f"the model itself, whose text is served"
+        )
+    if architecture not in known:
+        raise UnsupportedModel(
+            f"{file.path} is of architecture {architecture[:60]!r}; GGUF files of {', '.join(known)} can be read: "
+            f"{READ_INSTEAD}"
+        )
+    return architecture

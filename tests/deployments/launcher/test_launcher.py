@@ -21,9 +21,10 @@ import yaml
 
 from app.errors import InvalidSetup
 from deployments.launcher import rollout, supervisor
-from deployments.launcher.supervisor import check_folders, num_proxy_threads, session_members
+from deployments.launcher.checks import MISTAKES, checked
+from deployments.launcher.supervisor import num_proxy_threads, session_members
 from deployments.serve.application import build
-from deployments.serve.settings import ServeFile, parse, read_serve_file
+from deployments.serve.settings import ServeFile, parse
 from tests.deployments.conftest import HTTP_PORT, PLAIN_ENVIRONMENT, free_port
 from tests.waiting import PATIENCE_S
 
@@ -164,7 +165,7 @@ def test_a_port_that_is_taken_is_told_with_the_way_out(launch: Launch, config: d
         output, _ = process.communicate(timeout=PATIENCE_S)
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in output
     assert f"sport = :{port}" in output
-    assert process.returncode == 1
+    assert process.returncode == MISTAKES
 
 
 def test_a_model_folder_that_is_not_there_is_told(launch: Launch, config: dict[str, Any]) -> None:
@@ -177,9 +178,8 @@ def refusal(config: dict[str, Any], folder: Path) -> str:
     """What is said of a config whose paths cannot be."""
     path = folder / "serve.yaml"
     path.write_text(yaml.safe_dump(config))
-    with pytest.raises(InvalidSetup) as refused:
-        check_folders(read_serve_file(path))
-    return str(refused.value)
+    _, mistakes = checked(path)
+    return "\n".join(mistakes)
 
 
 def test_a_draft_model_that_is_not_there_is_told(config: dict[str, Any], tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_draft_model_that_is_not_there_is_told(config: dict[str, Any], tmp_pat
 def test_a_batches_folder_that_cannot_be_is_told(config: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     config["applications"][0]["args"]["batches"]["path"] = str(tmp_path / "file" / "batches")
-    assert "it cannot be made: Not a directory" in refusal(config, tmp_path)
+    assert f"it cannot be made: {tmp_path / 'file'} is not a folder" in refusal(config, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["models/other.gguf", "models/cut.gguf"])
@@ -202,7 +202,7 @@ def test_a_gguf_file_that_cannot_be_read_is_told(name: str, config: dict[str, An
     (tmp_path / "models" / "cut.gguf").write_bytes(b"GGUF\x03\0\0\0")
     model = config["applications"][0]["args"]["models"][0]["engine"]["model"]
     model["path"] = name if "other" in name else str(tmp_path / name)
-    assert re.search("there is no such file here|cut short", refusal(config, tmp_path))
+    assert re.search("there is no such folder or file here|cut short", refusal(config, tmp_path))
 
 
 def test_a_model_that_cannot_be_loaded_fails_its_application_with_the_reason(

@@ -123,10 +123,10 @@ def test_a_misspelt_name_is_told_what_there_is() -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
-        (["smolm"], 1, "smolm cannot be served:\nMODEL=smolm: there is no such folder"),
-        (["./other.gguf"], 1, "model.path: got './other.gguf'; there is no such file here"),
-        (["other.yaml"], 1, "other.yaml cannot be served:\nother.yaml: No such file"),
-        (["other.json"], 1, "other.json cannot be served:\nother.json: No such file"),
+        (["smolm"], 2, "smolm cannot be served:\nMODEL=smolm: there is no such folder"),
+        (["./other.gguf"], 2, "got './other.gguf'; there is no such folder or file here"),
+        (["other.yaml"], 2, "other.yaml cannot be served:\nother.yaml: No such file"),
+        (["other.json"], 2, "other.json cannot be served:\nother.json: No such file"),
         (["smollm2", "deployments/serve.yaml"], 2, "unrecognized arguments: deployments/serve.yaml"),
     ],
 )

@@ -1,0 +1,127 @@
+"""What is wrong with a model, as far as its files say. Nothing is loaded or written. No torch here."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from app.config import ModelConfig
+from app.errors import InvalidSetup, UnsupportedModel
+from app.model.description import max_model_len, read_config
+from app.model.location import existing_place
+
+# By the type of a model: the recurrence of its layers, for which there is no operator in `recurrence`.
+STATES_NOT_COMPUTED = {
+    "bailing_hybrid": "Kimi Delta Attention (KDA)",
+    "kimi_linear": "Kimi Delta Attention (KDA)",
+    "minimax": "lightning attention",
+    "recurrent_gemma": "the RG-LRU of Griffin",
+    "rwkv": "the time mixing of RWKV",
+    "xlstm": "the matrix memory of xLSTM",
+    "zaya": "Compressed Convolutional Attention (CCA)",
+}
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_LENGTHS = ("max_position_embeddings", "n_positions")
+
+
+def weights_bytes(path: str) -> int:
+    """Bytes of the files with a model's weights; 0 for a hub id."""
+    place = existing_place(path)
+    if place is None:
+        return 0
+    return sum(each.stat().st_size for each in _weight_files(place))
+
+
+def check_model(config: ModelConfig) -> None:
+    """Look at a model's files.
+
+    Raises InvalidSetup, with the place and the fix, for a path where nothing is, a folder or GGUF file that is no model
+    or that cannot be served, and a context that the model does not have. Nothing can be said of a hub id.
+    """
+    place = existing_place(config.path)
+    if place is None:
+        check_hub_id(config.path)
+    elif place.is_file():
+        _check_gguf(place)
+    else:
+        _check_folder(config, place)
+
+
+def check_hub_id(path: str) -> None:
+    """Raises InvalidSetup for a path that is no folder or file here, and no hub id either, or a slip of the pen."""
+    place = Path(path).expanduser()
+    near = _near(place)
+    hint = f"; did you mean {near!r}?" if near else ""
+    if path.startswith(("/", ".", "~")) or path.endswith(".gguf") or (near and not _is_in_hub_cache(path)):
+        raise InvalidSetup(f"got {path!r}; there is no such folder or file here{hint}")
+    if not _HUB_ID.fullmatch(path):
+        raise InvalidSetup(f"got {path!r}; there is no such folder here, and a hub id is as Qwen/Qwen3-0.6B")
+
+
+def _is_in_hub_cache(path: str) -> bool:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return (Path(HF_HUB_CACHE) / f"models--{path.replace('/', '--')}").is_dir()
+
+
+def _near(place: Path) -> str | None:
+    """A model beside it of much the same name."""
+    try:
+        beside = [each.name for each in place.parent.iterdir() if _is_model(each)]
+    except OSError:
+        return None
+    close = difflib.get_close_matches(place.name, beside, n=1, cutoff=0.75)
+    return str(place.with_name(close[0])) if close else None
+
+
+def _is_model(place: Path) -> bool:
+    return place.suffix == ".gguf" or (place / "config.json").is_file()
+
+
+def _check_gguf(place: Path) -> None:
+    from app.model.gguf.families import check_architecture
+    from app.model.gguf.reader import GgufFile
+
+    check_architecture(GgufFile(place.absolute()))
+
+
+def _check_folder(config: ModelConfig, folder: Path) -> None:
+    described = read_config(config, str(folder))
+    text: dict[str, Any] = described.get("text_config") or described
+    kind = described.get("model_type")
+    if kind in STATES_NOT_COMPUTED:
+        raise UnsupportedModel(f"{folder} is a {kind} model; {STATES_NOT_COMPUTED[kind]} is not computed here")
+    if kind is not None and kind not in (known := _known_types()):
+        close = difflib.get_close_matches(str(kind), known, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else "; a newer transformers may know it"
+        raise UnsupportedModel(f"{folder}/config.json: model_type {kind!r} is not known to transformers here{hint}")
+    limit = next((text[name] for name in _LENGTHS if isinstance(text.get(name), int)), None)
+    if limit is not None:
+        max_model_len(config, limit)
+    if not any(_weight_files(folder)):
+        others = sorted(each.name for each in folder.glob("*.bin"))
+        what = f"{others[0]} is not read: only safetensors are" if others else "there is no model*.safetensors"
+        raise InvalidSetup(f"{folder} has no weights: {what}")
+    if not any(folder.glob("token*")) and not (folder / "vocab.json").is_file():
+        raise InvalidSetup(f"{folder} has no tokenizer: there is no tokenizer.json")
+
+
+def _weight_files(place: Path) -> Iterator[Path]:
+    yield from [place] if place.is_file() else place.glob("*.safetensors")
+
+
+def _known_types() -> list[str]:
+    """The types of models that the installed transformers has. Its table is read alone: transformers imports torch."""
+    found = importlib.util.find_spec("transformers")
+    assert found is not None, "transformers is installed"
+    path = Path(str(found.origin)).parent / "models" / "auto" / "auto_mappings.py"
+    spec = importlib.util.spec_from_file_location("auto_mappings_alone", path)
+    assert spec is not None, "the table is a module"
+    module = importlib.util.module_from_spec(spec)
+    assert spec.loader is not None, "the table is in a file"
+    spec.loader.exec_module(module)
+    return list(module.CONFIG_MAPPING_NAMES)

@@ -1,0 +1,170 @@
+"""`carousel check CONFIG or MODEL`: every mistake that can be found without Ray and without loading anything.
+
+`carousel serve` makes the same checks before it starts Ray. Nothing is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from app.config import GIB, ModelConfig, ServedModelConfig
+from app.cores import available_memory
+from app.errors import InvalidSetup
+from app.model.foreseen import check_hub_id, check_model, weights_bytes
+from app.model.location import existing_place
+from deployments.serve.settings import SERVE_YAML, Mistakes, ServeFile, examined
+
+MISTAKES = 2  # the exit status
+_CONFIGS = (".yaml", ".yml", ".json")
+# What is left of a weight of 16 bits, at least. A weight of a GGUF file or of a quantised checkpoint may be smaller.
+_QUANTISED = {"int8": 0.5, "int4": 0.25}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print all mistakes. The exit status is 2 where there are any, else 0."""
+    parser = argparse.ArgumentParser(
+        prog="carousel check", description="Find the mistakes in a config, without a start."
+    )
+    parser.add_argument(
+        "what", nargs="?", default=str(SERVE_YAML), metavar="MODEL or CONFIG", help="as for `carousel serve`"
+    )
+    what = parser.parse_args(arguments).what
+    try:
+        if is_config(what):
+            file, mistakes = checked(Path(what))
+        else:
+            mistakes = Mistakes()
+            with mistakes.noted():
+                check_given_model(what)
+    except InvalidSetup as error:
+        mistakes = Mistakes(str(error).splitlines())
+    if mistakes:
+        print(refusal(what, mistakes), file=sys.stderr)
+        return MISTAKES
+    if is_config(what):
+        names = ", ".join(model.name for config in file.applications.values() for model in config.models)
+        print(f"{what}: no mistake found. It serves {names} on {file.host}:{file.port}.")
+    else:
+        print(f"{what}: no mistake found.")
+    return 0
+
+
+def is_config(what: str) -> bool:
+    """Whether an argument names a config file; else it names a model."""
+    return Path(what).suffix in _CONFIGS
+
+
+def refusal(what: object, mistakes: Sequence[str]) -> str:
+    """All mistakes, for a person."""
+    count = f" ({len(mistakes)} mistakes)" if len(mistakes) > 1 else ""
+    return "\n".join([f"{what} cannot be served{count}:", *mistakes])
+
+
+def checked(path: Path) -> tuple[ServeFile, Mistakes]:
+    """A Serve config file, and all mistakes in it and in what it names.
+
+    Raises InvalidSetup if it is no such file at all.
+    """
+    file, mistakes = examined(path)
+    with mistakes.noted():
+        check_port(file, path)
+    for where, model in file.models:
+        mistakes += _mistakes_of_model(where, model)
+    for config in file.applications.values():
+        if config.batches is not None:
+            with mistakes.noted("batches.path"):
+                check_folder(config.batches.path)
+    with mistakes.noted():
+        check_memory(file)
+    return file, mistakes
+
+
+def check_given_model(what: str) -> None:
+    """A model that is named without a config. Raises InvalidSetup as `check_model`."""
+    from deployments.launcher.trial import known_names
+
+    if what not in known_names():
+        check_model(ModelConfig(path=what))
+
+
+def _mistakes_of_model(where: str, served: ServedModelConfig) -> Mistakes:
+    mistakes, engine = Mistakes(), served.engine
+    for setting, path in engine.model_paths.items():
+        with mistakes.noted(f"{where}.engine.{setting}"):
+            if engine.model.simulated is None:
+                check_model(engine.model if path == engine.model.path else ModelConfig(path=path))
+            elif existing_place(path) is None:  # it has no weights, and reads the tokenizer
+                check_hub_id(path)
+    for name, path in served.adapters.items():
+        with mistakes.noted(f"{where}.adapters.{name}"):
+            if existing_place(path) is None:
+                check_hub_id(path)
+    for index, tier in enumerate(engine.cache.tiers):
+        with mistakes.noted(f"{where}.engine.cache.tiers[{index}].path"):
+            check_folder(tier.path)
+    return mistakes
+
+
+def check_folder(path: str) -> None:
+    """Raise InvalidSetup for a folder that is not there and cannot be made, or in which nothing can be written."""
+    place = Path(path).expanduser().absolute()
+    nearest = next(each for each in (place, *place.parents) if os.path.exists(each))
+    if not nearest.is_dir():
+        raise InvalidSetup(f"got {path!r}; it cannot be made: {nearest} is not a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise InvalidSetup(f"got {path!r}; this user may not write in {nearest}: name another folder")
+
+
+def check_port(config: ServeFile, path: Path) -> None:
+    """Raise InvalidSetup when something listens where the service should."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    with socket.socket(family) as probe:
+        # As every server does: a connection of the last run that is still closing is no obstacle.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.host, config.port))
+        except OSError as error:
+            raise InvalidSetup(
+                f"http_options: cannot listen on {config.host}:{config.port}: {error.strerror}; "
+                f"`ss -ltnp 'sport = :{config.port}'` shows the process: stop it, or set another port in {path}"
+            ) from error
+
+
+def check_memory(file: ServeFile) -> None:
+    """Raise InvalidSetup where replicas on CPUs want more KV memory and weights than this machine can give now.
+
+    What is counted is the least that they take: more of them than `num_replicas` may come, and more than weights and KV
+    memory is in a process.
+    """
+    available = available_memory()
+    parts = list(_least_bytes(file))
+    needed = sum(num_bytes for _, num_bytes in parts)
+    if available is None or needed <= available:
+        return
+    parts.sort(key=lambda part: -part[1])
+    largest = ", ".join(f"{name} {num_bytes / GIB:,.2f}" for name, num_bytes in parts)
+    raise InvalidSetup(
+        f"the replicas on CPUs take at least {needed / GIB:,.2f} GiB ({largest}), and this machine and its control "
+        f"groups have {available / GIB:,.2f} GiB left: set a smaller engine.cache.memory_gib, fewer "
+        f"replicas.num_replicas, or engine.model.quantization"
+    )
+
+
+def _least_bytes(file: ServeFile) -> Iterator[tuple[str, int]]:
+    """By what takes them: bytes of KV memory and of weights. Replicas of a machine share their weights."""
+    weights: dict[tuple[str, str], int] = {}
+    for _, served in file.models:
+        model, replicas = served.engine.model, served.replicas
+        if model.simulated is not None or replicas.num_gpus or model.device == "cuda":
+            continue
+        if served.engine.cache.num_blocks is None:
+            count = replicas.min_replicas
+            yield f"KV memory of {served.name}", int(served.engine.cache.memory_gib * GIB * count)
+        part = 1.0 if model.path.endswith(".gguf") else _QUANTISED.get(model.quantization, 1.0)
+        weights[model.path, model.quantization] = int(weights_bytes(model.path) * part)
+    yield from ((f"weights of {path}", num_bytes) for (path, _), num_bytes in weights.items())
