@@ -24,7 +24,7 @@ help:
 	@sed -n '2,11s/^# *//p' Makefile
 
 serve: .venv/runtime.done
-	@exec $(BIN)/carousel serve $(if $(MODEL),"$(MODEL)" $(filter-out $(DEFAULT),$(CONFIG)),$(CONFIG))
+	@exec $(BIN)/carousel serve $(if $(MODEL),"$(MODEL)" $(if $(filter-out $(DEFAULT),$(CONFIG)),--config $(CONFIG)),$(CONFIG)) $(if $(PORT),--port $(PORT))
 
 # Interrupted, it goes on where it was; finished, it says so.
 bulk: .venv/runtime.done

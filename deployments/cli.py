@@ -10,6 +10,22 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+COMMANDS_OF_OTHERS = {  # what people type for vLLM, SGLang, llama.cpp and Ollama
+    "run": "`carousel serve MODEL` serves a model; any client of the OpenAI API chats with it",
+    "chat": "`carousel serve MODEL` serves a model; any client of the OpenAI API chats with it",
+    "pull": "`carousel serve MODEL` downloads what is not here",
+    "list": "`curl http://127.0.0.1:8000/v1/models` lists what is served",
+    "ls": "`curl http://127.0.0.1:8000/v1/models` lists what is served",
+    "ps": "`curl http://127.0.0.1:8000/v1/models` lists what is served",
+    "stop": "Ctrl-C in the terminal of `carousel serve` ends the service",
+    "rm": "Delete the model's folder; what was downloaded lies in ~/.cache/carousel and ~/.cache/huggingface",
+    "show": "`carousel plan memory --model MODEL --cpu` says what a model takes",
+    "create": "`carousel serve FOLDER` serves a folder or a GGUF file as it is; settings are in a config file",
+    "complete": "`POST /v1/completions` of a running service",
+    "bench": "`python -m benchmarks.service.online` measures a running service",
+    "run-batch": "`carousel bulk --input FILE --output FOLDER` answers the rows of a file",
+    "collect-env": "`carousel --version` prints the versions",
+}
 COMMANDS = {  # name → the function that takes its arguments, and what it does
     "serve": ("deployments.launcher.supervisor:main", "serve a model or a config file on this machine, until Ctrl-C"),
     "check": ("deployments.launcher.checks:main", "find the mistakes in a config or a model, without a start"),
@@ -22,7 +38,15 @@ COMMANDS = {  # name → the function that takes its arguments, and what it does
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status of one command, which reads the arguments after its name."""
     name, *rest = (sys.argv[1:] if arguments is None else list(arguments)) or ["--help"]
+    if name == "--version":
+        from app.versions import versions
+
+        print("\n".join(f"{part} {version}" for part, version in versions().items() if version is not None))
+        return 0
     if name not in COMMANDS:
+        if name in COMMANDS_OF_OTHERS:
+            print(f"carousel {name}: there is no such command. {COMMANDS_OF_OTHERS[name]}", file=sys.stderr)
+            return 2
         parser = argparse.ArgumentParser(prog="carousel", formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.epilog = "\n".join(f"carousel {each:6} {help_}" for each, (_, help_) in COMMANDS.items())
         parser.add_argument("command", choices=COMMANDS, help="`carousel COMMAND --help` has its arguments")

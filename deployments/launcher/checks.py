@@ -17,10 +17,10 @@ from app.cores import available_memory
 from app.errors import InvalidSetup
 from app.model.foreseen import check_hub_id, check_model, weights_bytes
 from app.model.location import existing_place
+from deployments.launcher.arguments import is_config
 from deployments.serve.settings import SERVE_YAML, Mistakes, ServeFile, examined
 
 MISTAKES = 2  # the exit status
-_CONFIGS = (".yaml", ".yml", ".json")
 # What is left of a weight of 16 bits, at least. A weight of a GGUF file or of a quantised checkpoint may be smaller.
 _QUANTISED = {"int8": 0.5, "int4": 0.25}
 
@@ -52,11 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         print(f"{what}: no mistake found.")
     return 0
-
-
-def is_config(what: str) -> bool:
-    """Whether an argument names a config file; else it names a model."""
-    return Path(what).suffix in _CONFIGS
 
 
 def refusal(what: object, mistakes: Sequence[str]) -> str:

@@ -8,8 +8,6 @@ process. A child that was killed, as it is when Ray's head ends, is started agai
 
 from __future__ import annotations
 
-import argparse
-import logging
 import os
 import random
 import shutil
@@ -20,21 +18,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 
 from app.batches import MAX_REQUEST_BYTES
 from app.child_process import PROJECT
 from app.config import ApplicationConfig
 from app.errors import InvalidSetup
-from app.model.location import is_local
-from deployments.launcher.checks import MISTAKES, checked, is_config, refusal
+from app.model.location import existing_place
+from deployments.launcher.arguments import parsed
+from deployments.launcher.checks import MISTAKES, checked, refusal
 from deployments.launcher.trial import trial_config
 from deployments.open_files import MAXCONN, allow_many_files, check_connections, max_connections
 from deployments.serve.settings import (
     BATCHES_CPUS,
     INGRESS_CPUS,
     LOOPBACK,
-    SERVE_YAML,
     ServeFile,
 )
 
@@ -53,13 +52,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     The exit status is 0 after a signal, 2 for mistakes that are found before Ray starts, 1 when the service cannot
     start or has died.
     """
-    given = _parser().parse_args(arguments)
-    for number in STOP_SIGNALS:  # a model may be fetched or read now: what is not whole goes
+    given = parsed(sys.argv[1:] if arguments is None else arguments, "serve", "Serve a model or a config file here.")
+    # numpy reads GGUF files. Its threads must not take the signals that this process waits for later.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    import_module("numpy")
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    for number in STOP_SIGNALS:  # a model may be fetched now: what is not whole goes
         signal.signal(number, signal.default_int_handler)
-    _show_progress()
-    path = Path(given.what)
+    path = given.config if given.model is None else Path(given.model)
     try:
-        path = path if is_config(given.what) else trial_config(given.what)
+        path = trial_config(given.model, given.config, given.changes)
         config, mistakes = checked(path)
         if mistakes:
             print(refusal(path, mistakes), file=sys.stderr, flush=True)
@@ -214,27 +216,9 @@ def num_proxy_threads(num_cores: int) -> int:
     return max(1, min(max_proxy_threads, num_cores // 4))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="carousel serve", description="Serve a model or a config file here.")
-    parser.add_argument(
-        "what", nargs="?", default=str(SERVE_YAML), metavar="MODEL or CONFIG",
-        help="smollm2, gemma3, a model's folder, a GGUF file, or a hub id; or a Serve config file (.yaml, .json). "
-        "Default: the bundled model, by deployments/serve.yaml",
-    )  # fmt: skip
-    parser.add_argument("--dashboard", action="store_true", help="with Ray's dashboard on 127.0.0.1:8265")
-    return parser
-
-
-def _show_progress() -> None:
-    """On the terminal, a GGUF file that is read the first time: it takes seconds to minutes."""
-    reading = logging.getLogger("app.model.gguf")
-    reading.setLevel(logging.INFO)
-    reading.addHandler(logging.StreamHandler(sys.stdout))
-
-
 def _all_models_are_local(config: ServeFile) -> bool:
     models = [model for served in config.applications.values() for model in served.models]
-    return all(is_local(path) for model in models for path in model.engine.model_paths.values())
+    return all(existing_place(path) for model in models for path in model.engine.model_paths.values())
 
 
 def free_ports() -> Iterator[int]:

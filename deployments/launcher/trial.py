@@ -8,9 +8,10 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -18,7 +19,8 @@ from app.disk import cache_folder, write_atomically
 from app.errors import InvalidSetup
 from app.model.foreseen import check_hub_id
 from app.model.location import existing_place
-from deployments.serve.settings import SERVE_YAML
+from deployments.launcher.arguments import change
+from deployments.serve.settings import SERVE_YAML, read_yaml
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,36 +80,51 @@ _PACKAGES = {
 }
 
 
-def trial_config(model: str) -> Path:
-    """A config file that serves a model, on all cores of this machine, under a name made of its path.
+def trial_config(model: str | None, config: Path = SERVE_YAML, changes: Mapping[str, Any] | None = None) -> Path:
+    """The config file to serve: `config` itself, or a file made of it with another model and other settings.
 
-    model: a name of `_PACKAGES`, a folder, a GGUF file, or a hub id.
+    model: a name of `_PACKAGES`, a folder, a GGUF file, or a hub id; None: those of the config. Without a config of its
+    own it is served on all cores of this machine, under a name made of its path.
+    changes: settings by their paths, as `arguments.OPTIONS` has them.
 
     Raises:
-        InvalidSetup: it is none of them, or it cannot be fetched or read.
+        InvalidSetup: it is none of them, or it cannot be fetched or read; or the config has several models.
     """
-    path = named_model(model)
-    if (place := Path(path).expanduser()).exists():  # a config is read from anywhere
-        path = str(place.resolve())
-    name = model if model in _PACKAGES else _served_name(model)
-    document = yaml.safe_load(SERVE_YAML.read_text(encoding="utf-8"))
-    args = document["applications"][0]["args"]
-    args.pop("batches")  # their folder belongs to the service of that config
-    [served] = args["models"]
-    served["name"] = name
-    served["engine"]["model"] = {"path": path}
-    kv_memory_gib = 1.0  # 23,000 tokens of smollm2 in float32
-    served["engine"]["cache"]["memory_gib"] = kv_memory_gib
-    served["replicas"]["num_replicas"] = 1
-    target = cache_folder() / "configs" / f"{name}.yaml"
-    text = f"# Made by `make serve MODEL={model}` at every start: copy it to change it.\n"
+    if model is None and not changes:
+        return config
+    document = read_yaml(config)
+    if not isinstance(document, dict):
+        raise InvalidSetup(f"{config}: has no list of `applications`; see deployments/serve.yaml")
+    name = config.stem
+    if model is not None:
+        path = named_model(model)
+        if (place := Path(path).expanduser()).exists():  # a config is read from anywhere
+            path = str(place.resolve())
+        name = model if model in _PACKAGES else _served_name(model)
+        if config == SERVE_YAML:
+            _make_smaller(document["applications"][0]["args"])
+        change(document, {"models[].name": name, "models[].engine.model.path": path})
+    change(document, changes or {})
+    target = cache_folder() / "configs" / f"{name}{'-changed' * bool(model is None)}.yaml"
+    made = f"`make serve MODEL={model}`" if model is not None else f"`carousel serve {config}` with options"
+    text = f"# Made by {made} at every start: copy it to change it.\n"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(target, (text + yaml.safe_dump(document, sort_keys=False)).encode())
     except OSError as error:
         raise InvalidSetup(f"{target} cannot be written: {error.strerror}") from error
-    print(f"Serving {model} as {name!r}; the config is {target}", flush=True)
+    print(f"Serving {model or config} as {name!r}; the config is {target}", flush=True)
     return target
+
+
+def _make_smaller(args: dict[str, Any]) -> None:
+    """The config of `make serve` for any model: one replica, and no batches."""
+    args.pop("batches")  # their folder belongs to the service of that config
+    [served] = args["models"]
+    served["engine"]["model"] = {}
+    kv_memory_gib = 1.0  # 23,000 tokens of smollm2 in float32
+    served["engine"]["cache"]["memory_gib"] = kv_memory_gib
+    served["replicas"]["num_replicas"] = 1
 
 
 def named_model(model: str) -> str:

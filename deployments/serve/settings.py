@@ -110,7 +110,7 @@ def examined(path: Path) -> tuple[ServeFile, Mistakes]:
 
     Raises InvalidSetup if it is no such file at all.
     """
-    document = _read_yaml(path)
+    document = read_yaml(path)
     entries = document.get("applications") if isinstance(document, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise InvalidSetup(f"{path}: has no list of `applications`; see deployments/serve.yaml")
@@ -197,7 +197,7 @@ def check_exposure(host: str, config: ApiConfig) -> None:
 
 def read_keys(path: Path) -> tuple[KeyConfig, ...]:
     """The API keys in a file, at least one. Raises InvalidSetup with one line per mistake."""
-    entries = _read_yaml(path)
+    entries = read_yaml(path)
     if not isinstance(entries, list) or not entries:
         raise InvalidSetup(f"{path}: should be a list of keys; `carousel key NAME` prints an entry")
     try:
@@ -236,7 +236,7 @@ def max_ingress_requests(config: ApplicationConfig) -> int:
     return max(2 * held, min_ingress_requests)
 
 
-def _read_yaml(path: Path) -> Any:
+def read_yaml(path: Path) -> Any:
     """The content of a YAML file. Raises InvalidSetup, never with the content: it may have keys."""
     try:
         return yaml.safe_load(path.expanduser().read_text(encoding="utf-8"))

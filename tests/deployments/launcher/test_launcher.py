@@ -26,6 +26,7 @@ from deployments.launcher.supervisor import num_proxy_threads, session_members
 from deployments.serve.application import build
 from deployments.serve.settings import ServeFile, parse
 from tests.deployments.conftest import HTTP_PORT, PLAIN_ENVIRONMENT, free_port
+from tests.model.gguf.files import tiny_model, write_gguf
 from tests.waiting import PATIENCE_S
 
 PROJECT = Path(__file__).parents[3]
@@ -324,3 +325,23 @@ def test_a_service_that_is_killed_again_and_again_is_given_up_unless_it_lived_lo
     said = capsys.readouterr()
     assert said.out.count("The service was killed (SIGKILL). It starts anew") == num_starts - 1
     assert ("The service was killed (SIGKILL), 4 times within 10 minutes: giving up." in said.err) == (within_s > 0)
+
+
+def test_two_signals_end_a_start_with_a_gguf_file_cleanly(
+    launch: Launch, config: dict[str, Any], tmp_path: Path
+) -> None:
+    """No thread, such as those of numpy, takes a signal that the launcher waits for."""
+    path = write_gguf(tmp_path / "own.gguf", tiny_model())
+    config["applications"][0]["args"]["models"][0]["engine"]["model"] = {"path": str(path), "device": "cpu"}
+    process = launch(config)
+    said = output_until(process, "Starting Ray and Serve")
+    [folder] = re.findall(r"logs in (\S+)/session_latest", said)
+    others = [each for each in Path(f"/proc/{process.pid}/task").iterdir() if each.name != str(process.pid)]
+    masks = [(each / "status").read_text().partition("SigBlk:")[2].split()[0] for each in others]
+    assert all(int(mask, 16) >> (signal.SIGINT - 1) & 1 for mask in masks)
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert "Traceback" not in output
+    assert process.returncode == 0
+    assert not Path(folder).exists()
