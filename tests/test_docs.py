@@ -22,7 +22,7 @@ from app.config import ApiConfig, ApplicationConfig, KeysConfig, leaves
 from app.metrics import exposition
 from benchmarks.clients import with_codex
 from deployments.serve.settings import parse
-from scripts import architectures_table, backends_table, configuration_page, draw_pictures
+from scripts import answers_table, architectures_table, backends_table, configuration_page, draw_pictures
 from scripts.draw_pictures import imported
 from tests.doc_pages import COMMANDS, GUIDES, OUTPUT, PAGES, PROJECT, Block, blocks
 from tests.metrics.test_exposition import after_one_request
@@ -118,7 +118,7 @@ def test_the_configuration_page_is_that_of_the_settings() -> None:
     )
 
 
-@pytest.mark.parametrize("script", [architectures_table, backends_table])
+@pytest.mark.parametrize("script", [answers_table, architectures_table, backends_table])
 def test_tables_follow_from_the_code(script: ModuleType) -> None:
     assert script.PAGE.read_text() == script.page(), f"run `python -m {script.__name__}`"
 

@@ -1,0 +1,39 @@
+"""Writes the tables of docs/guide/coming-from.md: `python -m scripts.answers_table`.
+
+The rows follow from what `carousel serve` and `carousel` answer.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from deployments.cli import COMMANDS_OF_OTHERS
+from deployments.launcher.arguments import ANSWERS, OPTIONS
+from scripts.written_tables import with_table
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "guide" / "coming-from.md"
+
+
+def table() -> str:
+    rows = [("You type", "Here"), ("---", "---")]
+    rows += [(f"`{option.flag}`", f"the same: {option.help}") for option in OPTIONS]
+    rows += [(f"`{flag}`", _marked(answer)) for flag, answer in ANSWERS.items()]
+    rows += [(f"the command `{name}`", answer) for name, answer in COMMANDS_OF_OTHERS.items()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _marked(answer: str) -> str:
+    """With its settings and flags as code."""
+    if "`" in answer:
+        return answer
+    return re.sub(r"(models\[\]\.[\w.]+|--[a-z-]+)", r"`\1`", answer)
+
+
+def page() -> str:
+    """The page with the table as it should be."""
+    return with_table(PAGE, table(), command="scripts.answers_table", source="deployments/launcher/arguments.py")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
