@@ -1,4 +1,4 @@
-"""What is wrong with a model, as far as its files say. Nothing is loaded or written. No torch here."""
+"""Mistakes in a model's files, found before the model is loaded. Nothing is written. No torch here."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def weights_bytes(path: str) -> int:
 
 
 def check_model(config: ModelConfig) -> None:
-    """Look at a model's files.
+    """Look at a model's files. A hub id is not looked up.
 
-    Raises InvalidSetup, with the place and the fix, for a path where nothing is, a folder or GGUF file that is no model
-    or that cannot be served, and a context that the model does not have. Nothing can be said of a hub id.
+    Raises InvalidSetup, with the place and the fix: the path leads nowhere, the folder or the GGUF file is no model or
+    cannot be served, or the context is longer than the model's.
     """
     place = existing_place(config.path)
     if place is None:
@@ -52,7 +52,10 @@ def check_model(config: ModelConfig) -> None:
 
 
 def check_hub_id(path: str) -> None:
-    """Raises InvalidSetup for a path that is no folder or file here, and no hub id either, or a slip of the pen."""
+    """Check a path without a folder or file here.
+
+    Raises InvalidSetup if it is no hub id, or if a model beside it has much the same name.
+    """
     place = Path(path).expanduser()
     near = _near(place)
     hint = f"; did you mean {near!r}?" if near else ""
@@ -69,7 +72,7 @@ def _is_in_hub_cache(path: str) -> bool:
 
 
 def _near(place: Path) -> str | None:
-    """A model beside it of much the same name."""
+    """The model beside a place whose name is much the same; None if there is none."""
     try:
         beside = [each.name for each in place.parent.iterdir() if _is_model(each)]
     except OSError:
@@ -115,7 +118,10 @@ def _weight_files(place: Path) -> Iterator[Path]:
 
 
 def _known_types() -> list[str]:
-    """The types of models that the installed transformers has. Its table is read alone: transformers imports torch."""
+    """The types of models that the installed transformers has.
+
+    The table is loaded by itself: importing transformers takes seconds, and imports torch.
+    """
     found = importlib.util.find_spec("transformers")
     assert found is not None, "transformers is installed"
     path = Path(str(found.origin)).parent / "models" / "auto" / "auto_mappings.py"

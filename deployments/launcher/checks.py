@@ -1,4 +1,4 @@
-"""`carousel check CONFIG or MODEL`: every mistake that can be found without Ray and without loading anything.
+"""`carousel check CONFIG or MODEL`: it finds every mistake that needs neither Ray nor a loaded model.
 
 `carousel serve` makes the same checks before it starts Ray. Nothing is written.
 """
@@ -21,7 +21,7 @@ from deployments.launcher.arguments import is_config
 from deployments.serve.settings import SERVE_YAML, Mistakes, ServeFile, examined
 
 MISTAKES = 2  # the exit status
-# What is left of a weight of 16 bits, at least. A weight of a GGUF file or of a quantised checkpoint may be smaller.
+# The part of a file of 16 bits that is left when its weights are quantised.
 _QUANTISED = {"int8": 0.5, "int4": 0.25}
 
 
@@ -133,8 +133,8 @@ def check_port(config: ServeFile, path: Path) -> None:
 def check_memory(file: ServeFile) -> None:
     """Raise InvalidSetup where replicas on CPUs want more KV memory and weights than this machine can give now.
 
-    What is counted is the least that they take: more of them than `num_replicas` may come, and more than weights and KV
-    memory is in a process.
+    The sum is the least that they take. Autoscaling may add replicas, and a process holds more than weights and KV
+    memory.
     """
     available = available_memory()
     parts = list(_least_bytes(file))
@@ -151,7 +151,7 @@ def check_memory(file: ServeFile) -> None:
 
 
 def _least_bytes(file: ServeFile) -> Iterator[tuple[str, int]]:
-    """By what takes them: bytes of KV memory and of weights. Replicas of a machine share their weights."""
+    """The bytes of KV memory and of weights, with a name for each. Replicas of a machine share their weights."""
     weights: dict[tuple[str, str], int] = {}
     for _, served in file.models:
         model, replicas = served.engine.model, served.replicas

@@ -46,7 +46,7 @@ class Description:
 
     config: dict[str, Any]  # config.json
     eos_token_ids: list[int]
-    # By transformers' name of the weight. Of several tensors the rows of each follow those of the one before.
+    # By transformers' name of the weight. The rows of several tensors are joined, in this order.
     tensors: dict[str, tuple[GgufTensor, ...]]
     shapes: dict[str, tuple[int, ...]]  # of the weights, by the same names
     changes: dict[str, Change]  # what makes such a weight of a tensor's values, where these differ

@@ -1,4 +1,4 @@
-"""One table of llama.cpp's architectures: which model of transformers each of them is.
+"""The table of llama.cpp's architectures: it has a model of transformers for each.
 
 A file of another architecture is refused by name, because a tensor or a setting that is passed over would make another
 model. For Qwen3.5 and LFM2 the tables of transformers' own reader are taken.
@@ -106,11 +106,12 @@ class Family:
     rotary: Callable[[Settings, int], dict[str, Any]] = _rotary  # from the settings and the size of a head
     # More of config.json, or other values: from the settings, and the parameters of rotary positions.
     more: Callable[[Settings, dict[str, Any]], dict[str, Any]] = lambda settings, rope: {}
-    # Tensors of a layer for which llama.cpp's package has no name, by the end of transformers' name of the weight.
-    # The first one that the file has counts. Of several side by side the rows of each follow those of the one before.
+    # Tensors of a layer that llama.cpp's package has no name for, by the end of transformers' name of the weight. Each
+    # weight has a list of alternatives, and the first one that the file has is taken. An alternative of several tensors
+    # joins their rows, in this order.
     tensors: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
     reshaped: tuple[str, ...] = ()  # ends of the names of weights that have another shape in the file
-    # What makes a weight of a tensor's values, by the end of the weight's name.
+    # Functions that make a weight of a tensor's values, by the end of the weight's name.
     changes: Mapping[str, Callable[[Values], Values]] = field(default_factory=dict)
 
 

@@ -46,7 +46,7 @@ class Manifest:
 
     files: Sequence[DescribedFile]
     kinds: Mapping[str, str]  # the names of the types of its weights, by their numbers
-    # Of several the rows of each follow those of the one before; the dimension before the last has the rows.
+    # The rows of several are joined, in this order, along the dimension before the last.
     weights: Mapping[str, Sequence[PlacedWeight]]
 
     def write(self, folder: Path) -> None:
