@@ -7,6 +7,7 @@ import functools
 import gc
 import inspect
 import os
+import shutil
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
@@ -140,15 +141,29 @@ def demo_path() -> Path:
 
 
 @pytest.fixture(scope="session")
-def smollm2_path() -> str:
-    """A real model's folder, where `make serve MODEL=smollm2` has fetched it; other machines skip the test."""
-    from app.model.location import resolve_model_path
+def smollm2_file() -> Path:
+    """A real model's GGUF file, where `make serve MODEL=smollm2` has fetched it; other machines skip the test."""
     from deployments.launcher.trial import kept_file
 
     file = kept_file("smollm2")
     if not file.is_file():
         pytest.skip(f"there is no {file}; `make serve MODEL=smollm2` fetches it")
-    return resolve_model_path(str(file))
+    return file
+
+
+@pytest.fixture(scope="session")
+def smollm2_path(smollm2_file: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with the numbers of that file in float32, whose products round no inputs."""
+    from app.model.gguf.checkpoint import checkpoint_of
+    from tests.model.gguf.files import read_gguf
+
+    cache, folder = tmp_path_factory.mktemp("described"), tmp_path_factory.mktemp("smollm2")
+    read_gguf(smollm2_file, cache).save_pretrained(folder)
+    for path in checkpoint_of(smollm2_file, cache).glob("*token*"):
+        shutil.copy(path, folder)
+    for path in checkpoint_of(smollm2_file, cache).glob("*.jinja"):
+        shutil.copy(path, folder)
+    return str(folder)
 
 
 @pytest.fixture(scope="module")

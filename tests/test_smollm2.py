@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -65,6 +67,35 @@ def test_its_greedy_tokens_are_those_of_transformers(
             logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
         # Each is the most likely after those before it, so plain `generate` gives the same.
         assert answer == logits.argmax(-1).tolist()
+
+
+def test_the_file_itself_answers_much_the_same(
+    smollm2_file: Path, smollm2_path: str, prompts: list[tuple[int, ...]]
+) -> None:
+    """Its products round their inputs to eight bits, as llama.cpp does: a token in twenty is another one."""
+    model = AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        texts = [
+            tuple(model.generate(torch.tensor([prompt]), max_new_tokens=MAX_TOKENS, do_sample=False)[0].tolist())
+            for prompt in prompts
+        ]
+    engine = build_sync_engine(
+        EngineConfig(
+            model=ModelConfig(path=str(smollm2_file), device="cpu", dtype="float32", num_threads=2),
+            cache=CacheConfig(memory_gib=0.25),
+        )
+    )
+    requests = [make_request(text, max_tokens=0, prompt_logprobs=1) for text in texts]
+    outcome = run_to_end(engine, *requests)
+    same = [
+        score.top_token_ids[0] == token
+        for request, text, prompt in zip(requests, texts, prompts, strict=True)
+        for score, token in list(zip(outcome.prompt_logprobs[request.request_id], text[1:], strict=True))[
+            len(prompt) - 1 :
+        ]
+    ]
+    assert len(same) > 200
+    assert sum(same) > 0.9 * len(same)
 
 
 def test_its_template_names_the_speakers(tokenizer: Tokenizer, prompts: list[tuple[int, ...]]) -> None:
