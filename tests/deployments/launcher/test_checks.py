@@ -21,8 +21,11 @@ from ray.serve.schema import (
     ServeDeploySchema,
     gRPCOptionsSchema,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from app.errors import InvalidSetup
+from app.model.foreseen import _known_types
 from deployments.cli import main
 from deployments.launcher.checks import MISTAKES, checked
 from deployments.launcher.trial import trial_config
@@ -233,6 +236,12 @@ def test_all_mistakes_are_told_at_once(document: dict[str, Any], tmp_path: Path)
     assert len(mistakes) == len(names)
     for name in names:
         assert any(BROKEN[name][1] in line for line in mistakes), name
+
+
+def test_the_types_of_models_are_those_of_transformers() -> None:
+    missing = CONFIG_MAPPING_NAMES.keys() - {*_known_types()}
+    assert not {each for each in missing if each in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    assert len(missing) < 20
 
 
 def test_the_command_takes_no_time_and_starts_no_ray(document: dict[str, Any], tmp_path: Path) -> None:
