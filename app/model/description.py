@@ -61,6 +61,8 @@ def read_config(config: ModelConfig, location: str) -> dict[str, Any]:
     found: dict[str, Any] = _read_json(config, location, "config.json")
     if not found:
         raise InvalidSetup(f"model.path {config.path!r}: there is no config.json at {location!r}")
+    if not isinstance(found, dict):
+        raise InvalidSetup(f"model.path {config.path!r}: its config.json has no settings by name")
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +38,10 @@ def weights_bytes(path: str) -> int:
     return sum(each.stat().st_size for each in _weight_files(place))
 
 
+def _numbers_in(name: str) -> list[str]:
+    return re.findall(r"\d+", name)
+
+
 def check_model(config: ModelConfig) -> None:
     """Look at a model's files. A hub id is not looked up.
 
@@ -57,8 +62,7 @@ def check_hub_id(path: str) -> None:
 
     Raises InvalidSetup if it is no hub id, or if a model beside it has much the same name.
     """
-    place = Path(path).expanduser()
-    near = _near(place)
+    near = _near(Path(os.path.expanduser(path)))
     hint = f"; did you mean {near!r}?" if near else ""
     if path.startswith(("/", ".", "~")) or path.endswith(".gguf") or (near and not _is_in_hub_cache(path)):
         raise InvalidSetup(f"got {path!r}; there is no such folder or file here{hint}")
@@ -78,7 +82,9 @@ def _near(place: Path) -> str | None:
         beside = [each.name for each in place.parent.iterdir() if _is_model(each)]
     except OSError:
         return None
-    close = difflib.get_close_matches(place.name, beside, n=1, cutoff=0.75)
+    # Names that differ in a number are other sizes of a model.
+    beside = [name for name in beside if _numbers_in(name) == _numbers_in(place.name)]
+    close = difflib.get_close_matches(place.name, beside, n=1, cutoff=0.85)
     return str(place.with_name(close[0])) if close else None
 
 
@@ -95,8 +101,10 @@ def _check_gguf(place: Path) -> None:
 
 def _check_folder(config: ModelConfig, folder: Path) -> None:
     described = read_config(config, str(folder))
-    text: dict[str, Any] = described.get("text_config") or described
-    kind = described.get("model_type")
+    inner, kind = described.get("text_config"), described.get("model_type")
+    text: dict[str, Any] = inner if isinstance(inner, dict) else described
+    if kind is not None and not isinstance(kind, str):
+        raise InvalidSetup(f"{folder}/config.json: model_type is {str(kind)[:60]}; it should be a name")
     if kind in STATES_NOT_COMPUTED:
         raise UnsupportedModel(f"{folder} is a {kind} model; {STATES_NOT_COMPUTED[kind]} is not computed here")
     known = _known_types()
@@ -116,7 +124,7 @@ def _check_folder(config: ModelConfig, folder: Path) -> None:
 
 
 def _weight_files(place: Path) -> Iterator[Path]:
-    yield from [place] if place.is_file() else place.glob("*.safetensors")
+    yield from [place] if place.is_file() else place.glob("model*.safetensors")
 
 
 def _known_types() -> list[str]:

@@ -34,8 +34,8 @@ def resolve_model_path(path: str) -> str:
 
 def existing_place(path: str) -> Path | None:
     """The folder or the file that a path of the settings means; None where there is none, as for a hub id."""
-    # Not Path.exists, which raises OSError for a name that is too long.
-    return next((place for place in _places(path) if os.path.exists(place)), None)
+    # Not those of Path, which raise OSError for a name that is too long.
+    return next((place for place in _places(path) if os.path.isdir(place) or os.path.isfile(place)), None)
 
 
 def is_local(path: str) -> bool:
@@ -63,4 +63,4 @@ def folder_seen_from_here(path: str) -> str:
 
 def _places(path: str) -> tuple[Path, Path]:
     """What a path of the settings may mean: seen from the working directory, or from the project."""
-    return Path(path).expanduser(), PROJECT / path
+    return Path(os.path.expanduser(path)), PROJECT / path  # that of Path raises for a user who is not here

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -74,7 +73,12 @@ def _by_llama(given: argparse.Namespace, *more: str) -> list[Read]:
     command = [given.llama, "-m", module, "--model", given.model, "--tokens", str(given.tokens), "--read", *more]
     asked = json.dumps(_texts(given))
     done = subprocess.run(
-        command, input=asked, capture_output=True, text=True, cwd=PROJECT, check=False, env=os.environ
+        command,
+        input=asked,
+        capture_output=True,
+        text=True,
+        cwd=PROJECT,
+        check=False,
     )
     if done.returncode:
         raise BenchmarkError(f"{given.llama} ended with status {done.returncode}: {done.stderr[-500:]}")
@@ -92,6 +96,8 @@ def _read_by_llama(given: argparse.Namespace) -> None:
     found = []
     for text in json.load(sys.stdin):
         ids = model.tokenize(text.encode(), add_bos=begins)[: given.tokens + 1]
+        if len(ids) <= given.tokens:
+            raise SystemExit(f"a text has {len(ids)} tokens: lower --tokens or --texts")
         computed = ids[: given.tokens]
         model.reset()
         for piece in [[token] for token in computed] if given.one_by_one else [computed]:

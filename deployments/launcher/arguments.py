@@ -159,19 +159,25 @@ def change(document: dict[str, Any], changes: Mapping[str, Any]) -> None:
         if setting.startswith(_OF_A_MODEL):
             path = setting.removeprefix(_OF_A_MODEL)
             models = place.get("models") or []
-            if len(models) != 1:
+            if not isinstance(models, list) or len(models) != 1 or not isinstance(models[0], dict):
                 flag = next((option.flag for option in OPTIONS if option.setting == setting), "a MODEL")
-                raise InvalidSetup(f"{flag}: the config has {len(models)} models; set it in the config instead")
+                count = len(models) if isinstance(models, list) else 0
+                raise InvalidSetup(f"{flag}: the config has {count} models; set it in the config instead")
             [place] = models
         *branches, name = path.split(".")
         for branch in branches:
-            place = place.setdefault(branch, {})
+            if place.get(branch) is None:  # also one that is left empty in the file
+                place[branch] = {}
+            place = place[branch]
+            if not isinstance(place, dict):
+                raise InvalidSetup(f"{branch}: got {str(place)[:60]!r}; must be settings by name")
         place[name] = value
 
 
 def _only_args(document: dict[str, Any]) -> dict[str, Any]:
     applications = document.get("applications") or []
-    if len(applications) != 1 or not isinstance(applications[0].get("args"), dict):
+    is_list = isinstance(applications, list) and all(isinstance(each, dict) for each in applications)
+    if not is_list or len(applications) != 1 or not isinstance(applications[0].get("args"), dict):
         raise InvalidSetup("options of a command need a config with one application that has `args`")
     args: dict[str, Any] = applications[0]["args"]
     return args

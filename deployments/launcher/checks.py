@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import socket
 import sys
@@ -13,16 +14,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from app.config import GIB, ModelConfig, ServedModelConfig
-from app.cores import available_memory
+from app.cores import memory_of_machine
 from app.errors import InvalidSetup
 from app.model.foreseen import check_hub_id, check_model, weights_bytes
 from app.model.location import existing_place
 from deployments.launcher.arguments import is_config
+from deployments.launcher.trial import check_name, is_known
 from deployments.serve.settings import SERVE_YAML, Mistakes, ServeFile, examined
 
 MISTAKES = 2  # the exit status
-# The part of a file of 16 bits that is left when its weights are quantised.
-_QUANTISED = {"int8": 0.5, "int4": 0.25}
+# The part of a file of float32 that is left at least, by `model.quantization`; "none" may still halve it.
+_LEFT = {"int8": 0.25, "int4": 0.125}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what = parser.parse_args(arguments).what
     try:
         if is_config(what):
-            file, mistakes = checked(Path(what))
+            file, mistakes = checked(Path(what), is_starting=False)
         else:
             mistakes = Mistakes()
             with mistakes.noted():
@@ -60,14 +62,17 @@ def refusal(what: object, mistakes: Sequence[str]) -> str:
     return "\n".join([f"{what} cannot be served{count}:", *mistakes])
 
 
-def checked(path: Path) -> tuple[ServeFile, Mistakes]:
+def checked(path: Path, *, is_starting: bool = True) -> tuple[ServeFile, Mistakes]:
     """A Serve config file, and all mistakes in it and in what it names.
+
+    is_starting: the port must be free. Without a start, the service of this config may be listening there.
 
     Raises InvalidSetup if it is no such file at all.
     """
     file, mistakes = examined(path)
-    with mistakes.noted():
-        check_port(file, path)
+    if is_starting and not any(line.startswith("http_options") for line in mistakes):
+        with mistakes.noted():
+            check_port(file, path)
     for where, model in file.models:
         mistakes += _mistakes_of_model(where, model)
     for config in file.applications.values():
@@ -81,9 +86,8 @@ def checked(path: Path) -> tuple[ServeFile, Mistakes]:
 
 def check_given_model(what: str) -> None:
     """A model that is named without a config. Raises InvalidSetup as `check_model`."""
-    from deployments.launcher.trial import known_names
-
-    if what not in known_names():
+    if not is_known(what):
+        check_name(what)
         check_model(ModelConfig(path=what))
 
 
@@ -107,7 +111,7 @@ def _mistakes_of_model(where: str, served: ServedModelConfig) -> Mistakes:
 
 def check_folder(path: str) -> None:
     """Raise InvalidSetup for a folder that is not there and cannot be made, or in which nothing can be written."""
-    place = Path(path).expanduser().absolute()
+    place = Path(os.path.expanduser(path)).absolute()
     nearest = next(each for each in (place, *place.parents) if os.path.exists(each))
     if not nearest.is_dir():
         raise InvalidSetup(f"got {path!r}; it cannot be made: {nearest} is not a folder")
@@ -123,29 +127,33 @@ def check_port(config: ServeFile, path: Path) -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((config.host, config.port))
+        except UnicodeError as error:
+            raise InvalidSetup(f"http_options.host: got {config.host[:60]!r}; it is no name of a host") from error
         except OSError as error:
+            way_out = f"set another host or port in {path}, or --port"
+            if error.errno == errno.EADDRINUSE:
+                way_out = f"`ss -ltnp 'sport = :{config.port}'` shows the process: stop it, or {way_out}"
             raise InvalidSetup(
-                f"http_options: cannot listen on {config.host}:{config.port}: {error.strerror}; "
-                f"`ss -ltnp 'sport = :{config.port}'` shows the process: stop it, or set another port in {path}"
+                f"http_options: cannot listen on {config.host}:{config.port}: {error.strerror}; {way_out}"
             ) from error
 
 
 def check_memory(file: ServeFile) -> None:
-    """Raise InvalidSetup where replicas on CPUs want more KV memory and weights than this machine can give now.
+    """Raise InvalidSetup where replicas on CPUs want more KV memory and weights than this machine ever has.
 
     The sum is the least that they take. Autoscaling may add replicas, and a process holds more than weights and KV
     memory.
     """
-    available = available_memory()
+    available = memory_of_machine()
     parts = list(_least_bytes(file))
     needed = sum(num_bytes for _, num_bytes in parts)
-    if available is None or needed <= available:
+    if needed <= available:
         return
     parts.sort(key=lambda part: -part[1])
     largest = ", ".join(f"{name} {num_bytes / GIB:,.2f}" for name, num_bytes in parts)
     raise InvalidSetup(
         f"the replicas on CPUs take at least {needed / GIB:,.2f} GiB ({largest}), and this machine and its control "
-        f"groups have {available / GIB:,.2f} GiB left: set a smaller engine.cache.memory_gib, fewer "
+        f"groups have {available / GIB:,.2f} GiB: set a smaller engine.cache.memory_gib, fewer "
         f"replicas.num_replicas, or engine.model.quantization"
     )
 
@@ -160,6 +168,6 @@ def _least_bytes(file: ServeFile) -> Iterator[tuple[str, int]]:
         if served.engine.cache.num_blocks is None:
             count = replicas.min_replicas
             yield f"KV memory of {served.name}", int(served.engine.cache.memory_gib * GIB * count)
-        part = 1.0 if model.path.endswith(".gguf") else _QUANTISED.get(model.quantization, 1.0)
+        part = _LEFT.get(model.quantization, 0.5)
         weights[model.path, model.quantization] = int(weights_bytes(model.path) * part)
     yield from ((f"weights of {path}", num_bytes) for (path, _), num_bytes in weights.items())

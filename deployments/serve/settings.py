@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -129,12 +130,19 @@ def examined(path: Path) -> tuple[ServeFile, Mistakes]:
         with mistakes.noted():
             applications[name] = config = parse(entry.get("args"))
             with mistakes.noted():
-                _check_user_configs(config, entry.get("deployments") or [])
+                _check_user_configs(config, _deployments_of(entry))
             with mistakes.noted():
                 check_exposure(http.host, config.api)
                 if config.api.keys_file is not None:
                     _check_keys(read_keys(Path(config.api.keys_file)), config)
     return ServeFile(host=http.host, port=http.port, applications=applications, models=tuple(models)), mistakes
+
+
+def _deployments_of(application: dict[str, Any]) -> list[dict[str, Any]]:
+    deployments = application.get("deployments") or []
+    if not isinstance(deployments, list):
+        raise InvalidSetup(f"deployments: got {shown(deployments)}; must be a list")
+    return deployments
 
 
 def _unknown_names(document: dict[str, Any]) -> Iterator[str]:
@@ -154,7 +162,7 @@ def _unknown_names(document: dict[str, Any]) -> Iterator[str]:
 def _unknown(given: object, level: str, at: str) -> Iterator[str]:
     known = SERVE_NAMES[level]
     for name in given if isinstance(given, dict) else ():
-        if name not in known:
+        if name not in known and not str(name).startswith("x-"):  # YAML's own place for what is used again
             yield f"{at}.{name}: no such setting{suggestion(str(name), known)}".lstrip(".")
 
 
@@ -239,7 +247,7 @@ def max_ingress_requests(config: ApplicationConfig) -> int:
 def read_yaml(path: Path) -> Any:
     """The content of a YAML file. Raises InvalidSetup, never with the content: it may have keys."""
     try:
-        return yaml.safe_load(path.expanduser().read_text(encoding="utf-8"))
+        return yaml.safe_load(Path(os.path.expanduser(path)).read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidSetup(f"{path}: {error.strerror}") from error
     except yaml.MarkedYAMLError as error:
@@ -324,6 +332,8 @@ def _check_user_configs(config: ApplicationConfig, deployments: Iterable[dict[st
     models = {model.deployment_name: model for model in config.models}
     known = [*models, "ingress", *(("batches",) if config.batches is not None else ())]
     for index, deployment in enumerate(deployments):
+        if not isinstance(deployment, dict):
+            raise InvalidSetup(f"deployments[{index}]: got {shown(deployment)}; must be settings by name")
         name = str(deployment.get("name"))
         if name not in known:
             raise InvalidSetup(f"deployments[{index}].name: got {name!r}{suggestion(name, known)}")

@@ -153,8 +153,10 @@ def _as_transformers_knows(file: GgufFile, settings: Settings) -> Description:
         if any(isinstance(operation, Concatenate) for operation in each.operations)
         for place, pattern in enumerate(each.source_patterns)
     }
-    expected = dict(_shapes_of(own))
+    with _refusing(file):
+        expected = dict(_shapes_of(own))
     tensors: dict[str, dict[int, GgufTensor]] = {}
+    num_expected: dict[str, int] = {}  # of the tensors of a weight
     changes: dict[str, Change] = {}
     rows: dict[str, Values] = {}
     columns: dict[str, Values] = {}
@@ -169,7 +171,10 @@ def _as_transformers_knows(file: GgufFile, settings: Settings) -> Description:
                 f"{READ_INSTEAD}"
             )
         place, num_parts = places.get(pattern, (0, 1))
-        tensors.setdefault(name, {})[place] = tensor
+        if place in tensors.setdefault(name, {}):
+            raise UnsupportedModel(f"{file.path} has {tensors[name][place].name} and {source} for {name}")
+        tensors[name][place] = tensor
+        num_expected[name] = num_parts
         shape = tensor.shape
         if num_parts == 1 and (operations := by_pattern.get(pattern)):
             change = partial(_converted, operations, name)
@@ -187,7 +192,8 @@ def _as_transformers_knows(file: GgufFile, settings: Settings) -> Description:
                 f"{file.path}: tensor {source} has the shape {list(tensor.shape)}, which gives {name} {list(shape)}; "
                 f"expected {list(part_of(expected[name], num_parts))}"
             )
-    if missing := expected.keys() - tensors.keys():
+    whole = {name for name, parts in tensors.items() if len(parts) == num_expected[name]}
+    if missing := expected.keys() - whole:
         raise UnsupportedModel(
             f"{file.path} has no tensor for {min(missing)}, and {len(missing) - 1:,} more are missing"
         )
@@ -318,7 +324,10 @@ def _wanted(file: GgufFile, family: Family, config: dict[str, Any]) -> dict[str,
     known = get_tensor_name_map(number, config["num_hidden_layers"])
     wanted: dict[str, _Wanted] = {}
     has_experts = config["model_type"] in _EXPERTS
-    for name, shape in _shapes_of(_own_config(file, config)):
+    own = _own_config(file, config)
+    with _refusing(file):
+        shapes = list(_shapes_of(own))
+    for name, shape in shapes:
         if has_experts and ".mlp." in name:
             continue
         sources = _sources_of(name, family, file.tensors)

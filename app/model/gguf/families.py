@@ -50,6 +50,12 @@ def _rotary(settings: Settings, head_dim: int) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": theta}
 
 
+def _check_scaling(settings: Settings, *known: str) -> None:
+    """Raises UnsupportedModel if positions are scaled in a way that the family does not have."""
+    if (kind := settings.text("rope.scaling.type", "none")) not in known:
+        raise settings.refusal("rope.scaling.type", kind)
+
+
 def _llama3_factors(theta: float, head_dim: int, factor: float) -> Values:
     """By how much llama.cpp divides each frequency for `rope_type: llama3`."""
     wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
@@ -61,18 +67,26 @@ def _llama3_factors(theta: float, head_dim: int, factor: float) -> Values:
 
 def _proportional(settings: Settings, head_dim: int) -> dict[str, Any]:
     """Gemma 4 turns a part of each head, at the frequencies that it would have if the whole head turned."""
+    _check_scaling(settings, "none")
     factors = settings.factors(_FACTORS, head_dim // 2)
-    if factors is None or not np.all((factors == 1.0) | (factors > _MOST_FACTOR)):
+    num_turned = 0 if factors is None else int((factors == 1.0).sum())
+    if (
+        factors is None
+        or not num_turned
+        or not np.all(factors[:num_turned] == 1.0)
+        or not np.all(factors[num_turned:] > _MOST_FACTOR)
+    ):
         raise UnsupportedModel(
             f"{settings.file.path}: tensor {_FACTORS} does not say which part of a head turns; {READ_INSTEAD}"
         )
-    part = float((factors == 1.0).mean())
+    part = num_turned / len(factors)
     theta = settings.number("rope.freq_base", 10_000.0)
     return {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": part}
 
 
 def _long_rope(settings: Settings, head_dim: int) -> dict[str, Any]:
     """Phi-3 has one list of factors for short texts, and one for long ones; Phi-4-mini turns a part of each head."""
+    _check_scaling(settings, "none", "longrope")
     size = settings.count("rope.dimension_count", head_dim)
     if size > head_dim or size % 2:
         raise settings.refusal("rope.dimension_count", size)
@@ -82,6 +96,8 @@ def _long_rope(settings: Settings, head_dim: int) -> dict[str, Any]:
         "partial_rotary_factor": size / head_dim,
     }
     long, short = settings.factors(_LONG, size // 2), settings.factors(_SHORT, size // 2)
+    if (long is None) != (short is None) or (long is None and settings.text("rope.scaling.type", "none") == "longrope"):
+        raise UnsupportedModel(f"{settings.file.path} does not have both {_LONG} and {_SHORT}; {READ_INSTEAD}")
     if long is None or short is None:
         return rope
     return rope | {
@@ -158,7 +174,9 @@ def _gemma4(settings: Settings, rope: dict[str, Any]) -> dict[str, Any]:
     for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
         if settings.count(key, window) != window:
             raise settings.refusal(key, settings.count(key))
-    windows = settings.counts("attention.sliding_window_pattern")
+    windows = [int(each) for each in settings.flags("attention.sliding_window_pattern")]
+    if not windows:
+        raise settings.refusal("attention.sliding_window_pattern", None)
     heads, inner = settings.counts("attention.head_count_kv"), settings.counts("feed_forward_length")
     in_full = [own for own, is_window in zip(heads, windows, strict=True) if not is_window]
     first_full = windows.index(0) if in_full else 0
@@ -232,11 +250,15 @@ def _granite_hybrid(settings: Settings, rope: dict[str, Any]) -> dict[str, Any]:
 
 def _ministral3(settings: Settings, rope: dict[str, Any]) -> dict[str, Any]:
     """Ministral 3 scales queries by their position. Files without that are of Mistral Small 3.1 and 3.2."""
-    if not settings.has("attention.temperature_scale"):
-        return {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
-    scales = {"llama_4_scaling_beta": settings.number("attention.temperature_scale")}
+    scales: dict[str, Any] = {}
     if settings.has("rope.scaling.yarn_log_multiplier"):
-        scales |= {"mscale": 1.0, "mscale_all_dim": settings.number("rope.scaling.yarn_log_multiplier")}
+        scales = {"mscale": 1.0, "mscale_all_dim": settings.number("rope.scaling.yarn_log_multiplier")}
+    if not settings.has("attention.temperature_scale"):
+        own = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
+        return own | {"rope_parameters": rope | scales}
+    if rope["rope_type"] != "yarn":
+        raise settings.refusal("rope.scaling.type", rope["rope_type"])
+    scales["llama_4_scaling_beta"] = settings.number("attention.temperature_scale")
     length = settings.count("context_length")
     return {"rope_parameters": rope | scales | {"max_position_embeddings": length}}
 
@@ -255,6 +277,12 @@ def _smollm3(settings: Settings, _rope: dict[str, Any]) -> dict[str, Any]:
 
 
 _EXPERTS = frozenset(("expert_count", "expert_used_count", "expert_feed_forward_length"))
+_MAMBA = frozenset(
+    (
+        "ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank", "ssm.inner_size",
+        "expert_shared_feed_forward_length",
+    )
+)  # fmt: skip
 _MULTIPLIERS = frozenset(("attention.scale", "embedding_scale", "residual_scale", "logit_scale"))
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(model_type="llama", class_name="LlamaForCausalLM", turns_neighbours=True, known=_EXPERTS),
@@ -296,19 +324,19 @@ FAMILIES: Mapping[str, Family] = {
             ".experts.down_proj": (("ffn_down_exps.weight",),),
         },
     ),
-    "granite": Family(
-        model_type="granite", class_name="GraniteForCausalLM", turns_neighbours=True, known=_MULTIPLIERS, more=_granite
+    "granite": Family(  # Granite 4 without Mamba layers too, whose files keep the settings of the other ones
+        model_type="granite",
+        class_name="GraniteForCausalLM",
+        turns_neighbours=True,
+        known=_MULTIPLIERS | _MAMBA,
+        by_layer=frozenset(("attention.head_count_kv",)),
+        more=_granite,
     ),
     "granitehybrid": Family(
         model_type="granitemoehybrid",
         class_name="GraniteMoeHybridForCausalLM",
         turns_neighbours=True,
-        known=_EXPERTS
-        | _MULTIPLIERS
-        | {
-            "ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank", "ssm.inner_size",
-            "expert_shared_feed_forward_length",
-        },
+        known=_EXPERTS | _MULTIPLIERS | _MAMBA,
         by_layer=frozenset(("attention.head_count_kv",)),
         more=_granite_hybrid,
         tensors={

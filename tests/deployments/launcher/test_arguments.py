@@ -108,6 +108,24 @@ def test_a_model_takes_the_place_of_that_of_a_config(tmp_path: Path) -> None:
     assert (served.name, served.engine.scheduler.max_running, served.replicas.num_replicas) == ("demo", 7, 2)
 
 
+def test_a_branch_that_is_left_empty_takes_an_option(tmp_path: Path) -> None:
+    config = tmp_path / "my.yaml"
+    text = SERVE_YAML.read_text()
+    begin, end = text.index("http_options:"), text.index("logging_config:")
+    config.write_text(f"{text[:begin]}http_options:\n{text[end:]}")
+    assert read_serve_file(trial_config(*parse(str(config), "--port", "83"))).port == 83
+    config.write_text("applications: [x]\n")
+    with pytest.raises(InvalidSetup, match=r"^options of a command need a config with one application"):
+        trial_config(*parse(str(config), "--dtype", "float32"))
+
+
+def test_the_default_config_by_its_relative_path_is_the_default() -> None:
+    [first, second] = [
+        trial_config("models/demo", Path(path)).read_text() for path in (str(SERVE_YAML), "deployments/serve.yaml")
+    ]
+    assert first == second
+
+
 def test_an_option_of_a_model_needs_one_model(tmp_path: Path) -> None:
     document = yaml.safe_load(SERVE_YAML.read_text())
     models = document["applications"][0]["args"]["models"]

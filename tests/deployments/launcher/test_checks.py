@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -80,6 +81,11 @@ def _model(**files: object) -> Change:
 def _short(document: dict[str, Any], folder: Path) -> None:
     _model(config=LLAMA, weights="", tokenizer={})(document, folder)
     _set(f"{ENGINE}.model.max_model_len", 9000)(document, folder)
+
+
+def _other_weights(document: dict[str, Any], folder: Path) -> None:
+    _model(config=LLAMA, tokenizer={})(document, folder)
+    (folder / "own" / "consolidated.safetensors").touch()
 
 
 def _gguf(content: bytes) -> Change:
@@ -180,6 +186,23 @@ BROKEN: dict[str, tuple[Change, str]] = {
         _set(f"{APP}.args.pipelines", [{"name": "p", "steps": [{"kind": "answer", "model": "other"}]}]),
         "pipelines[0].steps[0]",
     ),
+    "a config.json that is a list": (_model(config=[1]), "its config.json has no settings by name"),
+    "a model type that is a list": (_model(config={"model_type": ["llama"]}), "model_type is ['llama']; it should be"),
+    "a text_config that is a text": (
+        _model(config={**LLAMA, "text_config": "x"}, tokenizer={}),
+        "has no weights: there is no model*.safetensors",
+    ),
+    "weights of another kind": (_other_weights, "has no weights: there is no model*.safetensors"),
+    "a folder of a user who is not here": (
+        _set(f"{ENGINE}.model.path", "~nobody-here/own"),
+        "models[0].engine.model.path: got '~nobody-here/own'; there is no such folder",
+    ),
+    "deployments without names": (
+        _set(f"{APP}.deployments", ["replica-demo"]),
+        "deployments[0]: got 'replica-demo'; must be settings by name",
+    ),
+    "deployments that are no list": (_set(f"{APP}.deployments", {"name": "x"}), "deployments: got {'name': 'x'}; must"),
+    "a host with a long name": (_set("http_options.host", f"{'a' * 64}.example"), "http_options.host: got '"),
     "two models of one name": (
         lambda document, _: document["applications"][0]["args"]["models"].append(
             copy.deepcopy(document["applications"][0]["args"]["models"][0])
@@ -227,6 +250,28 @@ def test_a_sound_config_has_no_mistakes(document: dict[str, Any], tmp_path: Path
     assert [where for where, _ in file.models] == ["models[0]"]
 
 
+@pytest.mark.parametrize("name", ["models/demo-2", "models/other", "Qwen/Qwen3-0.6B"])
+def test_a_hub_id_beside_a_folder_of_another_size_is_no_slip(
+    name: str, document: dict[str, Any], tmp_path: Path
+) -> None:
+    _set(f"{ENGINE}.model.path", name)(document, tmp_path)
+    assert checked(written(document, tmp_path))[1] == []
+
+
+def test_names_that_yaml_uses_again_are_no_mistakes(document: dict[str, Any], tmp_path: Path) -> None:
+    document["x-common"] = {"num_replicas": 2}
+    assert checked(written(document, tmp_path))[1] == []
+
+
+def test_a_port_in_use_is_no_mistake_without_a_start(document: dict[str, Any], tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = document["http_options"]["port"] = server.getsockname()[1]
+        path = written(document, tmp_path)
+        assert checked(path, is_starting=False)[1] == []
+        [mistake] = checked(path)[1]
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use; `ss -ltnp" in mistake
+
+
 def test_all_mistakes_are_told_at_once(document: dict[str, Any], tmp_path: Path) -> None:
     """Also those of a model in an application that has another mistake."""
     names = ["a port's name", "a slip in a path", "a folder of a tier", "too much KV memory", "a pipeline"]
@@ -268,6 +313,8 @@ def test_the_command_takes_no_time_and_starts_no_ray(document: dict[str, Any], t
         ("smollm2", 0, "smollm2: no mistake found."),
         ("models/demo", 0, "models/demo: no mistake found."),
         ("models/dem", MISTAKES, "did you mean 'models/demo'?"),
+        ("smolm", MISTAKES, "got 'smolm'; there is no such folder or GGUF file here; known names: smollm2, gemma3"),
+        ("", MISTAKES, "got ''; there is no such folder"),
         ("/nowhere/serve.yaml", MISTAKES, "/nowhere/serve.yaml: No such file or directory"),
     ],
 )
@@ -275,7 +322,6 @@ def test_models_and_files_are_checked(
     what: str, status: int, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(SERVE_YAML.parents[1])
-    monkeypatch.setattr("deployments.launcher.checks.check_port", lambda *_: None)  # a service may run here
     assert main(["check", what]) == status
     assert said in "".join(capsys.readouterr())
 

@@ -115,7 +115,7 @@ def test_a_folder_a_file_and_a_hub_id_get_their_last_name(
 
 def test_a_misspelt_name_is_told_what_there_is() -> None:
     with pytest.raises(
-        InvalidSetup, match=r"MODEL=smolm: there is no such folder .*known names: smollm2, gemma3; a hub id has"
+        InvalidSetup, match=r"got 'smolm'; there is no such folder .*known names: smollm2, gemma3; a hub id has"
     ):
         trial_config("smolm")
 
@@ -123,7 +123,7 @@ def test_a_misspelt_name_is_told_what_there_is() -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
-        (["smolm"], 2, "smolm cannot be served:\nMODEL=smolm: there is no such folder"),
+        (["smolm"], 2, "smolm cannot be served:\ngot 'smolm'; there is no such folder"),
         (["./other.gguf"], 2, "got './other.gguf'; there is no such folder or file here"),
         (["other.yaml"], 2, "other.yaml cannot be served:\nother.yaml: No such file"),
         (["other.json"], 2, "other.json cannot be served:\nother.json: No such file"),

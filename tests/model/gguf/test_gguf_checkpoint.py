@@ -452,6 +452,14 @@ def test_what_cannot_be_read_is_refused_by_name(
         ("granitemoehybrid", {"settings": {"granitehybrid.ssm.state_size": 32}},
          r"ssm_conv1d\.weight has the shape .*; expected"),
         ("ministral3", {"settings": {"mistral3.rope.scaling.factor": 0.0}}, r"rope\.scaling\.factor is 0\.0, which"),
+        ("gemma4", {"settings": {"gemma4.attention.sliding_window_pattern": 6}}, r"do not describe a gemma4 model"),
+        ("gemma4", {"settings": {"gemma4.rope.scaling.type": "linear"}}, r"rope\.scaling\.type is 'linear', which"),
+        ("ministral3", {"settings": {"mistral3.rope.scaling.type": None}}, r"rope\.scaling\.type is 'default', which"),
+        ("ministral3", {"settings": {"mistral3.rope.freq_base": 1.0}}, r"not describe a mistral3 model: ZeroDivision"),
+        ("phi3", {"settings": {"phi3.rope.scaling.type": "yarn"}}, r"rope\.scaling\.type is 'yarn', which"),
+        ("phi3", {"without": "rope_factors_long.weight"}, r"does not have both rope_factors_long\.weight"),
+        ("qwen3_5_moe_text", {"without": "blk.0.ffn_up_exps.weight"},
+         r"has no tensor for model\.layers\.0\.mlp\.experts\.gate_up_proj"),
         ("phi3", {"settings": {"phi3.rope.dimension_count": 65}}, r"rope\.dimension_count is 65, which"),
         ("phi3", {"settings": {"phi3.rope.dimension_count": 32}},
          r"rope_factors_long\.weight has the shape \[24\]; expected \[16\]"),
@@ -463,6 +471,17 @@ def test_so_is_what_only_some_architectures_have(
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model(architecture), **changes)
     with pytest.raises(UnsupportedModel, match=message):
         checkpoint_of(path, cache)
+
+
+def test_a_file_of_granite_4_without_mamba_layers_is_a_granite(tmp_path: Path, cache: Path) -> None:
+    """llama.cpp's converter keeps the settings of the layers that the model does not have."""
+    model = tiny_model("granite")
+    settings = {
+        "granite.ssm.conv_kernel": 4, "granite.ssm.inner_size": 512, "granite.expert_shared_feed_forward_length": 256,
+        "granite.attention.head_count_kv": [model.config.num_key_value_heads] * model.config.num_hidden_layers,
+    }  # fmt: skip
+    made = read_gguf(write_gguf(tmp_path / "tiny.gguf", model, settings=settings), cache)
+    assert torch.equal(made.model.layers[0].self_attn.k_proj.weight, model.model.layers[0].self_attn.k_proj.weight)
 
 
 def test_a_file_of_mistral_small_is_a_mistral(tmp_path: Path, cache: Path) -> None:
