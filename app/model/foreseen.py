@@ -15,7 +15,7 @@ from app.errors import InvalidSetup, UnsupportedModel
 from app.model.description import max_model_len, read_config
 from app.model.location import existing_place
 
-# By the type of a model: the recurrence of its layers, for which there is no operator in `recurrence`.
+# Types of models whose layers have a recurrence without an operator in `recurrence`.
 STATES_NOT_COMPUTED = {
     "bailing_hybrid": "Kimi Delta Attention (KDA)",
     "kimi_linear": "Kimi Delta Attention (KDA)",
@@ -48,20 +48,21 @@ def check_model(config: ModelConfig) -> None:
     Raises InvalidSetup, with the place and the fix: the path leads nowhere, the folder or the GGUF file is no model or
     cannot be served, or the context is longer than the model's.
     """
+    check_path(config.path)
     place = existing_place(config.path)
-    if place is None:
-        check_hub_id(config.path)
-    elif place.is_file():
+    if place is not None and place.is_file():
         _check_gguf(place)
-    else:
+    elif place is not None:
         _check_folder(config, place)
 
 
-def check_hub_id(path: str) -> None:
-    """Check a path without a folder or file here.
+def check_path(path: str) -> None:
+    """Raises InvalidSetup for a path without a folder or file here that is no hub id, or that is a slip.
 
-    Raises InvalidSetup if it is no hub id, or if a model beside it has much the same name.
+    A slip: a model beside it has much the same name.
     """
+    if existing_place(path) is not None:
+        return
     near = _near(Path(os.path.expanduser(path)))
     hint = f"; did you mean {near!r}?" if near else ""
     if path.startswith(("/", ".", "~")) or path.endswith(".gguf") or (near and not _is_in_hub_cache(path)):

@@ -16,8 +16,7 @@ from pathlib import Path
 from app.config import GIB, ModelConfig, ServedModelConfig
 from app.cores import memory_of_machine
 from app.errors import InvalidSetup
-from app.model.foreseen import check_hub_id, check_model, weights_bytes
-from app.model.location import existing_place
+from app.model.foreseen import check_model, check_path, weights_bytes
 from deployments.launcher.arguments import is_config
 from deployments.launcher.trial import check_name, is_known
 from deployments.serve.settings import SERVE_YAML, Mistakes, ServeFile, examined
@@ -97,12 +96,11 @@ def _mistakes_of_model(where: str, served: ServedModelConfig) -> Mistakes:
         with mistakes.noted(f"{where}.engine.{setting}"):
             if engine.model.simulated is None:
                 check_model(engine.model if path == engine.model.path else ModelConfig(path=path))
-            elif existing_place(path) is None:  # it has no weights, and reads the tokenizer
-                check_hub_id(path)
+            else:  # it has no weights, and reads the tokenizer
+                check_path(path)
     for name, path in served.adapters.items():
         with mistakes.noted(f"{where}.adapters.{name}"):
-            if existing_place(path) is None:
-                check_hub_id(path)
+            check_path(path)
     for index, tier in enumerate(engine.cache.tiers):
         with mistakes.noted(f"{where}.engine.cache.tiers[{index}].path"):
             check_folder(tier.path)

@@ -17,7 +17,7 @@ import yaml
 
 from app.disk import cache_folder, write_atomically
 from app.errors import InvalidSetup
-from app.model.foreseen import check_hub_id
+from app.model.foreseen import check_path
 from app.model.location import existing_place
 from deployments.launcher.arguments import change
 from deployments.serve.settings import SERVE_YAML, read_yaml
@@ -147,7 +147,7 @@ def check_name(model: str) -> None:
             f"got {model!r}; there is no such folder or GGUF file here; known names: {', '.join(_PACKAGES)}; a hub id "
             f"has an owner, as Qwen/Qwen3-0.6B"
         )
-    check_hub_id(model)
+    check_path(model)
 
 
 def is_known(model: str) -> bool:

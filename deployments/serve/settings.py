@@ -132,9 +132,7 @@ def examined(path: Path) -> tuple[ServeFile, Mistakes]:
             with mistakes.noted():
                 _check_user_configs(config, _deployments_of(entry))
             with mistakes.noted():
-                check_exposure(http.host, config.api)
-                if config.api.keys_file is not None:
-                    _check_keys(read_keys(Path(config.api.keys_file)), config)
+                _check_keys(check_exposure(http.host, config.api), config)
     return ServeFile(host=http.host, port=http.port, applications=applications, models=tuple(models)), mistakes
 
 
@@ -188,19 +186,21 @@ def validated(kind: type[SettingsT], given: object, *, at: str = "") -> Settings
         raise InvalidSetup("\n".join(mistakes_of(error, kind, at=at))) from error
 
 
-def check_exposure(host: str, config: ApiConfig) -> None:
-    """Raise InvalidSetup when other machines could use an application without a key and no setting allows it.
+def check_exposure(host: str, config: ApiConfig) -> tuple[KeyConfig, ...]:
+    """The keys of an application, which are read from its file; none without a file.
 
-    `host` is where Serve listens. Reads the file of keys too, and raises for its mistakes.
+    Raises InvalidSetup for mistakes in the file, and when other machines could use the application without a key and no
+    setting allows it. host: where Serve listens.
     """
     if config.keys_file is not None:
-        read_keys(Path(config.keys_file))
-    elif host not in LOOPBACK and not config.allow_unauthenticated:
+        return read_keys(Path(config.keys_file))
+    if host not in LOOPBACK and not config.allow_unauthenticated:
         raise InvalidSetup(
             f"http_options.host: got {host!r} without API keys: every machine that reaches this one could use it; "
             f"give the application `api.keys_file` (`carousel key NAME` prints an entry), listen on "
             f"127.0.0.1, or set `api.allow_unauthenticated: true`"
         )
+    return ()
 
 
 def read_keys(path: Path) -> tuple[KeyConfig, ...]:

@@ -21,7 +21,7 @@ _PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 
 
 class GgufCheckpoint(Checkpoint):
-    """The weights in a GGUF file. Those with other values in transformers lie in the folder that was made for it."""
+    """The weights in a GGUF file. Some have other values in transformers; the folder of the model has these."""
 
     def __init__(self, location: Path, dtype: torch.dtype, manifest: Manifest) -> None:
         """As `Checkpoint`. Raises OSError if the file cannot be read."""

@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model, in transformers' words: its config.json, its weights' names.
+"""Describes the model of a GGUF file in transformers' words: config.json and the names of the weights.
 
 The names of tensors are those of llama.cpp's own package, with a few more in the table of `families`, or of
 transformers.
@@ -19,9 +19,9 @@ from gguf.constants import MODEL_ARCH_NAMES
 
 from app.errors import UnsupportedModel
 from app.model.architectures import ARCHITECTURES, Architecture
-from app.model.gguf.families import BY_TRANSFORMERS, FAMILIES, ROTARY_TENSORS, Family, check_architecture
+from app.model.gguf.families import BY_TRANSFORMERS, FAMILIES, ROTARY_TENSORS, ModelFamily, check_architecture
 from app.model.gguf.reader import READ_INSTEAD, GgufFile, GgufTensor, Values
-from app.model.gguf.settings import Settings
+from app.model.gguf.settings import FileSettings
 
 if TYPE_CHECKING:
     import torch
@@ -59,9 +59,9 @@ def describe(file: GgufFile) -> Description:
     """Raises UnsupportedModel, by name, for an architecture, a setting or a tensor that cannot be read."""
     architecture = check_architecture(file)
     if architecture in BY_TRANSFORMERS:
-        return _as_transformers_knows(file, Settings(file, BY_TRANSFORMERS[architecture]))
+        return _as_transformers_knows(file, FileSettings(file, BY_TRANSFORMERS[architecture]))
     family = FAMILIES[architecture]
-    config = _config(file, family, Settings(file, family.known, family.by_layer))
+    config = _config(file, family, FileSettings(file, family.known, family.by_layer))
     wanted = _wanted(file, family, config)
     _check_tensors(file, wanted, family)
     tensors: dict[str, tuple[GgufTensor, ...]] = {}
@@ -78,7 +78,9 @@ def describe(file: GgufFile) -> Description:
     return Description(config, eos_token_ids, tensors, shapes, _changes(tensors, family, config), rows, {})
 
 
-def _turned_rows(shapes: Mapping[str, tuple[int, ...]], family: Family, config: Mapping[str, Any]) -> dict[str, Values]:
+def _turned_rows(
+    shapes: Mapping[str, tuple[int, ...]], family: ModelFamily, config: Mapping[str, Any]
+) -> dict[str, Values]:
     """Rows of queries and keys as transformers rotates them: the first half of a head against the second.
 
     llama.cpp rotates neighbours (0, 1), (2, 3).
@@ -94,7 +96,7 @@ def _turned_rows(shapes: Mapping[str, tuple[int, ...]], family: Family, config: 
     }
 
 
-def _changes(tensors: Iterable[str], family: Family, config: Mapping[str, Any]) -> dict[str, Change]:
+def _changes(tensors: Iterable[str], family: ModelFamily, config: Mapping[str, Any]) -> dict[str, Change]:
     [class_name] = config["architectures"]
     offset = np.float32(ARCHITECTURES.get(class_name, Architecture()).norm_offset)
     by_end: dict[str, Change] = dict(family.changes)
@@ -123,14 +125,13 @@ def _own_config(file: GgufFile, config: Mapping[str, Any]) -> PreTrainedConfig:
     return own
 
 
-def _as_transformers_knows(file: GgufFile, settings: Settings) -> Description:
+def _as_transformers_knows(file: GgufFile, settings: FileSettings) -> Description:
     """The description by the tables of transformers."""
     import torch
     from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming, rename_source_key
     from transformers.integrations.gguf import get_gguf_config, get_gguf_conversion_mapping
 
-    if (kind := settings.text("rope.scaling.type", "none")) != "none":
-        raise settings.refusal("rope.scaling.type", kind)
+    settings.require_scaling("none")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or settings.count("block_count") > len(file.tensors):
         raise UnsupportedModel(f"{file.path} has fewer tensors than layers, or no token_embd.weight; {READ_INSTEAD}")
@@ -252,7 +253,7 @@ def _eos_token_ids(metadata: Mapping[str, Any]) -> list[int]:
     return list(dict.fromkeys(token for token in found if token is not None))
 
 
-def _config(file: GgufFile, family: Family, settings: Settings) -> dict[str, Any]:
+def _config(file: GgufFile, family: ModelFamily, settings: FileSettings) -> dict[str, Any]:
     """The content of config.json."""
     hidden_size, num_heads = settings.count("embedding_length"), settings.count("attention.head_count")
     head_dim = settings.count("attention.key_length", hidden_size // num_heads)
@@ -294,7 +295,7 @@ def _config(file: GgufFile, family: Family, settings: Settings) -> dict[str, Any
     }
 
 
-def _experts(settings: Settings, kind: str) -> dict[str, Any]:
+def _experts(settings: FileSettings, kind: str) -> dict[str, Any]:
     """What config.json says of a mixture of experts. llama.cpp has the weights of a token's experts sum up to one."""
     if kind not in _EXPERTS:
         return {}
@@ -317,7 +318,7 @@ class _Wanted(NamedTuple):
     shape: tuple[int, ...]
 
 
-def _wanted(file: GgufFile, family: Family, config: dict[str, Any]) -> dict[str, _Wanted]:
+def _wanted(file: GgufFile, family: ModelFamily, config: dict[str, Any]) -> dict[str, _Wanted]:
     """By transformers' name of each weight."""
     architecture = file.metadata["general.architecture"]
     [number] = [each for each, name in MODEL_ARCH_NAMES.items() if name == architecture]
@@ -344,7 +345,7 @@ def _wanted(file: GgufFile, family: Family, config: dict[str, Any]) -> dict[str,
     return wanted
 
 
-def _sources_of(name: str, family: Family, tensors: Mapping[str, GgufTensor]) -> tuple[str, ...] | None:
+def _sources_of(name: str, family: ModelFamily, tensors: Mapping[str, GgufTensor]) -> tuple[str, ...] | None:
     """The tensors of a weight for which llama.cpp's package has no name."""
     alternatives = next((own for end, own in family.tensors.items() if name.endswith(end)), None)
     if alternatives is None:
@@ -367,7 +368,7 @@ def _expert_names(config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...
     }
 
 
-def _check_tensors(file: GgufFile, wanted: Mapping[str, _Wanted], family: Family) -> None:
+def _check_tensors(file: GgufFile, wanted: Mapping[str, _Wanted], family: ModelFamily) -> None:
     """Raises UnsupportedModel for a tensor that is missing, that nothing is made of, or that has another shape."""
     sources = [source for weight in wanted.values() for source in weight.sources]
     missing = [source for source in sources if source not in file.tensors]

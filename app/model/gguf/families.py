@@ -14,7 +14,7 @@ import numpy as np
 
 from app.errors import UnsupportedModel
 from app.model.gguf.reader import READ_INSTEAD, GgufFile, Values
-from app.model.gguf.settings import Settings
+from app.model.gguf.settings import FileSettings
 
 _FACTORS, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 ROTARY_TENSORS = frozenset((_FACTORS, _LONG, _SHORT))  # they are no weights
@@ -23,7 +23,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 _MOST_FACTOR = 1e20  # by which llama.cpp divides a frequency that does not turn: Gemma 4 has 1e30
 
 
-def _rotary(settings: Settings, head_dim: int) -> dict[str, Any]:
+def _rotary(settings: FileSettings, head_dim: int) -> dict[str, Any]:
     theta = settings.number("rope.freq_base", 10_000.0)
     factors = settings.factors(_FACTORS, head_dim // 2)
     if factors is not None:
@@ -33,6 +33,7 @@ def _rotary(settings: Settings, head_dim: int) -> dict[str, Any]:
                 f"{settings.file.path}: tensor {_FACTORS} scales positions in an unknown way; {READ_INSTEAD}"
             )
         return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **_LLAMA3}
+    settings.require_scaling("none", "linear", "yarn")
     kind = settings.text("rope.scaling.type", "none")
     if kind == "linear":
         return {"rope_type": "linear", "rope_theta": theta, "factor": settings.number("rope.scaling.factor")}
@@ -45,15 +46,13 @@ def _rotary(settings: Settings, head_dim: int) -> dict[str, Any]:
             "original_max_position_embeddings": settings.count("rope.scaling.original_context_length"),
             **settings.given(betas),
         }
-    if kind != "none":
-        raise settings.refusal("rope.scaling.type", kind)
     return {"rope_type": "default", "rope_theta": theta}
 
 
-def _check_scaling(settings: Settings, *known: str) -> None:
-    """Raises UnsupportedModel if positions are scaled in a way that the family does not have."""
-    if (kind := settings.text("rope.scaling.type", "none")) not in known:
-        raise settings.refusal("rope.scaling.type", kind)
+def _with_windows(settings: FileSettings, rope: dict[str, Any]) -> dict[str, Any]:
+    """The rotary positions of layers without a window, and those of layers with one."""
+    theta = settings.number("rope.freq_base_swa", 10_000.0)
+    return {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": theta}}
 
 
 def _llama3_factors(theta: float, head_dim: int, factor: float) -> Values:
@@ -65,9 +64,9 @@ def _llama3_factors(theta: float, head_dim: int, factor: float) -> Values:
     return np.where(wavelengths < length / high, 1.0, np.where(wavelengths > length / low, factor, between))
 
 
-def _proportional(settings: Settings, head_dim: int) -> dict[str, Any]:
+def _proportional(settings: FileSettings, head_dim: int) -> dict[str, Any]:
     """Gemma 4 turns a part of each head, at the frequencies that it would have if the whole head turned."""
-    _check_scaling(settings, "none")
+    settings.require_scaling("none")
     factors = settings.factors(_FACTORS, head_dim // 2)
     num_turned = 0 if factors is None else int((factors == 1.0).sum())
     if (
@@ -84,9 +83,9 @@ def _proportional(settings: Settings, head_dim: int) -> dict[str, Any]:
     return {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": part}
 
 
-def _long_rope(settings: Settings, head_dim: int) -> dict[str, Any]:
+def _long_rope(settings: FileSettings, head_dim: int) -> dict[str, Any]:
     """Phi-3 has one list of factors for short texts, and one for long ones; Phi-4-mini turns a part of each head."""
-    _check_scaling(settings, "none", "longrope")
+    settings.require_scaling("none", "longrope")
     size = settings.count("rope.dimension_count", head_dim)
     if size > head_dim or size % 2:
         raise settings.refusal("rope.dimension_count", size)
@@ -110,7 +109,7 @@ def _long_rope(settings: Settings, head_dim: int) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class ModelFamily:
     """An architecture of llama.cpp as transformers has it."""
 
     model_type: str
@@ -119,9 +118,9 @@ class Family:
     turns_parts: bool = False  # of heads
     known: frozenset[str] = frozenset()  # settings that `more` and `rotary` read beside those of all families
     by_layer: frozenset[str] = frozenset()  # settings that may have a number for each layer
-    rotary: Callable[[Settings, int], dict[str, Any]] = _rotary  # from the settings and the size of a head
+    rotary: Callable[[FileSettings, int], dict[str, Any]] = _rotary  # from the settings and the size of a head
     # More of config.json, or other values: from the settings, and the parameters of rotary positions.
-    more: Callable[[Settings, dict[str, Any]], dict[str, Any]] = lambda settings, rope: {}
+    more: Callable[[FileSettings, dict[str, Any]], dict[str, Any]] = lambda settings, rope: {}
     # Tensors of a layer that llama.cpp's package has no name for, by the end of transformers' name of the weight. Each
     # weight has a list of alternatives, and the first one that the file has is taken. An alternative of several tensors
     # joins their rows, in this order.
@@ -131,7 +130,7 @@ class Family:
     changes: Mapping[str, Callable[[Values], Values]] = field(default_factory=dict)
 
 
-def _gemma2(settings: Settings, _rope: dict[str, Any]) -> dict[str, Any]:
+def _gemma2(settings: FileSettings, _rope: dict[str, Any]) -> dict[str, Any]:
     """Every other layer looks back a window. Scores and logits have soft limits."""
     num_layers, num_heads = settings.count("block_count"), settings.count("attention.head_count")
     hidden_size = settings.count("embedding_length")
@@ -147,28 +146,25 @@ def _gemma2(settings: Settings, _rope: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _gemma3(settings: Settings, rope: dict[str, Any]) -> dict[str, Any]:
+def _gemma3(settings: FileSettings, rope: dict[str, Any]) -> dict[str, Any]:
     """Every sixth layer looks back to the start, with scaled positions; the others look back a window."""
     num_layers, num_heads = settings.count("block_count"), settings.count("attention.head_count")
     hidden_size = settings.count("embedding_length")
     every = settings.count("attention.sliding_window_pattern", 6)
     layers_of_27b = 62  # the only size that scales scores by another size than that of a head
     head_size = settings.count("attention.key_length", hidden_size // num_heads)
-    theta = settings.number("rope.freq_base_swa", 10_000.0)
     return {
         "hidden_activation": "gelu_pytorch_tanh",
         "sliding_window": settings.count("attention.sliding_window"),
         "layer_types": [
             "sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(num_layers)
         ],
-        "rope_parameters": {
-            "full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": theta},
-        },
+        "rope_parameters": _with_windows(settings, rope),
         "query_pre_attn_scalar": hidden_size // num_heads if num_layers == layers_of_27b else head_size,
     }  # fmt: skip
 
 
-def _gemma4(settings: Settings, rope: dict[str, Any]) -> dict[str, Any]:
+def _gemma4(settings: FileSettings, rope: dict[str, Any]) -> dict[str, Any]:
     """Layers with a window and layers without one have heads of two sizes; the last layers share keys and values."""
     full, window = settings.count("attention.key_length"), settings.count("attention.key_length_swa")
     for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
@@ -183,7 +179,6 @@ def _gemma4(settings: Settings, rope: dict[str, Any]) -> dict[str, Any]:
     tensors = settings.file.tensors
     per_layer = tensors.get("per_layer_token_embd.weight")
     has_experts = settings.has("expert_count")
-    theta = settings.number("rope.freq_base_swa", 10_000.0)
     return {
         "hidden_activation": "gelu_pytorch_tanh",
         "head_dim": window,
@@ -191,18 +186,14 @@ def _gemma4(settings: Settings, rope: dict[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": heads[windows.index(1)] if any(windows) else heads[0],
         "num_global_key_value_heads": in_full[0] if in_full else None,
         "attention_k_eq_v": f"blk.{first_full}.attn_v.weight" not in tensors,
-        "num_kv_shared_layers": settings.count("attention.shared_kv_layers")
-        if settings.has("attention.shared_kv_layers")
-        else 0,
+        "num_kv_shared_layers": settings.count_if_any("attention.shared_kv_layers") or 0,
         "sliding_window": settings.count("attention.sliding_window"),
         "layer_types": ["sliding_attention" if each else "full_attention" for each in windows],
         "intermediate_size": inner[0],
         "use_double_wide_mlp": inner[-1] == 2 * inner[0],
         "hidden_size_per_layer_input": settings.count("embedding_length_per_layer_input") if per_layer else 0,
         "vocab_size_per_layer_input": per_layer.shape[0] if per_layer else 1,
-        "rope_parameters": {
-            "full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": theta},
-        },
+        "rope_parameters": _with_windows(settings, rope),
         "enable_moe_block": has_experts,
         "num_experts": settings.count("expert_count") if has_experts else None,
         "top_k_experts": settings.count("expert_used_count") if has_experts else None,
@@ -211,7 +202,7 @@ def _gemma4(settings: Settings, rope: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _granite(settings: Settings, _rope: dict[str, Any]) -> dict[str, Any]:
+def _granite(settings: FileSettings, _rope: dict[str, Any]) -> dict[str, Any]:
     return {
         "attention_multiplier": settings.number("attention.scale"),
         "embedding_multiplier": settings.number("embedding_scale"),
@@ -220,7 +211,7 @@ def _granite(settings: Settings, _rope: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _granite_hybrid(settings: Settings, rope: dict[str, Any]) -> dict[str, Any]:
+def _granite_hybrid(settings: FileSettings, rope: dict[str, Any]) -> dict[str, Any]:
     """Most layers are Mamba 2; a file says 0 heads of keys for them."""
     num_heads, inner = settings.count("ssm.time_step_rank"), settings.count("ssm.inner_size")
     hidden_size, has_experts = settings.count("embedding_length"), settings.has("expert_count")
@@ -248,7 +239,7 @@ def _granite_hybrid(settings: Settings, rope: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _ministral3(settings: Settings, rope: dict[str, Any]) -> dict[str, Any]:
+def _ministral3(settings: FileSettings, rope: dict[str, Any]) -> dict[str, Any]:
     """Ministral 3 scales queries by their position. Files without that are of Mistral Small 3.1 and 3.2."""
     scales: dict[str, Any] = {}
     if settings.has("rope.scaling.yarn_log_multiplier"):
@@ -263,13 +254,13 @@ def _ministral3(settings: Settings, rope: dict[str, Any]) -> dict[str, Any]:
     return {"rope_parameters": rope | scales | {"max_position_embeddings": length}}
 
 
-def _phi3(settings: Settings, rope: dict[str, Any]) -> dict[str, Any]:
-    window = settings.count("attention.sliding_window") if settings.has("attention.sliding_window") else None
+def _phi3(settings: FileSettings, rope: dict[str, Any]) -> dict[str, Any]:
     length = rope.get("original_max_position_embeddings", settings.count("context_length"))
+    window = settings.count_if_any("attention.sliding_window")
     return {"sliding_window": window, "original_max_position_embeddings": length}
 
 
-def _smollm3(settings: Settings, _rope: dict[str, Any]) -> dict[str, Any]:
+def _smollm3(settings: FileSettings, _rope: dict[str, Any]) -> dict[str, Any]:
     """Every fourth layer has no rotary positions."""
     every = 4
     has_rope = [int((layer + 1) % every != 0) for layer in range(settings.count("block_count"))]
@@ -284,25 +275,25 @@ _MAMBA = frozenset(
     )
 )  # fmt: skip
 _MULTIPLIERS = frozenset(("attention.scale", "embedding_scale", "residual_scale", "logit_scale"))
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family(model_type="llama", class_name="LlamaForCausalLM", turns_neighbours=True, known=_EXPERTS),
-    "qwen2": Family(model_type="qwen2", class_name="Qwen2ForCausalLM"),
-    "qwen3": Family(model_type="qwen3", class_name="Qwen3ForCausalLM"),
-    "qwen3moe": Family(model_type="qwen3_moe", class_name="Qwen3MoeForCausalLM", known=_EXPERTS),
-    "olmo2": Family(model_type="olmo2", class_name="Olmo2ForCausalLM"),
-    "gemma2": Family(
+FAMILIES: Mapping[str, ModelFamily] = {
+    "llama": ModelFamily(model_type="llama", class_name="LlamaForCausalLM", turns_neighbours=True, known=_EXPERTS),
+    "qwen2": ModelFamily(model_type="qwen2", class_name="Qwen2ForCausalLM"),
+    "qwen3": ModelFamily(model_type="qwen3", class_name="Qwen3ForCausalLM"),
+    "qwen3moe": ModelFamily(model_type="qwen3_moe", class_name="Qwen3MoeForCausalLM", known=_EXPERTS),
+    "olmo2": ModelFamily(model_type="olmo2", class_name="Olmo2ForCausalLM"),
+    "gemma2": ModelFamily(
         model_type="gemma2",
         class_name="Gemma2ForCausalLM",
         known=frozenset(("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping")),
         more=_gemma2,
     ),
-    "gemma3": Family(
+    "gemma3": ModelFamily(
         model_type="gemma3_text",
         class_name="Gemma3ForCausalLM",
         known=frozenset(("attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa")),
         more=_gemma3,
     ),
-    "gemma4": Family(
+    "gemma4": ModelFamily(
         model_type="gemma4_text",
         class_name="Gemma4ForCausalLM",
         known=_EXPERTS
@@ -324,7 +315,7 @@ FAMILIES: Mapping[str, Family] = {
             ".experts.down_proj": (("ffn_down_exps.weight",),),
         },
     ),
-    "granite": Family(  # Granite 4 without Mamba layers too, whose files keep the settings of the other ones
+    "granite": ModelFamily(  # Granite 4 without Mamba layers too, whose files keep the settings of the other ones
         model_type="granite",
         class_name="GraniteForCausalLM",
         turns_neighbours=True,
@@ -332,7 +323,7 @@ FAMILIES: Mapping[str, Family] = {
         by_layer=frozenset(("attention.head_count_kv",)),
         more=_granite,
     ),
-    "granitehybrid": Family(
+    "granitehybrid": ModelFamily(
         model_type="granitemoehybrid",
         class_name="GraniteMoeHybridForCausalLM",
         turns_neighbours=True,
@@ -352,14 +343,14 @@ FAMILIES: Mapping[str, Family] = {
         reshaped=(".mamba.A_log", ".mamba.D", ".mamba.norm.weight", ".mamba.conv1d.weight"),
         changes={".mamba.A_log": lambda values: np.log(-values)},
     ),
-    "mistral3": Family(
+    "mistral3": ModelFamily(
         model_type="ministral3",
         class_name="Ministral3ForCausalLM",
         turns_neighbours=True,
         known=frozenset(("attention.temperature_scale", "rope.scaling.yarn_log_multiplier")),
         more=_ministral3,
     ),
-    "phi3": Family(
+    "phi3": ModelFamily(
         model_type="phi3",
         class_name="Phi3ForCausalLM",
         turns_parts=True,
@@ -367,7 +358,7 @@ FAMILIES: Mapping[str, Family] = {
         rotary=_long_rope,
         more=_phi3,
     ),
-    "smollm3": Family(model_type="smollm3", class_name="SmolLM3ForCausalLM", turns_neighbours=True, more=_smollm3),
+    "smollm3": ModelFamily(model_type="smollm3", class_name="SmolLM3ForCausalLM", turns_neighbours=True, more=_smollm3),
 }  # fmt: skip
 _QWEN35 = frozenset(
     (

@@ -19,7 +19,7 @@ _KNOWN = frozenset(
 )  # fmt: skip
 
 
-class Settings:
+class FileSettings:
     """The settings of one architecture in a file's metadata."""
 
     def __init__(self, file: GgufFile, known: frozenset[str], by_layer: frozenset[str] = frozenset()) -> None:
@@ -50,6 +50,10 @@ class Settings:
             raise self.refusal(key, value)
         return value
 
+    def count_if_any(self, key: str) -> int | None:
+        """None if the file does not have the setting, or says zero. Raises UnsupportedModel as `count`."""
+        return self.count(key) if self.has(key) else None
+
     def counts(self, key: str) -> list[int]:
         """One for each layer, not negative. Raises UnsupportedModel when it is none of that."""
         value, num_layers = self._found.get(key), self.count("block_count")
@@ -76,6 +80,11 @@ class Settings:
 
     def text(self, key: str, default: str) -> str:
         return str(self._found.get(key, default))
+
+    def require_scaling(self, *known: str) -> None:
+        """Raises UnsupportedModel if positions are scaled in another way than these."""
+        if (kind := self.text("rope.scaling.type", "none")) not in known:
+            raise self.refusal("rope.scaling.type", kind)
 
     def factors(self, name: str, size: int) -> Values | None:
         """A vector of `size` numbers that scale rotary positions; None if the file has none.

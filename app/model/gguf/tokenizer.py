@@ -1,4 +1,4 @@
-"""tokenizer.json, with special tokens and chat template, of what a GGUF file says of its vocabulary."""
+"""Makes tokenizer.json, with special tokens and the chat template, from the vocabulary of a GGUF file."""
 
 from __future__ import annotations
 
