@@ -49,6 +49,7 @@ from app.engine.trace.step_log import recorder_of
 from app.errors import InvalidSetup
 from app.kv_tiers.tier_store import TierStore, open_folder
 from app.model.location import resolve_model_path
+from app.progress import tell
 
 if TYPE_CHECKING:
     from app.model.loader import LoadedRunner
@@ -363,6 +364,7 @@ def _build_encoder(config: EngineConfig, replicas: ReplicasConfig, location: str
         )
     num_threads = config.model.num_threads or num_cores()
     torch.set_num_threads(num_threads)
+    tell("loading the weights")
     with refusing_to_run_short("the weights", "Serve a smaller model, or set model.dtype: bfloat16"):
         model = load_encoder(config.model, location)
     logger.info("%s on %s in %s, threads: %d; an encoder, without KV memory",

@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import math
 import secrets
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -35,6 +36,9 @@ COMMANDS = {  # name → the function that takes its arguments, and what it does
 }
 
 
+INTERRUPTED = 130  # the exit status that shells have for Ctrl-C
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status of one command, which reads the arguments after its name."""
     name, *rest = (sys.argv[1:] if arguments is None else list(arguments)) or ["--help"]
@@ -52,7 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.add_argument("command", choices=COMMANDS, help="`carousel COMMAND --help` has its arguments")
         parser.parse_args([name])
     module, _, function = COMMANDS[name][0].partition(":")
-    return int(getattr(import_module(module), function)(rest))
+    try:
+        return int(getattr(import_module(module), function)(rest))
+    except KeyboardInterrupt:  # also while modules are imported
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # this process ends already
+        return INTERRUPTED
 
 
 def print_key(arguments: Sequence[str]) -> int:

@@ -29,6 +29,7 @@ ALLOWED = {
         "app.config", "app.culprits", "app.errors", "app.fair", "app.output_lengths", "app.versions", "msgspec",
     },
     "app.child_process": set(),
+    "app.progress": {"app.disk", "tqdm"},
     "app.grammar": {
         "app.child_process", "app.config", "app.errors", "app.fair", "app.json_schema", "app.engine.matcher",
         "app.engine.request", "llguidance", "transformers",
@@ -39,7 +40,8 @@ ALLOWED = {
         "app.engine.snapshot", "msgspec",
     },
     "app.model": {
-        "app.config", "app.cores", "app.disk", "app.errors", "app.engine.batch", "app.engine.block_pool",
+        "app.config", "app.cores", "app.disk", "app.errors", "app.progress", "app.engine.batch",
+        "app.engine.block_pool",
         "app.engine.largest_batch", "app.engine.logit_adjustments", "app.engine.model_runner", "app.engine.request",
         "app.engine.state_pool", "torch", "transformers", "triton",
     },
@@ -92,7 +94,7 @@ ALLOWED = {
     },
     "app.fleet.autoscaling": {"app.config"},
     "app.build": {
-        "app.child_process", "app.config", "app.cores", "app.disk", "app.errors", "app.engine",
+        "app.child_process", "app.config", "app.cores", "app.disk", "app.errors", "app.progress", "app.engine",
         "app.grammar", "app.kv_tiers", "app.model", "torch",
     },
     "app.kv_tiers": {

@@ -45,6 +45,7 @@ from app.model.ways.gpu import bytes_for_kv, why_plain_draws
 from app.model.ways.loaded_model import LoadedModel
 from app.model.ways.native_decoder import NativeModel
 from app.model.ways.transformers_code import TransformersModel
+from app.progress import tell
 
 logger = logging.getLogger(__name__)
 
@@ -173,6 +174,7 @@ def _num_state_slots(config: EngineConfig, states: Sequence[StateShape], gpu_byt
 
 
 def _load(config: EngineConfig, group: RankGroup | None) -> LoadedModel:
+    tell("loading the weights")
     with refusing_to_run_short("the weights", "Serve a smaller model, or set model.dtype: bfloat16"):
         return load_model(
             config.model,
@@ -193,6 +195,7 @@ def _with_kv_memory(config: EngineConfig, model: LoadedModel, num_blocks: int, n
         num_threads, num_blocks, config.cache.block_size,
     )  # fmt: skip
     logger.info("%s", model.abilities)
+    tell("providing the KV memory")
     with refusing_to_run_short(
         "the KV memory", "Lower cache.num_blocks, or cache.gpu_memory_fraction where that is not set"
     ):
@@ -283,6 +286,7 @@ def _verified(
 
     Of ranks all call it; where one finds a difference, none has this way.
     """
+    tell("comparing its outputs with those of transformers' code (once)")
     expected = own.expected.behind_head(own.module)
     try:
         model = way.load(source, own, expected)

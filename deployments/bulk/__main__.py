@@ -16,13 +16,13 @@ from app.errors import CarouselError
 from app.jobs.input_files import find_files, look_through
 from app.jobs.run_folder import OUTPUTS, Summary, finished_summary, open_run
 from deployments.bulk.options import Options, read_options
+from deployments.cli import INTERRUPTED
 
 ROWS_FAILED = 3  # the exit status when no row was answered; with --fail-on-row-errors, when any row failed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0 when every row has a record and one was answered, 1 when the job could not be done, or ROWS_FAILED."""
-    interrupted = 130
     try:
         options = read_options(arguments)
         summary = _run(options)
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         print("Stopped. What is done is kept: go on with --resume.", file=sys.stderr, flush=True)
-        return interrupted
+        return INTERRUPTED
     print(f"{summary}\nThe results are in {options.output / OUTPUTS[options.output_format]}", flush=True)
     return ROWS_FAILED if summary.failed and (options.fail_on_row_errors or not summary.ok) else 0
 

@@ -18,6 +18,7 @@ import ray
 from app.child_process import die_with
 from app.errors import InvalidSetup
 from deployments.launcher.own_cluster import ray_processes, start_own_cluster
+from deployments.launcher.terminal import StatusLines
 
 
 def main() -> int:
@@ -28,6 +29,7 @@ def main() -> int:
     given = _arguments()
     _end_with_the_launcher(given.launcher)
     print(f"Starting Ray and Serve for {given.config}; logs in {given.run_folder}/session_latest/logs", flush=True)
+    lines = StatusLines()
     # Serve is imported while Ray's processes start.
     threading.Thread(target=import_module, args=("deployments.launcher.rollout",), daemon=True).start()
     try:
@@ -41,7 +43,7 @@ def main() -> int:
         _end_with_ray()
         from deployments.launcher.rollout import roll_out
 
-        roll_out(given.config)
+        roll_out(given.config, lines)
     except InvalidSetup as error:
         print(f"The service did not start.\n{error}", flush=True)
         return 1

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,25 +17,36 @@ import deployments.preload  # noqa: F401  # before Serve
 import ray
 import yaml
 from ray import serve
-from ray.serve.schema import ApplicationStatus, ServeDeploySchema, ServeStatus
+from ray.exceptions import RayError
+from ray.serve.schema import ApplicationStatus, DeploymentStatusOverview, ServeDeploySchema, ServeStatus
 
+from app import progress
 from app.errors import InvalidSetup
 from app.model.location import has_chat_template
+from deployments.launcher.checks import check_port
+from deployments.launcher.terminal import StatusLines
 from deployments.ray_internals import deploy
 from deployments.serve.settings import ServeFile, asked_threads, read_serve_file
 from deployments.threads import excess
 
+READY = "ready"
+SERVICE = "the HTTP service"
 
-def roll_out(path: Path) -> NoReturn:
+
+def roll_out(path: Path, lines: StatusLines) -> NoReturn:
     """Deploy, and say what happens until a signal comes. Raises InvalidSetup when the application cannot start."""
     config = read_serve_file(path)
     too_many = excess([each for application in config.applications.values() for each in asked_threads(application)])
     if too_many:
         _say(f"Warning: {too_many}")
     check_gpus(config)
-    deploy(ServeDeploySchema.model_validate(yaml.safe_load(path.read_text(encoding="utf-8"))))
-    _wait_until_ready(config)
-    _say(_welcome(config))
+    try:
+        deploy(ServeDeploySchema.model_validate(yaml.safe_load(path.read_text(encoding="utf-8"))))
+    except RayError as error:
+        check_port(config, path)  # another process may have taken the port since the launcher looked
+        raise InvalidSetup(f"the HTTP proxy of Serve did not start: {reason(str(error))}") from error
+    _wait_until_ready(config, lines, Path(os.environ[progress.FOLDER]))
+    _say(_welcome(config, lines.elapsed_s))
     _report_changes()
 
 
@@ -50,40 +63,58 @@ def check_gpus(config: ServeFile) -> None:
         )
 
 
-def _wait_until_ready(config: ServeFile) -> None:
-    """Return when every application runs and answers /ready. Raises InvalidSetup, with the reason, when one failed."""
-    said, said_at, began = "", 0.0, time.monotonic()
-    reminder_s = 15.0
+def _wait_until_ready(config: ServeFile, lines: StatusLines, told: Path) -> None:
+    """Return when every application runs and answers /ready. Raises InvalidSetup, with the reason, when one failed.
+
+    told: the folder in which the replicas tell what they do.
+    """
     while True:
         status = serve.status()
         failure = _failure(status)
         if failure:
             raise InvalidSetup(failure)
-        waiting_for = _waiting_for(config, status)
-        if not waiting_for:
+        doing = _doing(config, status, progress.told(told))
+        if all(what == READY for what in doing.values()) and not _answers_ready(config):
+            doing[SERVICE] = f"waiting for an answer from {_address(config)}/ready"
+        lines.show(doing, done=READY)
+        if all(what == READY for what in doing.values()):
             return
-        now = time.monotonic()
-        if waiting_for != said or now > said_at + reminder_s:
-            _say(f"[{now - began:3.0f} s] waiting for {waiting_for}")
-            said, said_at = waiting_for, now
         time.sleep(0.3)  # Serve and this process take 50 ms of CPU time to answer, while others start
 
 
-def _waiting_for(config: ServeFile, status: ServeStatus) -> str:
-    parts = []
-    for application in config.applications:
-        overview = status.applications.get(application)
-        if overview is None or not overview.deployments:
-            parts.append(f"{application}: being built")
-            continue
-        for name, deployment in overview.deployments.items():
-            if deployment.status != "HEALTHY":
-                states = ", ".join(f"{count} {state.lower()}" for state, count in deployment.replica_states.items())
-                trouble = f": {reason(deployment.message)}" if deployment.message else ""
-                parts.append(f"{name} ({states or 'no replica yet'}){trouble}")
-    if not parts and not _answers_ready(config):
-        parts.append(f"an answer from {_address(config)}/ready")
-    return "; ".join(parts)
+def _doing(config: ServeFile, status: ServeStatus, told: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """What each model does, by its name, and what serves all models.
+
+    told: what the replicas of each model say they do, by its name.
+    """
+    doing, others = {}, []
+    for name, application in config.applications.items():
+        overview = status.applications.get(name)
+        deployments = {} if overview is None else dict(overview.deployments)
+        for model in application.models:
+            deployment = deployments.pop(model.deployment_name, None)
+            doing[model.name] = _doing_of_model(deployment, told.get(model.name, ()))
+        others += list(deployments.values())
+    troubles = [trouble for trouble in map(_trouble, others) if trouble]
+    is_ready = bool(others) and all(each.status == "HEALTHY" for each in others)
+    doing[SERVICE] = READY if is_ready else "; ".join(["starting", *troubles])
+    return doing
+
+
+def _doing_of_model(deployment: DeploymentStatusOverview | None, told: Sequence[str]) -> str:
+    if deployment is None:
+        return "starting"
+    if deployment.status == "HEALTHY":
+        return READY
+    num_replicas, num_ready = sum(deployment.replica_states.values()), deployment.replica_states.get("RUNNING", 0)
+    ready = [f"{num_ready} of {num_replicas} replicas are ready"] if num_replicas > 1 and num_ready else []
+    told = list(dict.fromkeys(told)) or ["starting"]
+    return "; ".join([*ready, *told, *filter(None, [_trouble(deployment)])])
+
+
+def _trouble(deployment: DeploymentStatusOverview) -> str:
+    """What Serve says of a deployment that has not started; not that it takes long, which a model may."""
+    return "" if "have taken more than" in deployment.message else reason(deployment.message)
 
 
 def _answers_ready(config: ServeFile) -> bool:
@@ -128,7 +159,7 @@ def _report_changes() -> NoReturn:
                 known[name] = application.status
 
 
-def _welcome(config: ServeFile) -> str:
+def _welcome(config: ServeFile, ready_s: float) -> str:
     application = next(iter(config.applications.values()))
     model, needs_key = application.models[0].name, application.api.keys_file
     key = " -H 'Authorization: Bearer <key>'" if needs_key else ""
@@ -136,7 +167,7 @@ def _welcome(config: ServeFile) -> str:
     if not has_chat_template(application.models[0].engine.model.path):
         endpoint, asked = "completions", '"prompt": "The capital of France is", "max_tokens": 20'
     return (
-        f"Ready at {_address(config)} - try:\n"
+        f"Ready at {_address(config)} after {ready_s:.0f} s. Try:\n"
         f"  curl {_address(config)}/v1/{endpoint}{key} -H 'Content-Type: application/json' \\\n"
         f'    -d \'{{"model": "{model}", {asked}}}\'\n'
         f"Stop with Ctrl-C."

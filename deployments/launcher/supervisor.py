@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 
+from app import progress
 from app.batches import MAX_REQUEST_BYTES
 from app.child_process import PROJECT
 from app.config import ApplicationConfig
@@ -79,6 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"Warning: {warning}", flush=True)
     # In /tmp whatever TMPDIR says: Ray and HAProxy put sockets inside, and a socket's path may have 97 characters.
     run_folder = Path(tempfile.mkdtemp(prefix="carousel-", dir="/tmp"))
+    (run_folder / "progress").mkdir()
     command = [sys.executable, "-m", "deployments.launcher.foreground", *["--dashboard"] * given.dashboard]
     command += [str(os.getpid()), str(path), str(run_folder), str(reserved_cpus(config))]
     variables = environment(config, run_folder, os.environ, max_files=max_files)
@@ -143,6 +145,7 @@ def environment(
     open.
     """
     ours = {
+        progress.FOLDER: f"{run_folder}/progress",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(PROJECT), inherited.get("PYTHONPATH")])),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{run_folder}/haproxy.cfg",
         "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{run_folder}/admin.sock",

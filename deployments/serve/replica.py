@@ -16,6 +16,7 @@ import ray
 from ray import serve
 from ray.serve.schema import ReplicaRank
 
+from app import progress
 from app.build import build_engine
 from app.config import SchedulerConfig, ServedModelConfig
 from app.engine.adapter_store import AdapterStats
@@ -49,6 +50,8 @@ class Replica(StopsWithServe):
         collect_later()
         log_where_serve_does()
         keep_calls_on_loopback()
+        progress.begin(model.name)
+        progress.tell("importing torch")
         self._model = model
         self._group = group_of_rank(serve.get_replica_context().rank.rank, groups_of(model))
         self._tuned = model.scheduler_of(self._group)
@@ -63,6 +66,7 @@ class Replica(StopsWithServe):
             ray.util.get_node_ip_address(), self._engine, lambda: report(group=self._group)
         )
         freeze_loaded()
+        progress.tell("joining the service")
         if model.replicas.num_gpus > 0:  # on two cores of a CPU it costs a tenth of the tokens
             keep_waits_for_the_interpreter_short()
         self._loop = LoopMonitor()

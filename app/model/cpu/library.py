@@ -26,8 +26,9 @@ from typing import Any
 
 import torch
 
-from app.disk import cache_folder
+from app.disk import cache_folder, locked
 from app.errors import InvalidSetup
+from app.progress import tell
 
 logger = logging.getLogger(__name__)
 
@@ -393,7 +394,7 @@ def _compiler() -> str | None:
 
 
 def _built(compiler: str) -> Path:
-    """The path of the library for this machine; builds it if it does not exist. Several processes may do so at once."""
+    """The path of the library for this machine; builds it if it does not exist. Of several processes one does so."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=20).stdout
     what = b"\0".join([*_source_texts(), version, " ".join(_FLAGS).encode(), _cpu().encode()])
     return _kept(compiler, _FLAGS, cache_folder() / f"native-{hashlib.sha256(what).hexdigest()[:16]}.so")
@@ -417,10 +418,13 @@ def _source_texts() -> list[bytes]:
 def _kept(compiler: str, flags: Sequence[str], target: Path) -> Path:
     if target.exists():
         return target
+    tell("building native code (once, about half a minute)")
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        _build(compiler, flags, Path(scratch) / target.name).replace(target)
-    logger.info("built %s", target)
+    with locked(target.with_suffix(".lock")):
+        if not target.exists():
+            with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+                _build(compiler, flags, Path(scratch) / target.name).replace(target)
+            logger.info("built %s", target)
     return target
 
 

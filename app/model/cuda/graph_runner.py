@@ -52,6 +52,7 @@ from app.model.recurrent_layers import StatefulAttention
 from app.model.runner import DrawnTokens, LeadingRunner, NoRanks, draw_tokens
 from app.model.sampler import Sampler
 from app.model.verification import MAX_DIFFERENCES, BlocksToTry, difference_above
+from app.progress import tell
 
 if TYPE_CHECKING:
     from app.model.ways.loaded_model import LoadedModel
@@ -138,6 +139,7 @@ class GraphModelRunner(LeadingRunner):
         """
         if self._capture is None:
             return
+        tell("capturing CUDA graphs")
         with self._ranks.preparing(), _without_collections(), ending_hangs():
             self._capture_all(self._capture)
         self._capture = None

@@ -169,6 +169,25 @@ def test_a_port_that_is_taken_is_told_with_the_way_out(launch: Launch, config: d
     assert process.returncode == MISTAKES
 
 
+def test_so_is_a_port_that_is_taken_after_the_check(launch: Launch, config: dict[str, Any]) -> None:
+    port = config["http_options"]["port"]
+    process = launch(config, program=PATIENT.replace("sys.exit", TAKES_PORT.format(port=port) + "sys.exit"))
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in output
+    assert "Traceback" not in output
+    assert process.returncode == 1
+
+
+TAKES_PORT = """
+import socket
+def take_port(allow_many_files=supervisor.allow_many_files):  # the launcher calls this after its checks
+    global taken
+    taken = socket.create_server(("127.0.0.1", {port}))
+    return allow_many_files()
+supervisor.allow_many_files = take_port
+"""
+
+
 def test_a_model_folder_that_is_not_there_is_told(launch: Launch, config: dict[str, Any]) -> None:
     config["applications"][0]["args"]["models"][0]["engine"]["model"]["path"] = "/nowhere/model"
     output, _ = launch(config).communicate(timeout=PATIENCE_S)

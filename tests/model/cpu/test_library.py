@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +55,23 @@ def test_it_is_built_once_and_found_again(tmp_path: Path, monkeypatch: pytest.Mo
     compiler, calls = compiler_that(': > "$2"', tmp_path), tmp_path / "calls"
     built = library._built(str(compiler))
     assert library._built(str(compiler)) == built
-    assert list(built.parent.iterdir()) == [built]
+    assert list(built.parent.glob("*.so")) == [built]
     first, *units, linked, last = calls.read_text().splitlines()
     assert first == last == "--version"
     assert all("-c -o" in call for call in units)
     assert sorted(call.rsplit("/", 1)[1] for call in units) == ["library.cpp", "stored.cpp", "typed.cpp", "typed.cpp"]
     assert linked.count(".o") == 4
+
+
+def test_of_several_that_need_it_at_once_one_builds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas of one machine start together, and a build takes all cores."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiler = compiler_that('sleep 0.1; : > "$2"', tmp_path)
+    with ThreadPoolExecutor(4) as threads:
+        built = {future.result() for future in [threads.submit(library._built, str(compiler)) for _ in range(4)]}
+    assert len(built) == 1
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert len([call for call in calls if call != "--version"]) == 5  # four units and one link
 
 
 @pytest.mark.skipif(library.library() is None, reason="there is no C++ compiler")

@@ -1,0 +1,57 @@
+"""Lines at the end of a terminal that change in place. Standard library alone: the set-up of `make` uses them too."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+
+_REMINDER_S = 15.0
+_UP_AND_CLEAR = "\x1b[A\x1b[2K"
+
+
+class StatusLines:
+    """What each of several things does now, one line for each. Where no terminal is, each change is a line."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stdout.isatty()
+        self._began = self._printed_at = time.monotonic()
+        self._since: dict[str, tuple[str, float]] = {}  # what each does without its numbers, and from when on
+        self._num_shown = 0
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since these lines began."""
+        return time.monotonic() - self._began
+
+    def show(self, now: Mapping[str, str], *, done: str = "") -> None:
+        """Show what each does now, by its name. done: what stands there of one that is waited for no longer.
+
+        Numbers that change in a text, as those of a download, make no line of their own where no terminal is.
+        """
+        at, changed = time.monotonic(), []
+        for name, what in now.items():
+            kind = re.sub(r"\d+", "", what)
+            if self._since.get(name, ("",))[0] != kind:
+                self._since[name] = kind, at
+                changed.append(name)
+        if self._is_terminal:
+            lines = [self._line(name, what, None if what == done else at) for name, what in now.items()]
+            sys.stdout.write(_UP_AND_CLEAR * self._num_shown + "".join(f"{line}\n" for line in lines))
+            self._num_shown = len(lines)
+        else:
+            if not changed and at > self._printed_at + _REMINDER_S:
+                changed = [name for name, what in now.items() if what != done]
+            for name in changed:
+                sys.stdout.write(f"[{at - self._began:3.0f} s] {name}: {now[name]}\n")
+                self._printed_at = at
+        sys.stdout.flush()
+
+    def _line(self, name: str, what: str, at: float | None) -> str:
+        """One line that no terminal breaks in two, without control characters."""
+        seconds = "" if at is None else f", {at - self._since[name][1]:.0f} s"
+        text = "".join(character if character.isprintable() else " " for character in f"  {name}: {what}{seconds}")
+        width = shutil.get_terminal_size().columns - 1
+        return text if len(text) <= width else f"{text[: width - 1]}…"
