@@ -1,4 +1,4 @@
-"""The command `carousel`: `serve`, `check`, `bulk`, `plan`, `key`. Each imports what it needs when it is called."""
+"""The command `carousel`, with the commands in `COMMANDS`. Each imports what it needs when it is called."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 COMMANDS_OF_OTHERS = {  # what people type for vLLM, SGLang, llama.cpp and Ollama
-    "run": "`carousel serve MODEL` serves a model; any client of the OpenAI API chats with it",
-    "chat": "`carousel serve MODEL` serves a model; any client of the OpenAI API chats with it",
+    "run": "`carousel serve MODEL` serves a model, and `carousel chat` in another terminal talks to it",
     "pull": "`carousel serve MODEL` downloads what is not here",
     "list": "`curl http://127.0.0.1:8000/v1/models` lists what is served",
     "ls": "`curl http://127.0.0.1:8000/v1/models` lists what is served",
@@ -30,6 +29,7 @@ COMMANDS_OF_OTHERS = {  # what people type for vLLM, SGLang, llama.cpp and Ollam
 COMMANDS = {  # name → the function that takes its arguments, and what it does
     "serve": ("deployments.launcher.supervisor:main", "serve a model or a config file on this machine, until Ctrl-C"),
     "check": ("deployments.launcher.checks:main", "find the mistakes in a config or a model, without a start"),
+    "chat": ("deployments.chat:main", "talk to a running service in this terminal"),
     "bulk": ("deployments.bulk.__main__:main", "answer every row of some files, without a server"),
     "plan": ("deployments.plan.__main__:main", "say what fits on a device, and what a trace needs"),
     "key": ("deployments.cli:print_key", "make an API key"),

@@ -170,7 +170,7 @@ def _welcome(config: ServeFile, ready_s: float) -> str:
         f"Ready at {_address(config)} after {ready_s:.0f} s. Try:\n"
         f"  curl {_address(config)}/v1/{endpoint}{key} -H 'Content-Type: application/json' \\\n"
         f'    -d \'{{"model": "{model}", {asked}}}\'\n'
-        f"Stop with Ctrl-C."
+        f"or, in another terminal, `carousel chat`. Stop with Ctrl-C."
     )
 
 

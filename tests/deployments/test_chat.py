@@ -1,0 +1,221 @@
+"""`carousel chat` against the real API over scripted models, and in a real pseudo-terminal."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from app.child_process import PROJECT
+from app.engine.request import Request
+from app.text import ReasoningMarks, Tokenizer
+from deployments import chat
+from tests.benchmarks.servers import serving
+from tests.kit.service import WAIT, Service, Step, entry, say
+from tests.waiting import eventually
+
+
+@pytest.fixture
+def tokenizer(demo_path: Path) -> Tokenizer:
+    return Tokenizer.load(str(demo_path))
+
+
+def prompt(service: Service) -> str:
+    """What the model was asked last."""
+    ids = service.generate.requests[-1].prompt_token_ids
+    return service.tokenizer.decode(ids)
+
+
+def test_one_message_is_answered(tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
+    service = Service(tokenizer, say(tokenizer, "3 4 5."))
+    with serving(service.app) as url:
+        assert chat.main(["Count from 3 to 5.", "--url", f"{url}/v1/", "--system", "Be brief.", "--seed", "7"]) == 0
+    assert capsys.readouterr().out == "3 4 5.\n"
+    assert "Be brief." in prompt(service)
+    assert "Count from 3 to 5." in prompt(service)
+    assert service.request.sampling.seed == 7
+
+
+def test_what_is_piped_in_is_one_message(
+    tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Count\nto 5."))
+    service = Service(tokenizer, say(tokenizer, "1 2 3 4 5."))
+    with serving(service.app) as url:
+        assert chat.main(["--url", url]) == 0
+    assert capsys.readouterr().out == "1 2 3 4 5.\n"
+    assert "Count\nto 5." in prompt(service)
+
+
+def test_what_could_command_the_terminal_is_left_out(tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
+    service = Service(tokenizer, say(tokenizer, "red \x1b[31m\x07 and\n\tmore\x9b2J\n"))
+    with serving(service.app) as url:
+        assert chat.main(["Hi", "--url", url]) == 0
+    assert capsys.readouterr().out == "red [31m and\n\tmore2J\n"
+
+
+def test_what_goes_wrong_is_one_sentence(
+    tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(*arguments: str) -> str:
+        assert chat.main(["Hi", "--url", url, *arguments]) == 1
+        return capsys.readouterr().err
+
+    service = Service(tokenizer, say(tokenizer, "1"), keys=[entry("sk-1")])
+    with serving(service.app) as url:
+        assert said() == (
+            "401: an API key is required; send it in the header `Authorization: Bearer <key>`. `carousel chat` sends "
+            "the key that the environment variable CAROUSEL_API_KEY has\n"
+        )
+        monkeypatch.setenv("CAROUSEL_API_KEY", "sk-1")
+        assert said("--model", "other").startswith("404: there is no model 'other'")
+        assert said("--temperature", "9").startswith("400: temperature should be less than or equal to 2")
+    assert said() == (
+        f"no service answers at {url} ([Errno 111] Connection refused): start one with `carousel serve`, or name its "
+        f"address with --url\n"
+    )
+    url = "localhost"
+    assert "unknown url type" in said()
+
+
+def test_an_error_amid_the_stream_is_told_below_what_came(
+    tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids = tokenizer.encode("1 2", add_special_tokens=False)
+
+    def script(_: Request) -> Iterable[Step]:
+        yield from ((each,) for each in ids)
+        raise RuntimeError("broken")
+
+    with serving(Service(tokenizer, script).app) as url:
+        assert chat.main(["Hi", "--url", url]) == 1
+    told = capsys.readouterr()
+    assert told.out == "1 2\n"
+    assert "broken" not in told.err
+    assert told.err.count("\n") == 1
+
+
+ANSWERED = "the first after"  # of the line below an answer
+
+
+class Terminal:
+    """A chat in a pseudo-terminal: what it prints is read, and keys are sent."""
+
+    def __init__(self, url: str) -> None:
+        self._ours, theirs = pty.openpty()
+        code = "import sys; from deployments.cli import main; sys.exit(main())"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, "chat", "--url", url],
+            stdin=theirs, stdout=theirs, stderr=theirs, cwd=PROJECT, env=os.environ | {"TERM": "dumb"},
+            start_new_session=True, preexec_fn=lambda: _take_terminal(theirs),
+        )  # fmt: skip
+        os.close(theirs)
+
+    def type(self, keys: str) -> None:
+        os.write(self._ours, keys.encode())
+
+    def until(self, words: str) -> str:
+        """What was printed, up to these words."""
+        printed = ""
+        while words not in printed:
+            printed += os.read(self._ours, 1).decode(errors="replace")
+        return printed
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+
+
+def _take_terminal(descriptor: int) -> None:
+    """Have Ctrl-C in it reach this process."""
+    import fcntl
+    import termios
+
+    fcntl.ioctl(descriptor, termios.TIOCSCTTY, 0)
+
+
+@contextmanager
+def terminal(url: str) -> Iterator[Terminal]:
+    opened = Terminal(url)
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def test_a_chat_remembers_and_obeys_its_commands(tokenizer: Tokenizer) -> None:
+    scripts = {"demo": say(tokenizer, "3 4."), "other": say(tokenizer, "5 6.")}
+    service = Service(tokenizer, names=("demo", "other"), scripts=scripts)
+    with serving(service.app) as url, terminal(url) as chatting:
+        assert "Chat with demo" in chatting.until("/model takes demo, other. /help lists the commands.")
+        chatting.until(">>> ")
+        chatting.type("First\n")
+        assert "3 4." in chatting.until(ANSWERED)
+        chatting.until(">>> ")
+        chatting.type('"""Second\n')
+        chatting.until("... ")
+        chatting.type('line"""\n')
+        chatting.until(">>> ")
+        assert all(each in prompt(service) for each in ("First", "3 4.", "Second\nline"))
+        chatting.type("/model third\n")
+        chatting.until("The service has demo, other.")
+        chatting.type("/model other\n/system Be kind.\nThird\n")
+        assert "5 6." in chatting.until(ANSWERED)
+        assert "Be kind." in prompt(service)
+        assert "First" not in prompt(service)
+        chatting.type("/clear\nFourth\n")
+        chatting.until(ANSWERED)
+        chatting.until(">>> ")
+        assert "Third" not in prompt(service)
+        assert "Be kind." in prompt(service)
+        chatting.type("/help\n")
+        assert "/exit" in chatting.until(">>> ")
+        chatting.type("\x04")
+        assert chatting.process.wait() == 0
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_what_came(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("1 2 3", add_special_tokens=False)
+
+    def script(request: Request) -> Iterable[Step]:
+        yield from ((each,) for each in ids)
+        yield WAIT
+
+    service = Service(tokenizer, script)
+    with serving(service.app) as url, terminal(url) as chatting:
+        chatting.until(">>> ")
+        chatting.type("Count.\n")
+        chatting.until("1 2 3")
+        chatting.type("\x03")
+        chatting.until("[stopped]")
+        eventually(lambda: not service.generate.open)
+        chatting.until(">>> ")
+        chatting.type("Go on.\n")
+        chatting.until("1 2 3")
+        assert "1 2 3" in prompt(service)
+        assert "stopped" not in prompt(service)
+        chatting.type("\x03")
+        chatting.until(">>> ")
+        chatting.type("\x03")
+        assert chatting.process.wait() == 0
+
+
+def test_reasoning_is_dim_and_not_sent_again(tokenizer: Tokenizer) -> None:
+    marks = ReasoningMarks("<think>", "</think>", frozenset())
+    service = Service(tokenizer, say(tokenizer, "<think>2 and 2</think>4."), reasoning_marks=marks)
+    with serving(service.app) as url, terminal(url) as chatting:
+        chatting.until(">>> ")
+        chatting.type("2 + 2?\n")
+        assert "\x1b[2m2 and 2\x1b[0m\r\n4." in chatting.until(ANSWERED)
+        chatting.until(">>> ")
+        chatting.type("Sure?\n")
+        chatting.until(ANSWERED)
+        assert "2 and 2" not in prompt(service)
