@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +44,7 @@ class Example:
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Example]:
-    """Both files as they are, but for the port, the hashes, and the home folder in which the service writes."""
+    """The service of both files. Only the port, the hashes and the home folder of the service are those of a test."""
     folder, port = tmp_path_factory.mktemp("home"), free_port()
     keys, text = {}, (EXAMPLES / "keys.yaml").read_text()
     for entry in yaml.safe_load(text):
@@ -148,5 +146,7 @@ def used(rows: list[dict[str, Any]], key: str, model: str) -> list[dict[str, Any
 def test_the_steps_are_recorded_without_what_users_wrote(example: Example) -> None:
     assert example.ask("team-a", "small").status_code == 200
     steps = example.folder / ".local/share/carousel/complete/steps"
-    written = eventually(lambda: "".join(map(Path.read_text, steps.glob("*"))), lambda text: "num_prompt_tokens" in text)
+    written = eventually(
+        lambda: "".join(map(Path.read_text, steps.glob("*"))), lambda text: "num_prompt_tokens" in text
+    )
     assert "prompt_token_ids" not in written
