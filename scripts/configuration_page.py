@@ -29,7 +29,8 @@ _HEAD = """\
 <!-- Written by `python -m scripts.configuration_page` from app/config/. Change the settings there, not this page. -->
 
 The `args` of the application in the Serve config file (`deployments/serve.yaml`). A wrong value or an unknown name
-stops the start, with its path and the fix. `[]` marks a list.
+stops the start, with its path and the fix. `[]` marks a list. One file with most of what an operator sets, to copy:
+[docs/examples/complete.yaml](../examples/complete.yaml), with [its keys](../examples/keys.yaml).
 
 A strategy or a policy ([what each does](../guide/planning.md#strategies-and-policies)) is a name (`strategy: static`),
 or a name with its parameters (`strategy: {name: static, batch_size: 8}`). A pipeline's step

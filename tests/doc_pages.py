@@ -9,6 +9,7 @@ from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parent.parent
 GUIDES = [PROJECT / "README.md", *sorted((PROJECT / "docs" / "guide").glob("*.md"))]
+TUTORIAL = PROJECT / "docs" / "guide" / "tutorial.md"  # its commands need one another, in its order
 PAGES = [PROJECT / "README.md", PROJECT / "CONTRIBUTING.md", *sorted((PROJECT / "docs").rglob("*.md"))]
 COMMANDS = frozenset({"bash", "python"})
 OUTPUT = frozenset({"text", "json"})

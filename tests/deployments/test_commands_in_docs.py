@@ -1,4 +1,7 @@
-"""Every command in the README and the guides runs against one live service, and prints what the page says."""
+"""Every command in the README and the guides runs against one live service, and prints what the page says.
+
+tests/deployments/launcher/test_tutorial.py has those of the tutorial.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +18,12 @@ import httpx
 import pytest
 import ray
 
-from tests.doc_pages import COMMANDS, GUIDES, PROJECT, Block, blocks
+from tests.doc_pages import COMMANDS, GUIDES, PROJECT, TUTORIAL, Block, blocks
 
 ADDRESS = "http://127.0.0.1:8000"  # of the service in the pages
 DIFFERENT_EACH_TIME = frozenset({"id", "created"})
-RUN = [block for page in GUIDES for block in blocks(page) if block.language in COMMANDS and block.is_run]
+PAGES = [page for page in GUIDES if page != TUTORIAL]
+RUN = [block for page in PAGES for block in blocks(page) if block.language in COMMANDS and block.is_run]
 BULK = [block for block in RUN if block.text.startswith("carousel bulk ")]
 
 
@@ -33,11 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("block", [block for block in RUN if block not in BULK], ids=str)
 def test_a_command_prints_what_its_page_says(block: Block, shared: str, folder: Path) -> None:
-    printed = run(block, shared, folder)
-    if block.expected is not None and block.expected.language == "json":
-        assert masked(json.loads(printed)) == masked(json.loads(block.expected.text))
-    elif block.expected is not None:
-        assert printed.strip() == block.expected.text.strip()
+    assert_expected(block, run(block, shared, folder))
 
 
 def test_a_bulk_run_answers_the_bundled_rows_and_once_is_enough(cluster: str, folder: Path) -> None:
@@ -65,15 +66,30 @@ def test_the_commands_that_ask_really_ask(shared: str) -> None:
 
 def run(block: Block, url: str, folder: Path) -> str:
     text = block.text.replace(ADDRESS, url).replace("curl -s ", "curl -s --fail-with-body ")
-    command = [sys.executable, "-c", text] if block.language == "python" else ["bash", "-euo", "pipefail", "-c", text]
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {
-        "PATH": path, "PYTHONPATH": str(PROJECT), "CAROUSEL_API_KEY": "none", "CAROUSEL_ADMIN_KEY": "none",
+        "CAROUSEL_API_KEY": "none", "CAROUSEL_ADMIN_KEY": "none",
         "RAY_ADDRESS": ray.get_runtime_context().gcs_address,  # a bulk run joins the tests' cluster
     }  # fmt: skip
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return output_of(replace(block, text=text), folder, environment)
+
+
+def output_of(block: Block, folder: Path, environment: Mapping[str, str]) -> str:
+    """What a command prints in a folder, with this project's Python and commands."""
+    shell = [sys.executable] if block.language == "python" else ["bash", "-euo", "pipefail"]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    variables = {**environment, "PATH": path, "PYTHONPATH": str(PROJECT)}
+    command = [*shell, "-c", block.text]
+    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{block}: {done.stdout[-1000:]}{done.stderr[-2000:]}"
     return done.stdout
+
+
+def assert_expected(block: Block, printed: str) -> None:
+    """The page shows this output behind the command, or none."""
+    if block.expected is not None and block.expected.language == "json":
+        assert masked(json.loads(printed)) == masked(json.loads(block.expected.text))
+    elif block.expected is not None:
+        assert printed.strip() == block.expected.text.strip()
 
 
 def masked(value: Any) -> Any:

@@ -61,24 +61,32 @@ sys.exit(cli.main(["serve", *sys.argv[1:]]))
 """
 
 
-def start(
-    config: dict[str, Any],
-    folder: Path,
-    *,
+def start(config: dict[str, Any], folder: Path, **options: Any) -> subprocess.Popen[str]:
+    """The launcher on a config. options: those of `start_command`."""
+    path = folder / "serve.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return start_command(str(path), **options)
+
+
+def start_command(
+    *arguments: str,
     python: str | Path = sys.executable,
     at: Path = PROJECT,
     files: tuple[int, int] = resource.getrlimit(resource.RLIMIT_NOFILE),
     program: str = PATIENT,
+    **variables: str,
 ) -> subprocess.Popen[str]:
-    """The launcher on a config, in a process group of its own as a shell would. files: soft and hard limit of them."""
-    path = folder / "serve.yaml"
-    path.write_text(yaml.safe_dump(config))
+    """`carousel serve` with these arguments, in a process group of its own as a shell would.
+
+    files: soft and hard limit of them. variables: of the environment.
+    """
     environment = {name: value for name, value in PLAIN_ENVIRONMENT.items() if name != "PYTHONPATH"}
     environment |= {"RAY_AUTH_MODE": "disabled", "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1"}
+    environment |= {"RAY_REDIS_ADDRESS": "127.0.0.1:1"}  # of another cluster
     return subprocess.Popen(
-        [python, "-c", program, str(path)],
+        [python, "-c", program, *arguments],
         cwd=at,
-        env=environment | {"RAY_REDIS_ADDRESS": "127.0.0.1:1"},  # of another cluster
+        env=environment | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
