@@ -104,6 +104,8 @@ def _trace(options: argparse.Namespace) -> None:
         measured = measure(engine, once, limits_to_measure(engine.scheduler), seconds=options.seconds)
         if options.costs is not None:
             measured.write(options.costs)
+    if warning := report.warning_of_fit(measured.cost, seconds=options.seconds, costs=options.costs):
+        print(f"{warning}\n")
     print(report.cost_in_words(measured.cost))
     once.check_lengths(measured.facts.max_model_len)
     plan = Planner(trace, level, measured, engine.scheduler, engine.cache, dispatch=model.replicas.dispatch).plan()
