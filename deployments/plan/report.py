@@ -39,9 +39,9 @@ def warning_of_fit(cost: StepCost, *, seconds: float, costs: Path | None) -> str
     first = "" if costs is None else f"remove {costs}, and "
     return (
         f"WARNING: do not trust this plan: half of the steps took at least {cost.median_error:.1%} more or less than "
-        f"their fitted time, and {_MAX_MEDIAN_ERROR:.0%} is the most for a plan. The usual reason is other work "
-        f"on this machine during the measurement, or too few steps ({cost.num_steps:,} here). Measure again on an idle machine: {first}run this "
-        f"command with --seconds {2 * seconds:g}"
+        f"their fitted time, and {_MAX_MEDIAN_ERROR:.0%} is the most for a plan. The usual reason is other work on "
+        f"this machine during the measurement, or too few steps ({cost.num_steps:,} here). Measure again on an idle "
+        f"machine: {first}run this command with --seconds {2 * seconds:g}"
     )
 
 
