@@ -47,12 +47,12 @@ def read_csv_rows(
 ) -> Iterator[CsvRow]:
     """The rows of a stream of UTF-8, in order, the header as well.
 
-    `begin` is the place in the file where the stream stands: the border of two rows. `on_bytes` gets all bytes on the
-    way. `name` names the file in errors.
+    `begin` is the position of the stream in the file, a border between two rows. `on_bytes` is called with the bytes of
+    each line. `name` names the file in errors.
 
     Raises:
-        InvalidSetup: text that is no UTF-8, a line or a cell that no request has room for, or quotes after which nobody
-            can tell where the next row begins.
+        InvalidSetup: text that is no UTF-8, a line or a cell that no request has room for, or quotes that leave the
+            beginning of the next row uncertain.
     """
     lines = _Lines(stream, name, begin, on_bytes)
     csv.field_size_limit(MAX_REQUEST_BYTES)  # of the process; 131,072 characters without it

@@ -16,9 +16,9 @@ logger = logging.getLogger(__name__)
 def check_host_memory(needed: str, num_bytes: int, way_out: str, *, detail: str = "") -> None:
     """Raise InvalidSetup if this machine and its control groups never have so many bytes.
 
-    Before they are taken: a process that grows beyond the limit of its control group is killed without a word.
+    Call it before the bytes are taken: a process that grows beyond the limit of its control group is killed silently.
 
-    needed: what takes the bytes, with its verb. way_out: what to set.
+    needed: the subject and the verb of the message, such as "KV memory takes". way_out: the settings to change.
     """
     if num_bytes > memory_of_machine():
         raise InvalidSetup(f"{_compared(needed, num_bytes, detail, memory_of_machine())}: {way_out}")
@@ -26,11 +26,11 @@ def check_host_memory(needed: str, num_bytes: int, way_out: str, *, detail: str 
 
 @contextmanager
 def taking_host_memory(needed: str, num_bytes: int, way_out: str) -> Iterator[None]:
-    """Around the work that takes the bytes; arguments as of `check_host_memory`.
+    """Use it around the work that takes the bytes. The arguments are those of `check_host_memory`.
 
-    With a warning where there are fewer left now.
+    A warning is logged first if the machine has fewer bytes left now.
 
-    Raises InvalidSetup as `check_host_memory`, or where torch's allocator is refused the memory.
+    Raises InvalidSetup as `check_host_memory`, or if the system refuses the bytes to torch's allocator.
     """
     check_host_memory(needed, num_bytes, way_out)
     available = available_memory()

@@ -14,8 +14,8 @@ from deployments.plan.step_cost import StepCost
 from deployments.plan.traces import Trace
 
 _METRICS = ("ttft", "itl")
-# A plan's percentiles may be wrong by 10% (p50) and 20% (p99), see docs/results/planner.md: no fit with a larger error
-# of half of its steps gives them.
+# A plan's percentiles may be wrong by 10% (p50) and 20% (p99), see docs/results/planner.md: a fit
+# whose median error is larger cannot keep that.
 _MAX_MEDIAN_ERROR = 0.15
 
 
@@ -30,9 +30,9 @@ def cost_in_words(cost: StepCost) -> str:
 
 
 def warning_of_fit(cost: StepCost, *, seconds: float, costs: Path | None) -> str | None:
-    """Why a plan with these step times is not to be trusted, and how to measure them again; None if it is.
+    """The reason to distrust a plan with these step times, and how to measure them again; None if they fit.
 
-    seconds, costs: the options of the command, of which a file is read where it is there.
+    seconds, costs: the options of the command. The file is read if it exists.
     """
     if cost.median_error <= _MAX_MEDIAN_ERROR:
         return None
