@@ -1,7 +1,7 @@
-"""The rows of a CSV stream, each with its places in the file.
+"""The rows of a CSV stream, each with its place in the file.
 
-Python's csv reads them. pyarrow's reader tells none, so a file with line ends inside quotes could only be read from
-its beginning, for each piece again.
+Python's csv reads them. pyarrow's reader does not give the places of rows: with line ends inside quotes, it would have
+to read a file from the beginning again for each piece.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ DELIMITERS = {"csv": ",", "tsv": "\t"}  # by format
 class Place(NamedTuple):
     """A border between two lines of a file."""
 
-    offset: int = 0  # bytes before it
-    line: int = 1  # behind it, from 1
+    offset: int = 0  # the bytes before the border
+    line: int = 1  # the number of the line behind the border, from 1
 
 
 START = Place()

@@ -14,8 +14,8 @@ from deployments.plan.step_cost import StepCost
 from deployments.plan.traces import Trace
 
 _METRICS = ("ttft", "itl")
-# A plan's percentiles may be wrong by 10% (p50) and 20% (p99), see docs/results/planner.md: a fit
-# whose median error is larger cannot keep that.
+# The percentiles of a plan may be wrong by 10% (p50) and 20% (p99), see docs/results/planner.md. A fit with a larger
+# median error does not allow that.
 _MAX_MEDIAN_ERROR = 0.15
 
 
