@@ -13,10 +13,12 @@ import logging
 import os
 from array import array
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from glob import glob
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
@@ -26,12 +28,30 @@ from pyarrow import fs, parquet
 
 from app.batches import PIECE_BYTES
 from app.errors import InvalidSetup
-from app.jobs.items import Row, RowSettings, has_question, hash_of_id, row_from_fields, row_from_line, without_bom
+from app.jobs.csv_rows import DELIMITERS, START, CsvRow, Place, read_csv_rows
+from app.jobs.items import (
+    Row,
+    RowSettings,
+    has_question,
+    hash_of_id,
+    row_from_cells,
+    row_from_fields,
+    row_from_line,
+    without_bom,
+)
 from app.jobs.run_folder import MANIFEST
 
 logger = logging.getLogger(__name__)
 
-FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".pq": "parquet"}
+FORMATS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".pq": "parquet",
+}
 HIDDEN = (".", "_")  # how the names of files begin that no folder and no pattern means
 ROWS_IN_A_PIECE = 512
 
@@ -42,7 +62,7 @@ class InputFile:
 
     uri: str
     name: str
-    format: str  # jsonl, parquet
+    format: str  # jsonl, csv, tsv, parquet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +73,7 @@ class InputPiece:
     first_number: int  # of its first row in the whole input
     num_rows: int
     first_line: int  # in its file, from 1; in Parquet a row is a line
-    offset: int = 0  # JSONL: byte of the file where it begins
+    offset: int = 0  # JSONL, CSV: byte of the file where it begins
     row_group: int = 0  # Parquet
 
 
@@ -92,7 +112,8 @@ def look_through(files: Sequence[InputFile], settings: RowSettings) -> InputRows
 
     Raises:
         InvalidSetup: there are no rows, two have the same id (their lines are named), no row asks anything, or a file
-            is no JSONL: it is a JSON array over several lines, or none of its rows can be read.
+            is not what its name says: a JSON array over several lines, UTF-16, a table without a header, or none of
+            its rows can be read.
     """
     digest, id_hashes = hashlib.blake2b(digest_size=16), array("Q")
     pieces: list[InputPiece] = []
@@ -110,7 +131,7 @@ def look_through(files: Sequence[InputFile], settings: RowSettings) -> InputRows
                     sample = sample or row.fields
                     asks_something = asks_something or has_question(row, settings)
             if first_error:
-                _check_is_jsonl(file, first_error, has_readable_row=has_readable_row)
+                _check_is_readable(file, first_error, has_readable_row=has_readable_row)
         except (OSError, pyarrow.ArrowException) as error:
             raise InvalidSetup(f"{file.uri}: cannot be read: {error}") from error
     if num_rows == 0:
@@ -126,7 +147,9 @@ def look_through(files: Sequence[InputFile], settings: RowSettings) -> InputRows
 
 def read_piece(piece: InputPiece) -> Iterator[Row]:
     """The rows of a piece, in order; a line that cannot be read is a row with an error."""
-    return _read_parquet(piece) if piece.file.format == "parquet" else _read_lines(piece)
+    if piece.file.format == "parquet":
+        return _read_parquet(piece)
+    return _read_csv(piece) if piece.file.format in DELIMITERS else _read_lines(piece)
 
 
 def _pieces(file: InputFile, *, first_number: int, digest: hashlib.blake2b) -> Iterator[InputPiece]:
@@ -137,26 +160,71 @@ def _pieces(file: InputFile, *, first_number: int, digest: hashlib.blake2b) -> I
             while chunk := stream.read(PIECE_BYTES):
                 digest.update(chunk)
         yield from _parquet_pieces(file, first_number)
+    elif file.format in DELIMITERS:
+        yield from _csv_pieces(file, first_number, digest)
     else:
         yield from _line_pieces(file, first_number, digest)
 
 
 def _line_pieces(file: InputFile, first_number: int, digest: hashlib.blake2b) -> Iterator[InputPiece]:
-    offset = at = 0
-    first_line, num_rows, line_number = 1, 0, 0
     with _open(file) as stream:
-        for line_number, line in enumerate(stream, start=1):
-            digest.update(line)
-            at += len(line)
-            num_rows += _is_row(without_bom(line, line_number))
-            if num_rows == ROWS_IN_A_PIECE:
-                yield InputPiece(
-                    file=file, first_number=first_number, num_rows=num_rows, first_line=first_line, offset=offset
-                )
-                first_number += num_rows
-                offset, first_line, num_rows = at, line_number + 1, 0
+        yield from _pieces_between(file, first_number, START, _ends_of_lines(stream, digest))
+
+
+def _ends_of_lines(stream: BinaryIO, digest: hashlib.blake2b) -> Iterator[Place]:
+    """The places behind the lines that are rows."""
+    offset = 0
+    for line_number, line in enumerate(stream, start=1):
+        digest.update(line)
+        offset += len(line)
+        if _is_row(without_bom(line, line_number)):
+            yield Place(offset, line_number + 1)
+
+
+def _pieces_between(file: InputFile, first_number: int, begin: Place, ends: Iterable[Place]) -> Iterator[InputPiece]:
+    """The pieces of a file of text from the places behind its rows; the first row begins at `begin` or later."""
+    num_rows = 0
+    for end in ends:
+        num_rows += 1
+        if num_rows == ROWS_IN_A_PIECE:
+            yield _text_piece(file, first_number, num_rows, begin)
+            first_number, num_rows, begin = first_number + num_rows, 0, end
     if num_rows:
-        yield InputPiece(file=file, first_number=first_number, num_rows=num_rows, first_line=first_line, offset=offset)
+        yield _text_piece(file, first_number, num_rows, begin)
+
+
+def _text_piece(file: InputFile, first_number: int, num_rows: int, begin: Place) -> InputPiece:
+    return InputPiece(
+        file=file, first_number=first_number, num_rows=num_rows, first_line=begin.line, offset=begin.offset
+    )
+
+
+def _csv_pieces(file: InputFile, first_number: int, digest: hashlib.blake2b) -> Iterator[InputPiece]:
+    with _open(file) as stream:
+        kind = _kind_in_bytes(stream.read(4), file)
+    if kind:
+        raise InvalidSetup(f"{file.uri}: {kind}")
+    with _open(file) as stream:
+        rows = _csv_rows(file, stream, on_bytes=digest.update)
+        header = next(rows, None)
+        if header is None:
+            return
+        _check_header(file, header.cells)
+        yield from _pieces_between(file, first_number, header.end, (row.end for row in rows))
+
+
+def _check_header(file: InputFile, names: Sequence[str]) -> None:
+    """Raise InvalidSetup for a table whose columns cannot be told by their names. One without a name is left alone."""
+    if len(names) == 1 and any(separator in names[0] for separator in ",;\t|"):
+        raise InvalidSetup(
+            f"{file.uri}: the header is one column, {names[0][:200]!r}; separate the cells by commas in .csv, by tabs "
+            f"in .tsv"
+        )
+    twice = [name for name, times in Counter(filter(None, names)).items() if times > 1]
+    if twice:
+        raise InvalidSetup(f"{file.uri}: columns stand twice in the header: {', '.join(twice)[:200]}; make each unique")
+    if not any(names):
+        raise InvalidSetup(f"{file.uri}: the header has no names; the first row has to name the columns")
 
 
 def _parquet_pieces(file: InputFile, first_number: int) -> Iterator[InputPiece]:
@@ -183,6 +251,19 @@ def _read_lines(piece: InputPiece) -> Iterator[Row]:
                 number += 1
 
 
+def _read_csv(piece: InputPiece) -> Iterator[Row]:
+    with _open(piece.file) as stream:
+        names = next(_csv_rows(piece.file, stream)).cells
+    with _open(piece.file, piece.offset) as stream:
+        rows = _csv_rows(piece.file, stream, begin=Place(piece.offset, piece.first_line))
+        for number, row in enumerate(islice(rows, piece.num_rows), start=piece.first_number):
+            yield row_from_cells(names, row.cells, number=number, place=f"{piece.file.name}:{row.begin.line}")
+
+
+def _csv_rows(file: InputFile, stream: BinaryIO, **options: Any) -> Iterator[CsvRow]:
+    return read_csv_rows(stream, DELIMITERS[file.format], name=file.uri, **options)
+
+
 def _is_row(line: bytes) -> bool:
     return bool(line) and not line.isspace()
 
@@ -204,31 +285,44 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _check_is_jsonl(file: InputFile, first_error: str, *, has_readable_row: bool) -> None:
-    """Raise InvalidSetup if a file, in which some line cannot be read as a row, is not JSONL at all."""
+def _check_is_readable(file: InputFile, first_error: str, *, has_readable_row: bool) -> None:
+    """Raise InvalidSetup if a file, in which some line cannot be read as a row, is not of its format at all."""
+    if file.format in DELIMITERS:
+        if not has_readable_row:
+            raise InvalidSetup(f"{file.uri}: has no row that can be read; the first error: {first_error}")
+        return
     with _open(file) as stream:
         lines = (without_bom(line, number) for number, line in enumerate(stream, start=1))
         first_line = next(filter(_is_row, lines)).strip()
     # The last line of an array may well be a row, if each of its elements has a line.
     is_open_array = first_line.startswith(b"[") and not first_line.endswith(b"]")
     if not has_readable_row or is_open_array:
-        raise InvalidSetup(f"{file.uri}: {_kind_of(first_line, Path(file.uri).name, first_error)}")
+        raise InvalidSetup(f"{file.uri}: {_kind_of(first_line, file, first_error)}")
 
 
-def _kind_of(first_line: bytes, name: str, first_error: str) -> str:
-    """The kind of a file that begins with this line, and the command that makes JSONL of it."""
-    if first_line.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) or b"\0" in first_line[:2]:
-        return f"is UTF-16, and JSONL is UTF-8; convert it: iconv -f UTF-16 -t UTF-8 {name} > rows.jsonl"
-    if first_line.startswith(b"\x1f\x8b"):
-        return f"is compressed by gzip; decompress it: gunzip --stdout {name} > rows.jsonl"
-    if first_line.startswith(b"PAR1"):
-        return "is Parquet; give it a name that ends in .parquet"
+def _kind_of(first_line: bytes, file: InputFile, first_error: str) -> str:
+    """The kind of a file that begins with this line and is no JSONL, and the command that makes JSONL of it."""
+    name = Path(file.uri).name
+    if kind := _kind_in_bytes(first_line, file):
+        return kind
     if first_line.startswith(b"["):
         return f"is a JSON array, and JSONL has one object a line; convert it: jq -c '.[]' {name} > rows.jsonl"
     return (
         f"has no row that can be read; the first error: {first_error}. JSONL has one object a line; an object over "
         f"several lines is converted by: jq -c . {name} > rows.jsonl"
     )
+
+
+def _kind_in_bytes(start: bytes, file: InputFile) -> str:
+    """The kind of a file that begins with bytes that no text of UTF-8 has, and the way out; empty for others."""
+    name, ours = Path(file.uri).name, file.format
+    if start.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) or b"\0" in start[:2]:
+        return f"is UTF-16, and {ours.upper()} is UTF-8; convert it: iconv -f UTF-16 -t UTF-8 {name} > rows.{ours}"
+    if start.startswith(b"\x1f\x8b"):
+        return f"is compressed by gzip; decompress it: gunzip --stdout {name} > rows.{ours}"
+    if start.startswith(b"PAR1"):
+        return "is Parquet; give it a name that ends in .parquet"
+    return ""
 
 
 def _check_ids(pieces: Sequence[InputPiece], id_hashes: array[int]) -> None:
@@ -304,7 +398,7 @@ def _read_of(pattern: str, names: Iterable[str]) -> list[str]:
     read = [name for name in there if PurePosixPath(name).suffix.lower() in FORMATS]
     if read:
         left_out = [f"the folder of a run {folder}" for folder in sorted(run_folders)]
-        _say_left_out(pattern, left_out + sorted(set(there) - set(read)), "only JSONL and Parquet files are read")
+        _say_left_out(pattern, left_out + sorted(set(there) - set(read)), "only JSONL, CSV and Parquet files are read")
     return read or there
 
 
@@ -329,12 +423,6 @@ def _say_left_out(pattern: str, names: Sequence[str], why: str) -> None:
 
 def _format(uri: str) -> str:
     suffix = Path(uri).suffix.lower()
-    if suffix == ".csv":
-        name = Path(uri).stem
-        raise InvalidSetup(
-            f'{uri}: CSV is not supported; use JSONL or Parquet. To convert it: python -c "from pyarrow import csv, '
-            f"parquet; parquet.write_table(csv.read_csv('{name}.csv'), '{name}.parquet')\""
-        )
     if suffix not in FORMATS:
         raise InvalidSetup(f"{uri}: a name that ends in {suffix!r} does not tell the format; use {', '.join(FORMATS)}")
     return FORMATS[suffix]

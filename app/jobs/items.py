@@ -32,6 +32,8 @@ SAMPLING_COLUMNS = (
     "response_format", "structured_outputs", "allowed_token_ids", "bad_words", "thinking_token_budget",
     "reasoning_effort",
 )  # fmt: skip
+# Those that may be texts. In CSV, where every cell is a text, the cells of the others are JSON: numbers, true, objects.
+TEXT_COLUMNS = ("stop", "reasoning_effort")
 
 
 # One item
@@ -216,6 +218,7 @@ class Row:
     place: str  # file and line
     fields: Mapping[str, Any] | None
     error: str = ""
+    has_cells: bool = False  # its fields are the texts of CSV, which `item_of` gives their types
 
 
 def row_from_line(line: bytes, *, number: int, place: str) -> Row:
@@ -229,6 +232,18 @@ def row_from_line(line: bytes, *, number: int, place: str) -> Row:
 def row_from_fields(fields: Mapping[str, Any], *, number: int, place: str) -> Row:
     """The row in a mapping of columns."""
     return Row(number=number, id=own_id(fields) or place, place=place, fields=fields)
+
+
+def row_from_cells(names: Sequence[str], cells: Sequence[str], *, number: int, place: str) -> Row:
+    """The row in a row of CSV below a header with these names. An empty cell was not given."""
+    if len(cells) != len(names):
+        error = (
+            f"{place}: the row has {len(cells):,} cells, and the header {len(names):,}; put a cell in quotes that has "
+            f"a delimiter or a line end in it"
+        )
+        return Row(number=number, id=place, place=place, fields=None, error=error)
+    fields = {name: cell for name, cell in zip(names, cells, strict=True) if name and cell}
+    return Row(number=number, id=own_id(fields) or place, place=place, fields=fields, has_cells=True)
 
 
 def own_id(fields: Mapping[str, Any]) -> str | None:
@@ -247,7 +262,7 @@ def has_question(row: Row, settings: RowSettings) -> bool:
     if row.fields is None:
         return False
     names = [name for name in (settings.messages_column, settings.prompt_column) if name] or ["prompt", "messages"]
-    return _is_batch_line(row.fields) or any(row.fields.get(name) is not None for name in names)
+    return _is_batch_line(row) or any(row.fields.get(name) is not None for name in names)
 
 
 def item_of(row: Row, settings: RowSettings) -> Item | InvalidItem:
@@ -255,13 +270,14 @@ def item_of(row: Row, settings: RowSettings) -> Item | InvalidItem:
     if row.fields is None:
         return InvalidItem(number=row.number, id=row.id, reason=row.error)
     try:
-        if _is_batch_line(row.fields):
+        if _is_batch_line(row):
             _, url, body = batch_line(
                 {"method": "POST", **row.fields, "custom_id": own_id({"custom_id": row.fields["custom_id"]})},
                 ENGINE_URLS,
             )
         else:
-            url, body = _plain_row(row.fields, settings)
+            fields = _typed(row.fields, settings) if row.has_cells else row.fields
+            url, body = _plain_row(fields, settings)
         if body.get("n") not in (None, 1):
             message = f"n is {shown(body['n'])}; an item has one answer: write an item for each"
             raise NotAnItem("several_answers", message, "n")
@@ -272,8 +288,29 @@ def item_of(row: Row, settings: RowSettings) -> Item | InvalidItem:
     return Item(number=row.number, id=row.id, url=url, body=body)
 
 
-def _is_batch_line(fields: Mapping[str, Any]) -> bool:
-    return "custom_id" in fields and "body" in fields
+def _is_batch_line(row: Row) -> bool:
+    return row.fields is not None and not row.has_cells and "custom_id" in row.fields and "body" in row.fields
+
+
+def _typed(cells: Mapping[str, str], settings: RowSettings) -> dict[str, Any]:
+    """The cells of CSV as values: the columns of sampling by what they declare, a list of messages, texts."""
+    json_columns = set(SAMPLING_COLUMNS).difference(TEXT_COLUMNS, [settings.prompt_column, settings.messages_column])
+    values: dict[str, Any] = dict(cells)
+    for name in json_columns & cells.keys():
+        # Python and Excel write True and TRUE.
+        text = cells[name].lower() if cells[name].lower() in ("true", "false") else cells[name]
+        values[name] = _json_cell(name, text, "a number, or true, false, a list or an object in JSON")
+    messages = settings.messages_column or ("messages" if settings.prompt_column is None else "")
+    if cells.get(messages, "").startswith("["):
+        values[messages] = _json_cell(messages, cells[messages], "a list of messages in JSON, as it begins with [")
+    return values
+
+
+def _json_cell(name: str, cell: str, wanted: str) -> Any:
+    try:
+        return read_json(cell.encode())
+    except ValueError as error:
+        raise NotAnItem("invalid_cell", f"{name} is {shown(cell)}; it should be {wanted}: {error}", name) from None
 
 
 def _with_defaults(body: Mapping[str, Any], row_id: str, settings: RowSettings) -> dict[str, Any]:

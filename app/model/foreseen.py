@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from app.config import ModelConfig
-from app.errors import InvalidSetup, UnsupportedModel
+from app.errors import InvalidSetup, UnsupportedModel, first_line
 from app.model.description import max_model_len, read_config
 from app.model.location import existing_place
 
@@ -69,6 +69,28 @@ def check_path(path: str) -> None:
         raise InvalidSetup(f"got {path!r}; there is no such folder or file here{hint}")
     if not _HUB_ID.fullmatch(path):
         raise InvalidSetup(f"got {path!r}; there is no such folder here, and a hub id is as Qwen/Qwen3-0.6B")
+
+
+def check_can_be_asked(path: str) -> None:
+    """Raise InvalidSetup if a hub id was never downloaded and the hub cannot be reached. The hub is asked once.
+
+    A download asks six times for each file, over 23 seconds. Whether the hub has the model is not looked at.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError
+
+    file = "config.json"
+    if existing_place(path) is not None or not _HUB_ID.fullmatch(path) or try_to_load_from_cache(path, file):
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(path, file))
+    except HfHubHTTPError:  # an answer
+        return
+    except Exception as error:  # of an HTTP client that depends on the version of huggingface_hub
+        raise InvalidSetup(
+            f"{path!r} is no folder here and was never downloaded, and the model hub cannot be asked for it: "
+            f"{first_line(error).rstrip('.')}. Name a folder with the model, or connect this machine"
+        ) from error
 
 
 def _is_in_hub_cache(path: str) -> bool:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 
 from app.config import GIB, CacheConfig
-from app.cores import memory_of_machine
 from app.errors import InvalidSetup
 
 # The types of 8 bits, by `cache.dtype`. The key and the value of each token and KV head have a float32 scale each.
@@ -333,18 +332,3 @@ def num_blocks_that_fit(
             f"model"
         )
     return num_blocks
-
-
-def check_host_memory(config: CacheConfig, num_bytes: int) -> None:
-    """Raise InvalidSetup if the KV memory on a CPU is larger than the memory that this process may have.
-
-    Before any of it is taken: a process that grows beyond the limit of its control group is killed without a word.
-    """
-    most = memory_of_machine()
-    if num_bytes > most:
-        given = f"memory_gib={config.memory_gib:g}" if config.num_blocks is None else f"num_blocks={config.num_blocks}"
-        raise InvalidSetup(
-            f"cache.{given}: KV memory of {num_bytes / GIB:.2f} GiB does not fit into {most / GIB:.2f} GiB, which this "
-            f"process may have for everything, by the machine and by its control groups. Lower it, or raise the limit "
-            f"of the container"
-        )

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from app.config import EngineConfig, ModelConfig
+from app.config import CacheConfig, EngineConfig, ModelConfig
 from app.cores import num_cores
 from app.disk import cache_folder
 from app.errors import CarouselError
@@ -33,7 +34,8 @@ from app.model.device import (
     why_no_triton,
 )
 from app.model.gpu_backends import TORCH, WITHOUT_DECODER, BackendFailed, Ladder, cause_of, config_for, is_lost
-from app.model.kv_cache import block_bytes, check_host_memory, num_blocks_that_fit, num_state_slots_that_fit
+from app.model.host_memory import taking_host_memory
+from app.model.kv_cache import block_bytes, num_blocks_that_fit, num_state_slots_that_fit
 from app.model.language_model import check_files_of_text
 from app.model.location import resolve_model_path
 from app.model.memory import is_out_of_memory, refusing_to_run_short, state_bytes
@@ -141,13 +143,26 @@ def _with_memory(
     )
     if group is not None:
         num_blocks = group.minimum(num_blocks)
-    if model.device.type == "cpu":
-        of_block = block_bytes(config.cache, model.in_block, dtype=model.dtype) + draft_bytes
-        check_host_memory(config.cache, num_blocks * of_block + num_state_bytes)
-    loaded = _with_kv_memory(config, model, num_blocks, num_threads)
-    if of_draft is None or draft is None:
-        return loaded
-    return replace(loaded, draft=_with_kv_memory(of_draft, draft, num_blocks, num_threads))
+    of_block = block_bytes(config.cache, model.in_block, dtype=model.dtype) + draft_bytes
+    with _taking_memory_of(model.device, config.cache, num_blocks * of_block + num_state_bytes):
+        loaded = _with_kv_memory(config, model, num_blocks, num_threads)
+        if of_draft is None or draft is None:
+            return loaded
+        return replace(loaded, draft=_with_kv_memory(of_draft, draft, num_blocks, num_threads))
+
+
+def _taking_memory_of(device: torch.device, config: CacheConfig, num_bytes: int) -> AbstractContextManager[None]:
+    """Around the work that takes the KV memory and the slots for states."""
+    if device.type != "cpu":
+        return refusing_to_run_short(
+            "the KV memory", "Lower cache.num_blocks, or cache.gpu_memory_fraction where that is not set"
+        )
+    setting = "memory_gib" if config.num_blocks is None else "num_blocks"
+    return taking_host_memory(
+        f"cache.{setting}={getattr(config, setting):.15g}: KV memory takes",
+        num_bytes,
+        f"set a smaller engine.cache.{setting}, or raise the limit of the container",
+    )
 
 
 def _with_state_slots(config: EngineConfig, model: LoadedModel, gpu_bytes: int | None) -> tuple[LoadedModel, int]:
@@ -196,10 +211,7 @@ def _with_kv_memory(config: EngineConfig, model: LoadedModel, num_blocks: int, n
     )  # fmt: skip
     logger.info("%s", model.abilities)
     tell("providing the KV memory")
-    with refusing_to_run_short(
-        "the KV memory", "Lower cache.num_blocks, or cache.gpu_memory_fraction where that is not set"
-    ):
-        runner = model.runner(config, num_blocks=num_blocks, num_threads=num_threads)
+    runner = model.runner(config, num_blocks=num_blocks, num_threads=num_threads)
     return LoadedRunner(config, model, runner, num_blocks)
 
 

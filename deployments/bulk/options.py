@@ -81,7 +81,9 @@ def _model_of(served: ServedModelConfig) -> dict[str, Any]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="carousel bulk", description="Answer every row of some files.")
-    parser.add_argument("--input", required=True, metavar="FILE", help="JSONL or Parquet: a file, folder, glob or URI")
+    parser.add_argument(
+        "--input", required=True, metavar="FILE", help="JSONL, CSV or Parquet: a file, folder, glob, URI"
+    )
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="the run's own folder")
     parser.add_argument("--format", choices=("jsonl", "parquet"), default="jsonl", help="of the results")
     parser.add_argument("--model", metavar="MODEL", help="a model of --config by its name, a folder, or a hub id")

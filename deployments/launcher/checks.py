@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from app.config import GIB, ModelConfig, ServedModelConfig
-from app.cores import memory_of_machine
 from app.errors import InvalidSetup
 from app.model.foreseen import check_model, check_path, weights_bytes
+from app.model.host_memory import check_host_memory
 from deployments.launcher.arguments import is_config
 from deployments.launcher.trial import check_name, is_known
 from deployments.serve.settings import SERVE_YAML, Mistakes, ServeFile, examined
@@ -142,17 +142,13 @@ def check_memory(file: ServeFile) -> None:
     The sum is the least that they take. Autoscaling may add replicas, and a process holds more than weights and KV
     memory.
     """
-    available = memory_of_machine()
-    parts = list(_least_bytes(file))
-    needed = sum(num_bytes for _, num_bytes in parts)
-    if needed <= available:
-        return
-    parts.sort(key=lambda part: -part[1])
+    parts = sorted(_least_bytes(file), key=lambda part: -part[1])
     largest = ", ".join(f"{name} {num_bytes / GIB:,.2f}" for name, num_bytes in parts)
-    raise InvalidSetup(
-        f"the replicas on CPUs take at least {needed / GIB:,.2f} GiB ({largest}), and this machine and its control "
-        f"groups have {available / GIB:,.2f} GiB: set a smaller engine.cache.memory_gib, fewer "
-        f"replicas.num_replicas, or engine.model.quantization"
+    check_host_memory(
+        "the replicas on CPUs take at least",
+        sum(num_bytes for _, num_bytes in parts),
+        "set a smaller engine.cache.memory_gib, fewer replicas.num_replicas, or engine.model.quantization",
+        detail=f" ({largest})",
     )
 
 

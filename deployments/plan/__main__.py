@@ -16,6 +16,7 @@ from typing import get_args
 
 from app.config import EngineConfig, KvType, ServedModelConfig
 from app.errors import CarouselError, InvalidSetup
+from app.model.foreseen import check_can_be_asked
 from deployments.cli import above_zero, positive
 from deployments.launcher.trial import named_model
 from deployments.plan.cards import card_of
@@ -45,6 +46,9 @@ def _memory(options: argparse.Namespace) -> None:
         raise InvalidSetup("--replicas is planned for CPUs only, where replicas share their weights; see --num-gpus")
     if card is not None and options.draft_model is not None:
         raise InvalidSetup("--draft-model is planned for CPUs only: a GPU speculates nothing")
+    models = [named_model(model) for model in (options.model, options.draft_model) if model is not None]
+    for model in models:
+        check_can_be_asked(model)
     # torch takes seconds to import; mistakes are said before
     from app.model.planned_memory import PlannedAdapters
     from deployments.plan.memory import CpuPlan, GpuPlan, config_of
@@ -52,7 +56,7 @@ def _memory(options: argparse.Namespace) -> None:
     on_gpu = card is not None
     config = config_of(
         model={
-            "path": named_model(options.model),
+            "path": models[0],
             "device": "cuda" if on_gpu else "cpu",
             "dtype": options.dtype or ("bfloat16" if on_gpu else None),
             "quantization": options.quantization,
@@ -66,7 +70,7 @@ def _memory(options: argparse.Namespace) -> None:
         },
         speculation={
             "method": None if options.draft_model is None else "draft_model",
-            "model": None if options.draft_model is None else named_model(options.draft_model),
+            "model": None if options.draft_model is None else models[1],
         },
     )
     plan: CpuPlan | GpuPlan = (
@@ -104,6 +108,8 @@ def _trace(options: argparse.Namespace) -> None:
         measured = measure(engine, once, limits_to_measure(engine.scheduler), seconds=options.seconds)
         if options.costs is not None:
             measured.write(options.costs)
+    if warning := report.warning_of_fit(measured.cost, seconds=options.seconds, costs=options.costs):
+        print(f"{warning}\n")
     print(report.cost_in_words(measured.cost))
     once.check_lengths(measured.facts.max_model_len)
     plan = Planner(trace, level, measured, engine.scheduler, engine.cache, dispatch=model.replicas.dispatch).plan()

@@ -14,6 +14,9 @@ from deployments.plan.step_cost import StepCost
 from deployments.plan.traces import Trace
 
 _METRICS = ("ttft", "itl")
+# The percentiles of a plan may be wrong by 10% (p50) and 20% (p99), see docs/results/planner.md. A fit with a larger
+# median error does not allow that.
+_MAX_MEDIAN_ERROR = 0.15
 
 
 def cost_in_words(cost: StepCost) -> str:
@@ -23,6 +26,22 @@ def cost_in_words(cost: StepCost) -> str:
     return (
         f"step times: {cost.num_steps:,} steps measured; tokens in a step and its time: {steps}; error of a step's "
         f"time: median {cost.median_error:.1%}, p90 {cost.p90_error:.1%}, of their sum {cost.total_error:+.1%}"
+    )
+
+
+def warning_of_fit(cost: StepCost, *, seconds: float, costs: Path | None) -> str | None:
+    """The reason to distrust a plan with these step times, and how to measure them again; None if they fit.
+
+    seconds, costs: the options of the command. The file is read if it exists.
+    """
+    if cost.median_error <= _MAX_MEDIAN_ERROR:
+        return None
+    first = "" if costs is None else f"remove {costs}, and "
+    return (
+        f"WARNING: do not trust this plan: half of the steps took at least {cost.median_error:.1%} more or less than "
+        f"their fitted time, and {_MAX_MEDIAN_ERROR:.0%} is the most for a plan. The usual reason is other work on "
+        f"this machine during the measurement, or too few steps ({cost.num_steps:,} here). Measure again on an idle "
+        f"machine: {first}run this command with --seconds {2 * seconds:g}"
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from app.api.schemas.requests import ChatRequest, CompletionRequest
 from app.engine.request import Request, SamplingParams
-from app.jobs.items import SAMPLING_COLUMNS, RowSettings, item_of, row_from_fields
+from app.jobs.items import SAMPLING_COLUMNS, TEXT_COLUMNS, RowSettings, item_of, row_from_fields
 from app.jobs.job import Item
 from tests.api.test_parameters import PATHS
 from tests.kit.service import Service
@@ -90,6 +90,13 @@ def test_every_field_of_sampling_reaches_the_engine(service: Service, way: str, 
 def test_every_field_of_generation_is_a_column_of_rows_or_left_out_on_purpose() -> None:
     known = ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
     assert known == NOT_OF_ROWS | set(SAMPLING_COLUMNS)
+
+
+def test_the_columns_of_text_are_those_whose_fields_take_a_text() -> None:
+    properties = ChatRequest.model_json_schema()["properties"]
+    forms = {name: properties[name].get("anyOf", [properties[name]]) for name in SAMPLING_COLUMNS}
+    with_text = {name for name, several in forms.items() if any(form.get("type") == "string" for form in several)}
+    assert with_text == set(TEXT_COLUMNS)
 
 
 @pytest.mark.parametrize("way", [*PATHS, "row"])

@@ -155,23 +155,27 @@ def test_bad_rows_and_one_that_kills_every_engine_say_why_and_the_others_are_ans
         '{"custom_id": "torn", "met',
         *(json.dumps(line | {"custom_id": f"good-{number}"}) for number in range(10)),
     ]
-    (tmp_path / "lines.jsonl").write_text("\n".join(lines))
-    arguments = ["--input", tmp_path / "lines.jsonl", "--config", config, "--engines", 1]
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "lines.jsonl").write_text("\n".join(lines))
+    (tmp_path / "in" / "table.csv").write_text('id,prompt,max_tokens\n007,"Once\nupon",4\n008,Once,\n009,Once,many\n')
+    arguments = ["--input", tmp_path / "in", "--config", config, "--engines", 1]
     process = start(*arguments, "--format", "parquet", "--fail-on-row-errors", program=("-c", POISONED))
     printed, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 3, printed
     told = {row["id"]: row for row in parquet.read_table(tmp_path / "out" / "results.parquet").to_pylist()}
     failed = {row_id: row["error"] for row_id, row in told.items() if row["error"]}
-    assert failed.keys() == {"wrong-url", "hot", "lines.jsonl:6", "deadly"}
+    assert failed.keys() == {"wrong-url", "hot", "lines.jsonl:6", "deadly", "009"}
     assert "url should be one of" in failed["wrong-url"]
     assert "temperature" in failed["hot"]
     assert "not valid JSON" in failed["lines.jsonl:6"]
+    assert "max_tokens is 'many'; it should be a number" in failed["009"]
+    assert told["007"]["completion_tokens"] <= 4
     assert "the engine died 4 times while it computed this item" in failed["deadly"]
     answered = {row_id: row["text"] for row_id, row in told.items() if row_id not in failed}
     decided = json.loads(answered.pop("decided"))
     assert (decided["name"], decided["choice"] in "ab", len(decided["probabilities"])) == ("which", True, 2)
     assert sum(each["probability"] for each in decided["probabilities"]) == pytest.approx(1.0)
-    assert answered.keys() == {"good", *(f"good-{number}" for number in range(10))}
+    assert answered.keys() == {"good", "007", "008", *(f"good-{number}" for number in range(10))}
     assert None not in answered.values()
     assert summary(tmp_path / "out")["engines_lost"] == 4
 

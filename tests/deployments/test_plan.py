@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from app.child_process import PROJECT
 from app.model.cpu.library import library
 from deployments.plan.__main__ import main
 
@@ -264,6 +269,18 @@ def test_what_cannot_be_planned_is_refused_with_the_reason(
 ) -> None:
     assert plan(model, *options) == 1
     assert re.search(reason, capsys.readouterr().err, re.DOTALL)
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "deployments.plan", "memory", "--model", "acme/tiny", "--cpu", "16GiB"]
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # and it does not listen
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        environment = os.environ | {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+        ended = subprocess.run(command, env=environment, cwd=PROJECT, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    [line] = ended.stderr.splitlines()  # the hub's client logs a line for each time that it asks again
+    assert line.startswith("'acme/tiny' is no folder here and was never downloaded, and the model hub cannot be asked")
 
 
 def test_a_model_that_transformers_code_computes_on_a_cpu_is_refused(

@@ -1,14 +1,15 @@
 from __future__ import annotations
 
+import csv
 import gzip
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from pyarrow import parquet
 
 from app.errors import InvalidSetup
@@ -26,8 +27,8 @@ def questions(num_rows: int, prefix: str = "row") -> list[dict[str, Any]]:
     return [{"id": f"{prefix}-{number}", "prompt": "Once"} for number in range(num_rows)]
 
 
-def looked_through(pattern: object, **settings: Any) -> InputRows:
-    return look_through(find_files(str(pattern)), RowSettings(**settings))
+def looked_through(pattern: object, **row_settings: Any) -> InputRows:
+    return look_through(find_files(str(pattern)), RowSettings(**row_settings))
 
 
 def all_rows(found: InputRows) -> list[Row]:
@@ -180,7 +181,7 @@ def test_a_folder_is_read_with_its_sub_folders_and_without_hidden_files(
         written(folder / "out" / name, questions(1, name))
     assert [row.id for row in all_rows(looked_through(uri.format(folder)))] == ["b.JSONL-0", "sub/a.jsonl-0"]
     assert "left out ._a.jsonl, .c.jsonl, .hidden/d.jsonl, _a.jsonl: hidden files are not read" in caplog.text
-    assert "left out the folder of a run out, x.txt: only JSONL and Parquet files are read" in caplog.text
+    assert "left out the folder of a run out, x.txt: only JSONL, CSV and Parquet files are read" in caplog.text
     assert "_SUCCESS" not in caplog.text
 
 
@@ -200,11 +201,93 @@ def test_a_pattern_means_hidden_files_only_if_it_names_them(tmp_path: Path, pref
     assert [file.name for file in find_files(f"{prefix}{tmp_path}/.c.jsonl")] == [".c.jsonl"]
 
 
-def test_csv_is_refused_by_name_also_as_the_only_file_of_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "table.csv").write_text("prompt\na\n")
-    for pattern in (tmp_path / "table.csv", tmp_path, f"file://{tmp_path}"):
-        with pytest.raises(InvalidSetup, match="CSV is not supported; use JSONL or Parquet") as refusal:
-            looked_through(pattern)
-    command = str(refusal.value).partition('python -c "')[2].rstrip('"')
-    subprocess.run([sys.executable, "-c", command], cwd=tmp_path, check=True)
-    assert looked_through(tmp_path / "table.parquet").num_rows == 1
+# CSV
+
+
+def table(path: Path, rows: list[list[str]], delimiter: str = ",") -> Path:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, delimiter=delimiter).writerows(rows)
+    return path
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    prompts=st.lists(st.text(st.sampled_from('a", \t\n\ré😀'), min_size=1, max_size=6), min_size=1, max_size=9),
+    blanks=st.booleans(),
+)
+@pytest.mark.parametrize("suffix", ["csv", "tsv"])
+def test_the_rows_of_a_table_come_back_through_pieces_that_are_read_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, prompts: list[str], blanks: bool
+) -> None:
+    monkeypatch.setattr("app.jobs.input_files.ROWS_IN_A_PIECE", 2)
+    rows = [[f"{number:03d}", prompt] for number, prompt in enumerate(prompts)]
+    with_blanks = [line for row in rows for line in ([row, []] if blanks else [row])]
+    path = table(tmp_path / f"t.{suffix}", [["id", "the\nprompt"], *with_blanks], "\t" if suffix == "tsv" else ",")
+    found = looked_through(path, prompt_column="the\nprompt")
+    assert (found.num_rows, len(found.pieces)) == (len(rows), -(-len(rows) // 2))
+    read = [row for piece in reversed(found.pieces) for row in reversed([*read_piece(piece)])][::-1]
+    assert [row.fields for row in read] == [{"id": row_id, "the\nprompt": prompt} for row_id, prompt in rows]
+    assert [(row.number, row.id) for row in read] == [(number, row_id) for number, (row_id, _) in enumerate(rows)]
+    lines = path.read_bytes().split(b"\n")
+    assert [lines[int(row.place.partition(":")[2]) - 1][:3].decode() for row in read] == [row_id for row_id, _ in rows]
+
+
+def test_a_row_of_a_table_is_named_by_the_line_where_it_begins(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_bytes(b'\xef\xbb\xbfprompt,seed\r\n"a\r\nb",1\r\n\r\nNA,\r\n007,2\r\n')
+    rows = all_rows(looked_through(f"file://{tmp_path}/t.csv"))
+    assert [row.id for row in rows] == ["t.csv:2", "t.csv:5", "t.csv:6"]
+    assert [row.fields for row in rows] == [
+        {"prompt": "a\r\nb", "seed": "1"},
+        {"prompt": "NA"},
+        {"prompt": "007", "seed": "2"},
+    ]
+
+
+def test_a_row_with_other_cells_than_the_header_fails_alone_where_others_do_not(tmp_path: Path) -> None:
+    path = table(tmp_path / "t.csv", [["id", "prompt"], ["1", "a"], ["2", "b", "c"], ["3"]])
+    errors = [row.error for row in all_rows(looked_through(path))]
+    assert errors[0] == ""
+    assert errors[1].startswith("t.csv:3: the row has 3 cells, and the header 2; put a cell in quotes")
+    assert errors[2].startswith("t.csv:4: the row has 1 cells, and the header 2")
+    table(path, [["prompt", "seed"], ["one, two"]])
+    with pytest.raises(InvalidSetup, match=r"has no row that can be read; the first error: t\.csv:2: the row has 1"):
+        looked_through(path)
+
+
+def test_a_table_without_rows_has_none_and_columns_without_a_name_are_left_alone(tmp_path: Path) -> None:
+    table(tmp_path / "a.csv", [["prompt", "id"]])
+    (tmp_path / "b.csv").write_text("")
+    with pytest.raises(InvalidSetup, match="the input has no rows"):
+        looked_through(tmp_path)
+    table(tmp_path / "c.csv", [["", "prompt", ""], ["0", "Once", "x"]])  # as pandas writes its index
+    assert [row.fields for row in all_rows(looked_through(tmp_path))] == [{"prompt": "Once"}]
+
+
+def test_the_fingerprint_of_a_table_follows_each_of_its_bytes(tmp_path: Path) -> None:
+    path = table(tmp_path / "t.csv", [["prompt"], ["a"]])
+    before = looked_through(path).fingerprint
+    assert looked_through(path).fingerprint == before
+    path.write_bytes(path.read_bytes() + b"\r\n")
+    assert looked_through(path).fingerprint != before
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"id,prompt,id\n1,a,2\n", "columns stand twice in the header: id; make each unique"),
+        (b",,\n1,a,2\n", "the header has no names"),
+        (b"id;prompt\n1;a\n", "the header is one column, 'id;prompt'; separate the cells by commas in .csv"),
+        (b"text\na\n", "no row has a prompt or messages column; the first has text"),
+        (b'prompt\n"a\n', r"t\.csv:2: the row that begins in this line cannot be read"),
+        ("prompt\na\n".encode("utf-16"), r"is UTF-16, and CSV is UTF-8; .*: iconv -f UTF-16 -t UTF-8 t\.csv > rows"),
+        ("prompt\na\n".encode("utf-16-le"), "is UTF-16"),
+        (gzip.compress(b"prompt\na\n", mtime=0), r"is compressed by gzip; .*: gunzip --stdout t\.csv > rows\.csv"),
+        (b"PAR1\x15\x04", "is Parquet"),
+    ],
+)
+def test_a_file_that_is_no_table_of_prompts_is_refused_with_the_way_out(
+    tmp_path: Path, content: bytes, words: str
+) -> None:
+    (tmp_path / "t.csv").write_bytes(content)
+    with pytest.raises(InvalidSetup, match=words):
+        looked_through(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ from app.jobs.items import (
     item_of,
     own_id,
     read_items,
+    row_from_cells,
     row_from_fields,
     row_from_line,
 )
-from app.jobs.job import Item
+from app.jobs.job import InvalidItem, Item
 from tests.kit.jobs import CHAT, input_line, jsonl
 
 
@@ -161,3 +163,60 @@ def test_a_plain_row_has_the_defaults_of_the_run_and_a_seed_of_its_id() -> None:
     }  # fmt: skip
     assert first.body["seed"] == item({"id": 1, "prompt": "Twice"}).body["seed"]
     assert first.body["seed"] != item({"id": 2, "prompt": "Once"}).body["seed"]
+
+
+def item_of_cells(cells: dict[str, str], **settings: Any) -> Item | InvalidItem:
+    row = row_from_cells(list(cells), list(cells.values()), number=0, place="t.csv:2")
+    assert has_question(row, RowSettings(**settings))
+    return item_of(row, RowSettings(**settings))
+
+
+def body_of_cells(cells: dict[str, str], **settings: Any) -> dict[str, Any]:
+    found = item_of_cells(cells, **settings)
+    assert isinstance(found, Item), found
+    return dict(found.body)
+
+
+def test_cells_of_sampling_have_their_types_and_all_others_stay_texts() -> None:
+    cells = {
+        "id": "007", "prompt": "1", "max_tokens": "5", "temperature": "0.5", "seed": "7", "top_p": "", "stop": "[1]",
+        "ignore_eos": "True", "logit_bias": '{"3": 1.5}', "reasoning_effort": "none", "rating": "4",
+    }  # fmt: skip
+    assert body_of_cells(cells) == {
+        "prompt": "1", "max_tokens": 5, "temperature": 0.5, "seed": 7, "stop": "[1]", "ignore_eos": True,
+        "logit_bias": {"3": 1.5}, "reasoning_effort": "none",
+    }  # fmt: skip
+    assert item_of_cells(cells).id == "007"
+    assert [body_of_cells({"prompt": text})["prompt"] for text in ("NA", "null", "[1]", "true")] == [
+        "NA", "null", "[1]", "true",
+    ]  # fmt: skip
+
+
+def test_a_cell_of_messages_is_a_list_in_json_or_the_text_of_a_turn() -> None:
+    assert body_of_cells({"messages": json.dumps(TURNS)})["messages"] == TURNS
+    assert body_of_cells({"messages": "7 + 15?"})["messages"] == [{"role": "user", "content": "7 + 15?"}]
+    assert body_of_cells({"seed": json.dumps(TURNS)}, messages_column="seed")["messages"] == TURNS
+    assert body_of_cells({"messages": "[x]"}, prompt_column="messages")["prompt"] == "[x]"
+    assert body_of_cells({"seed": "7", "messages": "[x]"}, prompt_column="seed")["prompt"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("cells", "words"),
+    [
+        ({"prompt": "a", "max_tokens": "many"}, "max_tokens is 'many'; it should be a number"),
+        ({"prompt": "a", "temperature": "0,5"}, "temperature is '0,5'; it should be a number"),
+        (
+            {"messages": "[{'role': 'user'}]"},
+            "messages is .*; it should be a list of messages in JSON, as it begins with",
+        ),
+    ],
+)
+def test_a_cell_that_has_no_value_is_the_reason_why_its_row_is_not_run(cells: dict[str, str], words: str) -> None:
+    found = item_of_cells(cells | {"id": "a"})
+    assert isinstance(found, InvalidItem)
+    assert found.id == "a"
+    assert re.match(words, found.reason)
+
+
+def test_a_row_of_a_table_is_no_line_of_a_batch() -> None:
+    assert body_of_cells({"custom_id": "a", "body": "Dear Sir"}, prompt_column="body")["prompt"] == "Dear Sir"

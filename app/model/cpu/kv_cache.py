@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from typing import NamedTuple
 
 import torch
 
-from app.config import GIB, CacheConfig
+from app.config import CacheConfig
 from app.cores import available_memory
-from app.errors import InvalidSetup, first_line
 from app.model.cpu.library import DTYPES, LANES, ThreadPool, in_large_pages, library
-from app.model.kv_cache import LayerShape, Place, block_bytes
-
-logger = logging.getLogger(__name__)
+from app.model.kv_cache import LayerShape, Place
 
 
 class LayerMemory(NamedTuple):
@@ -67,19 +63,9 @@ class NativeKVCache:
         num_blocks: int,
         dtype: torch.dtype,
     ) -> NativeKVCache:
-        """Make the KV memory that the settings ask for, and have the threads provide its pages.
-
-        Raises InvalidSetup if the system does not give enough address space.
-        """
+        """Make the KV memory that the settings ask for, and have the threads provide its pages."""
         in_int8 = config.dtype == "int8"
-        try:
-            pages = cls(layers, num_blocks=num_blocks, block_size=config.block_size, dtype=dtype, in_int8=in_int8)
-        except RuntimeError as error:
-            num_bytes = num_blocks * block_bytes(config, layers, dtype=dtype)
-            raise InvalidSetup(
-                f"the system does not give {num_bytes / GIB:.2f} GiB for KV memory: {first_line(error)}. Set a smaller "
-                f"cache.memory_gib or cache.num_blocks"
-            ) from error
+        pages = cls(layers, num_blocks=num_blocks, block_size=config.block_size, dtype=dtype, in_int8=in_int8)
         pages.provide(threads)
         return pages
 
@@ -106,15 +92,10 @@ class NativeKVCache:
     def provide(self, threads: ThreadPool) -> None:
         """Have the system provide all of it now, so that a process does not grow and no memory limit is met later.
 
-        With a warning, it is left to be provided as it is used where this process has less: it could swap or be killed.
+        Where this process has less, it is left to be provided as it is used: `taking_host_memory` has warned of that.
         """
         num_bytes, available = sum(tensor.nbytes for tensor in self.tensors), available_memory()
         if available is not None and num_bytes > available:
-            logger.warning(
-                "KV memory is %.2f GiB, and this process can have %.2f GiB now, by the machine and its control groups; "
-                "memory will run out if all of it is used. Set a smaller cache.memory_gib",
-                num_bytes / GIB, available / GIB,
-            )  # fmt: skip
             return
         for tensor in self.tensors:
             threads.code.carousel_touch(threads.handle, tensor.data_ptr(), tensor.nbytes)

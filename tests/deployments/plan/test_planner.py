@@ -14,7 +14,7 @@ from deployments.plan.__main__ import main
 from deployments.plan.planner import Plan, Planner, ServiceLevel
 from deployments.plan.report import plan_in_words
 from deployments.plan.traces import Trace
-from tests.deployments.plan.measured import measured_replica, trace_of
+from tests.deployments.plan.measured import measured_replica, step_cost, trace_of
 
 # 120 requests of 50 prompt and 10 output tokens. Alone, one takes 15 + 9 x 10.1 ms.
 STEADY = trace_of(*((0.01 * number, 50, 10) for number in range(120)))
@@ -108,6 +108,23 @@ def test_a_plan_says_whether_roles_pay(busy_plan: Plan) -> None:
         assert pays in words
         assert split.run.num_output_tokens == plan.run.num_output_tokens
     assert not busy_plan.splits, "nothing can be fetched"
+
+
+def test_a_plan_of_step_times_that_do_not_fit_begins_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    costs = tmp_path / "costs.json"
+    command = ["trace", "--trace", "azure-conv", "--requests", "20", "--slo", "ttft_p99=9s", "--costs", str(costs),
+               "--lengths", "0.1", "--out", str(tmp_path / "planned.yaml"), "--seconds", "30"]  # fmt: skip
+    measured_replica(replace(step_cost(), median_error=0.589, num_steps=1200)).write(costs)
+    assert main(command) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("WARNING: do not trust this plan: half of the steps took at least 58.9% more or less")
+    assert "too few steps (1,200 here)" in first
+    assert f"on an idle machine: remove {costs}, and run this command with --seconds 60" in first
+    measured_replica(replace(step_cost(), median_error=0.15)).write(costs)
+    assert main(command) == 0
+    assert "WARNING" not in capsys.readouterr().out
 
 
 def test_the_command_prints_a_plan_and_writes_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-import logging
 import mmap
 from pathlib import Path
 
 import pytest
 import torch
 
-from app.config import CacheConfig
-from app.errors import InvalidSetup
 from app.model.cpu import kv_cache
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import ThreadPool, advise, library
@@ -61,19 +58,7 @@ def test_all_of_it_is_provided_at_once(num_threads: int, cache: NativeKVCache) -
     assert share_in_memory(cache) == 1
 
 
-def test_more_than_the_machine_has_is_left_to_be_used(
-    cache: NativeKVCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_more_than_the_machine_has_is_left_to_be_used(cache: NativeKVCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache, "available_memory", lambda: NUM_BYTES // 4)
-    with caplog.at_level(logging.WARNING):
-        cache.provide(ThreadPool(1))
+    cache.provide(ThreadPool(1))
     assert share_in_memory(cache) < 0.05
-    assert "KV memory is 0.06 GiB, and this process can have 0.02 GiB now" in caplog.text
-
-
-def test_more_than_the_system_gives_is_refused_with_the_number() -> None:
-    layers = {0: LayerShape(num_kv_heads=1, key_dim=64, value_dim=64)}
-    with pytest.raises(InvalidSetup, match=r"does not give 1073741824\.00 GiB for KV memory: .*memory"):
-        NativeKVCache.provided(
-            CacheConfig(block_size=16), layers, ThreadPool(1), num_blocks=2**50 // 8, dtype=torch.float32
-        )

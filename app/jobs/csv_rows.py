@@ -1,0 +1,106 @@
+"""The rows of a CSV stream, each with its place in the file.
+
+Python's csv reads them. pyarrow's reader does not give the places of rows: with line ends inside quotes, it would have
+to read a file from the beginning again for each piece.
+"""
+
+from __future__ import annotations
+
+import csv
+from codecs import BOM_UTF8
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import BinaryIO, NamedTuple
+
+from app.batches import MAX_REQUEST_BYTES
+from app.errors import InvalidSetup
+
+DELIMITERS = {"csv": ",", "tsv": "\t"}  # by format
+
+
+class Place(NamedTuple):
+    """A border between two lines of a file."""
+
+    offset: int = 0  # the bytes before the border
+    line: int = 1  # the number of the line behind the border, from 1
+
+
+START = Place()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CsvRow:
+    """A row that is not blank."""
+
+    cells: list[str]
+    begin: Place
+    end: Place  # a cell in quotes may have line ends
+
+
+def read_csv_rows(
+    stream: BinaryIO,
+    delimiter: str,
+    *,
+    name: str,
+    begin: Place = START,
+    on_bytes: Callable[[bytes], object] = lambda _: None,
+) -> Iterator[CsvRow]:
+    """The rows of a stream of UTF-8, in order, the header as well.
+
+    `begin` is the position of the stream in the file, a border between two rows. `on_bytes` is called with the bytes of
+    each line. `name` names the file in errors.
+
+    Raises:
+        InvalidSetup: text that is no UTF-8, a line or a cell that no request has room for, or quotes that leave the
+            beginning of the next row uncertain.
+    """
+    lines = _Lines(stream, name, begin, on_bytes)
+    csv.field_size_limit(MAX_REQUEST_BYTES)  # of the process; 131,072 characters without it
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    while True:
+        begin = lines.place
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            raise InvalidSetup(
+                f"{name}:{begin.line}: the row that begins in this line cannot be read: {error}. A cell that begins "
+                f"with a quote has to end with one, and a quote inside it is written twice; a line ends with \\n or "
+                f"\\r\\n"
+            ) from error
+        if cells is None:
+            return
+        if cells:
+            yield CsvRow(cells=cells, begin=begin, end=lines.place)
+
+
+class _Lines:
+    """The lines of a stream with their ends, and how far they were read."""
+
+    def __init__(self, stream: BinaryIO, name: str, begin: Place, on_bytes: Callable[[bytes], object]) -> None:
+        self._stream = stream
+        self._name = name
+        self._on_bytes = on_bytes
+        self.place = begin  # of the next line
+
+    def __iter__(self) -> _Lines:
+        return self
+
+    def __next__(self) -> str:
+        data = self._stream.readline(MAX_REQUEST_BYTES + 1)
+        if not data:
+            raise StopIteration
+        if len(data) > MAX_REQUEST_BYTES:
+            raise InvalidSetup(
+                f"{self._name}:{self.place.line}: the line has more than {MAX_REQUEST_BYTES:,} bytes, which is what "
+                f"one may have; a line ends with \\n or \\r\\n"
+            )
+        try:
+            text = (data.removeprefix(BOM_UTF8) if self.place.offset == 0 else data).decode()
+        except UnicodeDecodeError:
+            raise InvalidSetup(
+                f"{self._name}:{self.place.line}: the line is not UTF-8; save the file as UTF-8, or convert it, if "
+                f"Excel wrote it: iconv -f WINDOWS-1252 -t UTF-8"
+            ) from None
+        self._on_bytes(data)
+        self.place = Place(self.place.offset + len(data), self.place.line + 1)
+        return text

@@ -1,0 +1,56 @@
+"""Whether this machine has the memory that replicas take on its CPUs. No torch here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from app.config import GIB
+from app.cores import available_memory, memory_of_machine
+from app.errors import InvalidSetup
+
+logger = logging.getLogger(__name__)
+
+
+def check_host_memory(needed: str, num_bytes: int, way_out: str, *, detail: str = "") -> None:
+    """Raise InvalidSetup if this machine and its control groups never have so many bytes.
+
+    Call it before the bytes are taken: a process that grows beyond the limit of its control group is killed silently.
+
+    needed: the subject and the verb of the message, such as "KV memory takes". way_out: the settings to change.
+    """
+    if num_bytes > memory_of_machine():
+        raise InvalidSetup(f"{_compared(needed, num_bytes, detail, memory_of_machine())}: {way_out}")
+
+
+@contextmanager
+def taking_host_memory(needed: str, num_bytes: int, way_out: str) -> Iterator[None]:
+    """Use it around the work that takes the bytes. The arguments are those of `check_host_memory`.
+
+    A warning is logged first if the machine has fewer bytes left now.
+
+    Raises InvalidSetup as `check_host_memory`, or if the system refuses the bytes to torch's allocator.
+    """
+    check_host_memory(needed, num_bytes, way_out)
+    available = available_memory()
+    if available is not None and num_bytes > available:
+        compared = _compared(needed, num_bytes, "", available)
+        logger.warning("%s left now; this process may swap or be killed: %s", compared, way_out)
+    try:
+        yield
+    except RuntimeError as error:
+        if "DefaultCPUAllocator" not in str(error):
+            raise
+        compared = _compared(needed, num_bytes, "", memory_of_machine())
+        raise InvalidSetup(
+            f"{compared}, but the system refuses them to this process (see `ulimit -v` and vm.overcommit_memory): "
+            f"{way_out}"
+        ) from error
+
+
+def _compared(needed: str, num_bytes: int, detail: str, limit: int) -> str:
+    return (
+        f"{needed} {num_bytes / GIB:,.2f} GiB{detail}, and this machine and its control groups have "
+        f"{limit / GIB:,.2f} GiB"
+    )

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import csv
+import io
+from itertools import islice
+
+import pyarrow
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import csv as arrow_csv
+
+from app.batches import MAX_REQUEST_BYTES
+from app.errors import InvalidSetup
+from app.jobs.csv_rows import START, CsvRow, Place, read_csv_rows
+
+CELL = st.text(st.sampled_from('ab"," \t\'\\é€😀\u2028\u0085\x1c;|\0') | st.sampled_from("\n\r"), max_size=8)
+TABLES = st.integers(1, 4).flatmap(lambda width: st.lists(st.lists(CELL, min_size=width, max_size=width), max_size=8))
+
+
+def written(rows: list[list[str]], delimiter: str = ",", line_end: str = "\n") -> bytes:
+    file = io.StringIO()
+    writer = csv.writer(file, delimiter=delimiter, lineterminator=line_end, quoting=csv.QUOTE_ALL)
+    writer.writerows(rows)
+    return file.getvalue().encode()
+
+
+def rows_of(content: bytes, delimiter: str = ",", begin: Place = START) -> list[CsvRow]:
+    return list(read_csv_rows(io.BytesIO(content), delimiter, name="t.csv", begin=begin))
+
+
+@given(rows=TABLES, delimiter=st.sampled_from(",\t"), line_end=st.sampled_from(["\n", "\r\n"]), at=st.integers(0, 8))
+def test_a_table_comes_back_as_it_was_written_also_from_the_middle(
+    rows: list[list[str]], delimiter: str, line_end: str, at: int
+) -> None:
+    content = written(rows, delimiter, line_end)
+    found = rows_of(content, delimiter)
+    assert [row.cells for row in found] == rows
+    assert all(row.end.line == content[: row.end.offset].count(b"\n") + 1 for row in found)
+    assert [row.begin for row in found] == [START, *(row.end for row in found[:-1])][: len(found)]
+    for before in islice(found, at, at + 1):
+        assert rows_of(content[before.end.offset :], delimiter, before.end) == found[at + 1 :]
+
+
+def test_a_table_is_read_as_pyarrow_reads_it() -> None:
+    content = (
+        b'\xef\xbb\xbfid,"the ""prompt"""\r\n'
+        b'007,"one, two\r\nthree"\r\n'
+        b"\r\n"
+        b'NA,5" pipe\r\n'
+        b',"\xc3\xa9 ""quoted"""\n'
+        b" x ,null"
+    )
+    table = arrow_csv.read_csv(
+        io.BytesIO(content),
+        parse_options=arrow_csv.ParseOptions(newlines_in_values=True),
+        convert_options=arrow_csv.ConvertOptions(default_column_type=pyarrow.string()),
+    )
+    header, *rows = rows_of(content)
+    assert header.cells == table.column_names == ["id", 'the "prompt"']
+    assert [row.cells for row in rows] == [list(row.values()) for row in table.to_pylist()]
+    assert [row.begin.line for row in rows] == [2, 5, 6, 7]
+
+
+def test_every_byte_goes_by_once() -> None:
+    content, seen = b'\xef\xbb\xbfa,b\r\n\n"1\n2",3', bytearray()
+    rows = read_csv_rows(io.BytesIO(content), ",", name="t.csv", on_bytes=seen.extend)
+    assert [row.end for row in rows] == [(8, 2), (16, 5)]
+    assert bytes(seen) == content
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'a\nb\n"never\nclosed\n', r"t\.csv:3: the row that begins in this line cannot be read: unexpected end"),
+        (b'a\n"He said "hi" to me"\n', r"t\.csv:2: .*a quote inside it is written twice"),
+        (b'a\n"He said \\"hi\\""\n', r"t\.csv:2: .*a quote inside it is written twice"),
+        (b"a,b\r1,2\r", r"t\.csv:1: .*a line ends with \\n or \\r\\n"),
+        (b"a\nb\ncaf\xe9\n", r"t\.csv:3: the line is not UTF-8; .* iconv -f WINDOWS-1252 -t UTF-8"),
+        (b"a\n" + b"x" * (MAX_REQUEST_BYTES + 1), r"t\.csv:2: the line has more than 4,194,304 bytes"),
+        (b'a\n"' + b"x" * 99_999 + b"\n" * MAX_REQUEST_BYTES, r"t\.csv:2: .*field larger than field limit \(4194304\)"),
+    ],
+)
+def test_what_leaves_the_next_row_in_doubt_is_refused_with_its_line(content: bytes, words: str) -> None:
+    with pytest.raises(InvalidSetup, match=words):
+        rows_of(content)
+
+
+def test_a_cell_may_be_longer_than_pythons_csv_has_it() -> None:
+    [row] = rows_of(b'"' + b"x" * 200_000 + b'"\n')
+    assert len(row.cells[0]) == 200_000
