@@ -38,10 +38,11 @@ native: .venv/runtime.done
 # kept between them, also where the environment says otherwise, as images of Python do.
 test: export PYTHONDONTWRITEBYTECODE =
 test: .venv/dev.done
+	@echo "All tests that this machine can run: about 13 minutes on two cores"
 	$(BIN)/python -m pytest -m "not browser" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 browser: .venv/dev.done
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[browser]'
+	@$(BIN)/python -m scripts.install -c constraints.txt -e '.[browser]'
 	$(BIN)/python -m pytest tests/page
 
 check: .venv/dev.done
@@ -54,7 +55,7 @@ chaos: .venv/runtime.done
 	$(BIN)/python -m benchmarks.chaos --runs 50 --streams 64 --json reliability.jsonl
 
 mutants: .venv/dev.done
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mutants]'
+	@$(BIN)/python -m scripts.install -c constraints.txt -e '.[mutants]'
 	$(BIN)/python -m benchmarks.mutants $(FILES)
 
 clients: .venv/runtime.done
@@ -70,14 +71,14 @@ clean:
 .venv/python.done:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "Carousel needs Python 3.11 or newer; $$($(PYTHON) --version) is $$(command -v $(PYTHON)). Try: make PYTHON=python3.12 ..."; exit 1; }
-	@echo "Setting up .venv (once; a few minutes, mostly downloads)"
-	$(PYTHON) -m venv .venv
+	@echo "Setting up .venv, once: 1 to 3 minutes, mostly downloads"
+	@$(PYTHON) -m venv .venv
 	@touch $@
 
 .venv/runtime.done: .venv/python.done pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@$(BIN)/python -m scripts.install -c constraints.txt -e .
 	@touch $@
 
 .venv/dev.done: .venv/runtime.done
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m scripts.install -c constraints.txt -e '.[dev]'
 	@touch $@

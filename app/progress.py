@@ -1,7 +1,7 @@
-"""What a process does while it starts, for a person who waits: a line of its log, and a file for the launcher.
+"""The progress of a model that starts, for a person who waits.
 
-The launcher names a folder in `CAROUSEL_PROGRESS_FOLDER`. Each process that starts a model has a file in that folder,
-with the name of the model and what the process does now.
+A process logs each step of its start. The launcher names a folder in `CAROUSEL_PROGRESS_FOLDER`; each process that
+starts a model has a file in that folder, with the name of the model and the present step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _logged = ""
 
 
 def begin(name: str) -> None:
-    """From now on this process tells what it does to start the model of this name."""
+    """This process begins to start the model of this name. Without this call, `tell` does nothing."""
     global _name
     _name = name
     if folder := os.environ.get(FOLDER):
@@ -32,7 +32,10 @@ def begin(name: str) -> None:
 
 
 def tell(what: str, *, so_far: str = "") -> None:
-    """This process does this from now on: a few words, as "loading the weights". so_far: how far it has come."""
+    """The next step begins.
+
+    what: the step in a few words, such as "loading the weights". so_far: the part of the step that is done.
+    """
     global _logged
     if _name is None:
         return
@@ -46,7 +49,10 @@ def tell(what: str, *, so_far: str = "") -> None:
 
 
 def told(folder: Path) -> dict[str, list[str]]:
-    """What the live processes of this machine told last, by the name of their model. Files of ended ones go."""
+    """The present steps of the live processes of this machine, by the name of their model.
+
+    The files of processes that have ended are removed.
+    """
     by_name: dict[str, list[str]] = defaultdict(list)
     for path in sorted(folder.glob("[0-9]*")):
         try:
@@ -59,7 +65,7 @@ def told(folder: Path) -> dict[str, list[str]]:
 
 
 def download_bar() -> type[Any]:
-    """A class for a download that takes a class of tqdm: bars that tell what has been downloaded, and print nothing."""
+    """A class of tqdm, for downloads that take one. Its bars print nothing, and tell the part that is downloaded."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     class DownloadBar(tqdm):  # type: ignore[misc]

@@ -155,7 +155,7 @@ def _events(stream: Any) -> Iterator[dict[str, Any]]:
 
 
 class _Screen:
-    """The text of one answer. Characters that could command the terminal are left out."""
+    """The text of one answer. Control characters, which could change the terminal, are left out."""
 
     def __init__(self) -> None:
         self.text = ""

@@ -36,6 +36,7 @@ EVERYWHERE = frozenset(
         "records",
         "json_schema",
         "output_lengths",
+        "progress",
         "rank",
         "usage",
     }

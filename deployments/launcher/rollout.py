@@ -66,7 +66,7 @@ def check_gpus(config: ServeFile) -> None:
 def _wait_until_ready(config: ServeFile, lines: StatusLines, told: Path) -> None:
     """Return when every application runs and answers /ready. Raises InvalidSetup, with the reason, when one failed.
 
-    told: the folder in which the replicas tell what they do.
+    told: the folder in which the replicas tell their steps; see `app.progress`.
     """
     while True:
         status = serve.status()
@@ -83,9 +83,9 @@ def _wait_until_ready(config: ServeFile, lines: StatusLines, told: Path) -> None
 
 
 def _doing(config: ServeFile, status: ServeStatus, told: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """What each model does, by its name, and what serves all models.
+    """The state of each model, by its name, and of the deployments that serve all models.
 
-    told: what the replicas of each model say they do, by its name.
+    told: the steps of the replicas, by the name of their model; see `app.progress`.
     """
     doing, others = {}, []
     for name, application in config.applications.items():
@@ -113,7 +113,7 @@ def _doing_of_model(deployment: DeploymentStatusOverview | None, told: Sequence[
 
 
 def _trouble(deployment: DeploymentStatusOverview) -> str:
-    """What Serve says of a deployment that has not started; not that it takes long, which a model may."""
+    """Serve's message about a deployment that has not started. A message that the start takes long is left out."""
     return "" if "have taken more than" in deployment.message else reason(deployment.message)
 
 

@@ -1,4 +1,7 @@
-"""Lines at the end of a terminal that change in place. Standard library alone: the set-up of `make` uses them too."""
+"""Lines at the end of a terminal that change in place.
+
+This module needs the standard library alone, since the set-up of `make` uses the module before packages are installed.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +16,25 @@ _UP_AND_CLEAR = "\x1b[A\x1b[2K"
 
 
 class StatusLines:
-    """What each of several things does now, one line for each. Where no terminal is, each change is a line."""
+    """The states of several things, one line for each. If the output is no terminal, each change prints a line."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stdout.isatty()
         self._began = self._printed_at = time.monotonic()
-        self._since: dict[str, tuple[str, float]] = {}  # what each does without its numbers, and from when on
+        self._since: dict[str, tuple[str, float]] = {}  # each state without its numbers, and its beginning
         self._num_shown = 0
 
     @property
     def elapsed_s(self) -> float:
-        """Since these lines began."""
+        """Seconds since these lines were made."""
         return time.monotonic() - self._began
 
     def show(self, now: Mapping[str, str], *, done: str = "") -> None:
-        """Show what each does now, by its name. done: what stands there of one that is waited for no longer.
+        """Show the present states, by name.
 
-        Numbers that change in a text, as those of a download, make no line of their own where no terminal is.
+        If the output is no terminal, a state whose numbers alone have changed, such as a download, prints no line.
+
+        done: the state of a thing that nobody waits for any more.
         """
         at, changed = time.monotonic(), []
         for name, what in now.items():
