@@ -15,11 +15,11 @@ from pathlib import Path
 
 from app.config import GIB, ModelConfig, ServedModelConfig
 from app.errors import InvalidSetup
-from app.model.foreseen import check_model, check_path, weights_bytes
+from app.model.foreseen import check_model, weights_bytes
 from app.model.host_memory import check_host_memory
 from deployments.launcher.arguments import is_config
 from deployments.launcher.trial import check_name, is_known
-from deployments.serve.settings import SERVE_YAML, Mistakes, ServeFile, examined
+from deployments.serve.settings import SERVE_YAML, Mistakes, ServeFile, examined, mistakes_of_model
 
 MISTAKES = 2  # the exit status
 # The part of a file of float32 that is left at least, by `model.quantization`; "none" may still halve it.
@@ -73,7 +73,7 @@ def checked(path: Path, *, is_starting: bool = True) -> tuple[ServeFile, Mistake
         with mistakes.noted():
             check_port(file, path)
     for where, model in file.models:
-        mistakes += _mistakes_of_model(where, model)
+        mistakes += mistakes_of_model(where, model) + _mistakes_of_folders(where, model)
     for config in file.applications.values():
         if config.batches is not None:
             with mistakes.noted("batches.path"):
@@ -90,20 +90,13 @@ def check_given_model(what: str) -> None:
         check_model(ModelConfig(path=what))
 
 
-def _mistakes_of_model(where: str, served: ServedModelConfig) -> Mistakes:
+def _mistakes_of_folders(where: str, served: ServedModelConfig) -> Mistakes:
     mistakes, engine = Mistakes(), served.engine
-    for setting, path in engine.model_paths.items():
-        with mistakes.noted(f"{where}.engine.{setting}"):
-            if engine.model.simulated is None:
-                check_model(engine.model if path == engine.model.path else ModelConfig(path=path))
-            else:  # it has no weights, and reads the tokenizer
-                check_path(path)
-    for name, path in served.adapters.items():
-        with mistakes.noted(f"{where}.adapters.{name}"):
-            check_path(path)
-    for index, tier in enumerate(engine.cache.tiers):
-        with mistakes.noted(f"{where}.engine.cache.tiers[{index}].path"):
-            check_folder(tier.path)
+    folders = {f"cache.tiers[{index}]": tier.path for index, tier in enumerate(engine.cache.tiers)}
+    for setting, path in (folders | {"step_log": engine.step_log.path}).items():
+        with mistakes.noted(f"{where}.engine.{setting}.path"):
+            if path is not None:
+                check_folder(path)
     return mistakes
 
 

@@ -11,6 +11,7 @@ from ray.serve.config import RequestRouterConfig
 
 from app.batches import BatchLimits
 from app.config import ApplicationConfig, EngineConfig, IngressConfig, ServedModelConfig
+from app.errors import InvalidSetup
 from app.model.location import resolve_model_path
 from deployments.serve.autoscaling import number_of_replicas
 from deployments.serve.batches import Batches
@@ -19,10 +20,12 @@ from deployments.serve.replica import Replica
 from deployments.serve.settings import (
     BATCHES_CPUS,
     INGRESS_CPUS,
+    Mistakes,
     asked_threads,
     check,
     max_ingress_requests,
     max_replica_requests,
+    mistakes_of_model,
 )
 
 _IN_COMMON: Any = {
@@ -37,8 +40,16 @@ _IN_COMMON: Any = {
 
 
 def build(args: ApplicationConfig) -> Application:
-    """The application that `args` describes. Raises InvalidSetup when its parts do not fit together."""
+    """The application that `args` describes.
+
+    Raises InvalidSetup, with a line for each mistake, if its parts do not fit together or a model cannot be served.
+    """
     check(args)
+    mistakes = Mistakes()
+    for index, model in enumerate(args.models):
+        mistakes += mistakes_of_model(f"models[{index}]", model, are_all_here=False)
+    if mistakes:
+        raise InvalidSetup("\n".join(mistakes))
     models = [model.model_copy(update={"engine": _engine_config(model)}) for model in args.models]
     threads = asked_threads(args)
     replicas = {model.name: _replica_deployment(model, args.ingress).bind(model, threads) for model in models}

@@ -18,6 +18,7 @@ from app.config import (
     ApplicationConfig,
     KeyConfig,
     KeysConfig,
+    ModelConfig,
     PricesConfig,
     SchedulerConfig,
     ServedModelConfig,
@@ -28,6 +29,8 @@ from app.config import (
 from app.config.checks import check_branches
 from app.errors import InvalidSetup
 from app.fleet.dispatch import Group, groups_of_roles
+from app.model.foreseen import check_model, check_path
+from app.model.location import existing_place
 from app.model.simulated import SimulatedCosts
 from app.webhooks.receiver import check_default
 
@@ -126,12 +129,13 @@ def examined(path: Path) -> tuple[ServeFile, Mistakes]:
     applications: dict[str, ApplicationConfig] = {}
     models: list[tuple[str, ServedModelConfig]] = []
     for name, entry in ours.items():
-        models += _models_in(entry.get("args"))
-        with mistakes.noted():
+        at = f"application {name!r}" if len(ours) > 1 else ""
+        models += ((f"{at}: {where}" if at else where, model) for where, model in _models_in(entry.get("args")))
+        with mistakes.noted(at):
             applications[name] = config = parse(entry.get("args"))
-            with mistakes.noted():
+            with mistakes.noted(at):
                 _check_user_configs(config, _deployments_of(entry))
-            with mistakes.noted():
+            with mistakes.noted(at):
                 _check_keys(check_exposure(http.host, config.api), config)
     return ServeFile(host=http.host, port=http.port, applications=applications, models=tuple(models)), mistakes
 
@@ -171,6 +175,32 @@ def _models_in(args: object) -> Iterator[tuple[str, ServedModelConfig]]:
             yield f"models[{index}]", ServedModelConfig.model_validate(model)
 
 
+def mistakes_of_model(where: str, served: ServedModelConfig, *, are_all_here: bool = True) -> Mistakes:
+    """All mistakes in the files of a model, its draft model and its adapters.
+
+    where: the place of the model in the config. are_all_here: a file with an absolute path that is not on this machine
+    is a mistake, too. On a cluster, such a file may be on other machines.
+    """
+    mistakes, engine = Mistakes(), served.engine
+
+    def may_be_elsewhere(path: str) -> bool:
+        return not are_all_here and os.path.isabs(path) and existing_place(path) is None
+
+    for setting, path in engine.model_paths.items():
+        with mistakes.noted(f"{where}.engine.{setting}"):
+            if may_be_elsewhere(path):
+                continue
+            if engine.model.simulated is None:
+                check_model(engine.model if path == engine.model.path else ModelConfig(path=path))
+            else:  # it has no weights, and reads the tokenizer
+                check_path(path)
+    for name, path in served.adapters.items():
+        with mistakes.noted(f"{where}.adapters.{name}"):
+            if not may_be_elsewhere(path):
+                check_path(path)
+    return mistakes
+
+
 def parse(args: object) -> ApplicationConfig:
     """The checked config in an application's `args`. Raises InvalidSetup with one line per mistake."""
     config = validated(ApplicationConfig, args if args is not None else {})
@@ -205,9 +235,12 @@ def check_exposure(host: str, config: ApiConfig) -> tuple[KeyConfig, ...]:
 
 def read_keys(path: Path) -> tuple[KeyConfig, ...]:
     """The API keys in a file, at least one. Raises InvalidSetup with one line per mistake."""
+    hint = "`carousel key NAME` prints an entry"
+    if not os.path.isfile(os.path.expanduser(path)):
+        raise InvalidSetup(f"api.keys_file: there is no file {path}; {hint} of the list that the file should have")
     entries = read_yaml(path)
     if not isinstance(entries, list) or not entries:
-        raise InvalidSetup(f"{path}: should be a list of keys; `carousel key NAME` prints an entry")
+        raise InvalidSetup(f"{path}: should be a list of keys; {hint}")
     try:
         return KeysConfig.model_validate({"keys": entries}).keys
     except ValidationError as error:

@@ -48,7 +48,7 @@ def _set(path: str, value: object) -> Change:
         *before, last = path.split(".")
         place: Any = document
         for part in before:
-            place = place[int(part) if part.isdigit() else part]
+            place = place[int(part)] if part.isdigit() else place.setdefault(part, {})
         place[last] = value
 
     return change
@@ -113,6 +113,14 @@ def _keys(content: str) -> Change:
 
 
 LLAMA = {"model_type": "llama", "max_position_embeddings": 512}
+
+
+def _second_application(document: dict[str, Any], _: Path) -> None:
+    second = copy.deepcopy(document["applications"][0]) | {"name": "other", "route_prefix": "/other"}
+    second["args"]["models"][0]["engine"]["model"]["path"] = "models/demoo"
+    document["applications"].append(second)
+
+
 BROKEN: dict[str, tuple[Change, str]] = {
     "a port's name": (_set("http_options.prot", 8500), "http_options.prot: no such setting; did you mean 'port'?"),
     "a branch's name": (_set("http_option", {}), "http_option: no such setting; did you mean 'http_options'?"),
@@ -176,9 +184,14 @@ BROKEN: dict[str, tuple[Change, str]] = {
         _behind_a_file(f"{ENGINE}.cache.tiers.0.path"),
         "models[0].engine.cache.tiers[0].path: got",
     ),
+    "a folder of a step log": (
+        _behind_a_file(f"{ENGINE}.step_log.path"),
+        "models[0].engine.step_log.path: got",
+    ),
+    "one of two applications": (_second_application, "application 'other': models[0].engine.model.path: got 'models/d"),
     "a file of keys": (
         _set(f"{APP}.args.api", {"keys_file": "/nowhere/keys.yaml"}),
-        "/nowhere/keys.yaml: No such file",
+        "api.keys_file: there is no file /nowhere/keys.yaml; `carousel key NAME` prints an entry",
     ),
     "no list of keys": (_keys("name: me"), "should be a list of keys; `carousel key NAME` prints an entry"),
     "a key": (_keys("- {name: me, sha256: short}"), "keys.yaml[0].sha256: sha256 has 5 characters"),

@@ -82,7 +82,7 @@ def test_a_mistake_in_the_file_is_told_with_its_place(tmp_path: Path, text: str,
 
 
 def test_a_file_that_is_not_there_is_told_and_opens_nothing(tmp_path: Path) -> None:
-    with pytest.raises(InvalidSetup, match="No such file"):
+    with pytest.raises(InvalidSetup, match="there is no file"):
         Keys(ApiConfig(keys_file=str(tmp_path / "nowhere.yaml")))
 
 
