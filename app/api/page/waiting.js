@@ -1,0 +1,49 @@
+// A message without an answer yet: what the page knows of its request, until the first token is there.
+
+import { element, seconds, setText } from "/page/elements.js";
+import { history } from "/page/live.js";
+
+const EVERY_MS = 200;
+const FRESH_MS = 2000; // what the live view has shown before may be over
+
+// Shows it in `place` until `end()`. `id` is in the ids that engines have of the request.
+export function showWaiting(place, id, began) {
+  const line = element("span", "pending");
+  const [words, time] = [element("span"), element("span", "time")];
+  time.setAttribute("aria-hidden", "true"); // screen readers would read each second
+  line.append(words, time);
+  place.append(line);
+  let usual = "waiting for the first token…";
+  const show = () => {
+    setText(words, seen(id) ?? usual);
+    setText(time, ` ${seconds(performance.now() - began)}`);
+  };
+  const timer = setInterval(show, EVERY_MS);
+  show();
+  return {
+    // An answer that begins before its first token has the place in the queue in its headers.
+    takeHeaders(headers) {
+      const ahead = headers.get("x-carousel-queue-position");
+      if (ahead) usual = `waiting for the first token: the queue${of(headers.get("x-carousel-replica"))} had ${requests(Number(ahead))} before this one…`;
+    },
+    end() {
+      clearInterval(timer);
+      line.remove();
+    },
+  };
+}
+
+const requests = (number) => `${number.toLocaleString("en")} request${number === 1 ? "" : "s"}`;
+const of = (replica) => (replica ? ` of ${replica}` : "");
+
+// By the live view, which only administrators have; null where it does not know.
+function seen(id) {
+  const isFresh = history.now() - history.at < FRESH_MS;
+  const { replica, stay, entry, ahead } = (isFresh && history.find(id)) || {};
+  if (entry) {
+    const before = ahead ? `${requests(ahead)} before this one` : "the next one";
+    return `waiting in the queue of ${replica.id}: ${before}${entry.expected_ms ? `, about ${seconds(entry.expected_ms)}` : ""}…`;
+  }
+  if (stay && stay.first === null) return `${replica.id} is reading the prompt, ${stay.use.num_prompt_tokens.toLocaleString("en")} tokens…`;
+  return stay ? `${replica.id} is writing…` : null;
+}
