@@ -74,7 +74,7 @@ function progress({ request_counts: { total, completed, failed }, status }) {
   bar.value = completed + failed;
   bar.ariaLabel = "requests that have ended";
   made.append(bar, element("span", "", `${completed.toLocaleString("en")} of ${total.toLocaleString("en")} done`));
-  if (failed) made.append(element("span", "failed", `${failed.toLocaleString("en")} failed`));
+  if (failed) made.append(element("span", "why", `${failed.toLocaleString("en")} failed`));
   return made;
 }
 

@@ -4,20 +4,21 @@ const LABEL = 66; // pixels on the left for the words beside the canvas
 const STRIPS = [["waiting", 26], ["blocks", 30], ["time", 26], ["tokens", 26]]; // with their heights
 const GAP = 8;
 
-export function rowsOf(replica) {
+function rowsOf(replica) {
   const slots = replica.view?.max_running || replica.facts.max_running || 8;
   const rows = Math.min(slots, 256);
   return { rows, rowHeight: Math.max(2, Math.min(14, Math.floor(260 / rows))) };
 }
 
-export function heightOf(replica) {
+function heightOf(replica) {
   const { rows, rowHeight } = rowsOf(replica);
   return rows * rowHeight + STRIPS.reduce((sum, [, height]) => sum + height + GAP, 0) + 18;
 }
 
-// The first word is that of the slots, the others those of the strips.
-export function placeLabels(labels, replica) {
+// Gives the canvas its height, and each word its place beside it: the first is that of the slots, the others of the strips.
+export function layOut(canvas, labels, replica) {
   const { rows, rowHeight } = rowsOf(replica);
+  canvas.style.height = `${heightOf(replica)}px`;
   let top = rows * rowHeight + GAP;
   labels.firstChild.style.top = "0px";
   STRIPS.forEach(([, height], index) => {
@@ -33,7 +34,6 @@ export function draw(canvas, replica, { history, from, to, kind, selected, colou
   if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
     canvas.width = Math.round(width * ratio);
     canvas.height = Math.round(height * ratio);
-    canvas.style.height = `${height}px`;
   }
   const pen = canvas.getContext("2d");
   pen.setTransform(ratio, 0, 0, ratio, 0, 0);

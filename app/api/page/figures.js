@@ -23,7 +23,7 @@ const GROUPS = {
     ttft_p99: ["first token p99", "", "99 of 100 requests had their first token within this time, over the last half minute."],
     itl_p99: ["gap p99", "", "99 of 100 gaps between two tokens of a request were shorter, over the last half minute."],
     last_dispatch: ["last dispatch", "", "Where the last request of this model went, and why: the dispatch policy, the replica, and the rule that chose the replica."],
-    last_request: ["last request here", "", "Why this replica got its last request: the rule, and the replica's load with the new request."],
+    last_request: ["last request here", "", "Why this replica got its last request: the rule, and the replica's load. The load is the tokens of prompts and the expected tokens of outputs, with those of the new request, at the replica's speed beside the usual speed."],
   },
   "The picture of a replica": {
     slots: ["slots", "", "Each line is one slot of the replica's batch, and each colour is one request. Time runs to the right."],
@@ -75,7 +75,7 @@ const GROUPS = {
     created: ["created", "", "When the batch was created, in the time of this browser; and how long the batch took, once the batch has ended."],
     batch_id: ["batch", "", "The id of the batch in the API, in logs and in webhooks."],
     batch_model: ["model", "", "The model that all requests of the batch name. Requests of one file may also name several models."],
-    progress: ["progress", "requests", "The requests of the file that have ended, of all. Failed requests are in the file of errors."],
+    progress: ["progress", "", "The requests of the file that have ended, of all. Failed requests are in the file of errors."],
     batch_state: ["state", "", "The status of the batch in the API. A paused batch waits for its storage."],
     webhook: ["webhook", "", "The message about the end of the batch: waiting for the end, pending, delivered, or given up after a day."],
     actions: ["actions", "", "Results are the answers, one JSON object a line. Errors are the requests that have failed or have not run."],
@@ -110,7 +110,7 @@ export function figure(name, value = "") {
   made.dataset.of = name;
   made.append(heading(name), " ", element("span", "value", String(value)));
   const [, unit] = FIGURES[name];
-  if (unit) made.append(unit === "%" ? "\u202f" : " ", element("span", "unit", unit));
+  if (unit) made.append(" ", element("span", "unit", unit));
   return made;
 }
 
@@ -120,8 +120,7 @@ export function showFigures(place, figures) {
   const known = new Map([...place.children].map((each) => [each.dataset.of, each]));
   const shown = figures.map(([name, value, kind = "", more = ""]) => {
     const made = known.get(name) ?? figure(name);
-    const kinds = `figure ${name} ${kind}`.trim();
-    if (made.className !== kinds) made.className = kinds;
+    made.className = kind ? `figure ${kind}` : "figure";
     setText(made.querySelector(".value"), String(value));
     const explanation = more ? `${FIGURES[name][2]} ${more}` : FIGURES[name][2];
     const word = made.firstChild;

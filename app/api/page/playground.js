@@ -109,7 +109,7 @@ async function ask(event) {
   if (calls.length) messages.push({ ...message, content: message.content || null, tool_calls: calls });
   else if (message.content) messages.push(message);
   else messages.pop();
-  showFigures($("speed"), speed(times, began));
+  showFigures($("speed"), []);
   place.append(cost(speed(times, began)));
   showCode();
   askForResult();

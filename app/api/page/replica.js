@@ -1,6 +1,6 @@
 // What is said of one replica beside its picture: its state, its figures, its queue.
 
-import { placeLabels } from "/page/carousel.js";
+import { layOut } from "/page/carousel.js";
 import { element, seconds, setText } from "/page/elements.js";
 import { heading, rove, showFigures } from "/page/figures.js";
 
@@ -44,7 +44,7 @@ export function updatePanel({ root, title, head, dispatch, labels, queue, canvas
   showFigures(head, figuresOf(replica, seen, facts, history));
   const label = `Slots of ${replica.id} over time: ${[...head.children].map((each) => each.textContent).join(", ")}`;
   if (canvas.ariaLabel !== label) canvas.ariaLabel = label;
-  placeLabels(labels, replica);
+  layOut(canvas, labels, replica);
   showFigures(dispatch, [["last_request", facts.last_dispatch || "none by this process of the service yet"]]);
   updateQueue(queue, seen, history, kind);
 }
@@ -61,7 +61,7 @@ function figuresOf(replica, seen, facts, history) {
   return [
     ["running", `${seen.num_running} of ${seen.max_running}`], ["waiting", counted(seen.num_waiting)],
     [isEncoder ? "prompt_rate" : "output_rate", counted(Math.round(rateOf(replica, isEncoder, history.at)))],
-    ["bubbles", bubbles, bubbles ? "bad" : ""],
+    ["bubbles", bubbles, bubbles ? "warn" : ""],
     facts.last_dispatch !== undefined && ["load", counted(facts.prefill_tokens + facts.decode_tokens)],
     facts.tokens_per_s && ["speed", counted(Math.round(facts.tokens_per_s))],
     ["scheduling", `${seen.strategy}, ${seen.policy}`], ...general,
@@ -80,7 +80,7 @@ function rateOf(replica, isEncoder, now) {
 
 // The limits that the tuner chose, and how the targets are held.
 function tuned({ tuning, max_step_tokens: tokens, prefill_chunk_tokens: chunk }) {
-  const kind = tuning.is_missed ? "bad" : "";
+  const kind = tuning.is_missed ? "warn" : "";
   return [
     ["tuning", tuning.reason + (tuning.is_missed ? ", a target is missed" : ""), kind], ["max_step_tokens", tokens],
     ["prefill_chunk", chunk], ["ttft_p99", seconds(tuning.ttft_p99_ms), kind], ["itl_p99", seconds(tuning.itl_p99_ms), kind],

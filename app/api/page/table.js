@@ -28,7 +28,7 @@ export function row(cells) {
   for (const [name, content] of Object.entries(cells)) {
     const cell = of("td", "cell");
     const [label, unit] = FIGURES[name];
-    cell.className = name;
+    cell.dataset.of = name;
     cell.dataset.label = unit ? `${label} ${unit}` : label;
     cell.append(content);
     made.append(cell);

@@ -15,7 +15,7 @@ export function showWaiting(place, id, began) {
   place.append(line);
   let usual = "waiting for the first token…";
   const show = () => {
-    setText(words, seen(id) ?? usual);
+    setText(words, seen(id) || usual);
     setText(time, ` ${seconds(performance.now() - began)}`);
   };
   const timer = setInterval(show, EVERY_MS);
@@ -36,14 +36,17 @@ export function showWaiting(place, id, began) {
 const requests = (number) => `${number.toLocaleString("en")} request${number === 1 ? "" : "s"}`;
 const of = (replica) => (replica ? ` of ${replica}` : "");
 
-// By the live view, which only administrators have; null where it does not know.
+// By the live view, which only administrators have; "" where it does not know.
 function seen(id) {
-  const isFresh = history.now() - history.at < FRESH_MS;
-  const { replica, stay, entry, ahead } = (isFresh && history.find(id)) || {};
+  if (history.now() - history.at > FRESH_MS) return "";
+  const { replica, stay, entry, ahead } = history.find(id) ?? {};
   if (entry) {
     const before = ahead ? `${requests(ahead)} before this one` : "the next one";
     return `waiting in the queue of ${replica.id}: ${before}${entry.expected_ms ? `, about ${seconds(entry.expected_ms)}` : ""}…`;
   }
   if (stay && stay.first === null) return `${replica.id} is reading the prompt, ${stay.use.num_prompt_tokens.toLocaleString("en")} tokens…`;
-  return stay ? `${replica.id} is writing…` : null;
+  if (stay) return `${replica.id} is writing…`;
+  // Of a long queue only the beginning is known.
+  const waiting = history.replicas().reduce((sum, each) => sum + (each.view?.num_waiting ?? 0), 0);
+  return waiting ? `waiting for a slot: ${requests(waiting)} in the queues…` : "";
 }
