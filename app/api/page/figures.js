@@ -189,10 +189,16 @@ const wordAt = (event) => event.target.closest?.("abbr[data-figure]") ?? null;
 
 export function begin() {
   document.body.append(tip);
-  document.addEventListener("pointerover", (event) => { if (wordAt(event) !== told) explain(wordAt(event)); });
+  const focused = () => (document.activeElement?.matches("abbr[data-figure]") ? document.activeElement : null);
+  document.addEventListener("pointerover", (event) => {
+    const word = wordAt(event) ?? focused();
+    if (word !== told) explain(word);
+  });
   document.addEventListener("focusin", (event) => explain(wordAt(event)));
   document.addEventListener("focusout", () => explain(null));
-  document.addEventListener("scroll", () => explain(null), { capture: true, passive: true });
+  // The explanation of the word with the focus moves with the word: the focus itself may have scrolled the page.
+  const scrolled = () => { if (told) explain(focused()); };
+  document.addEventListener("scroll", scrolled, { capture: true, passive: true });
   document.addEventListener("keydown", move, { capture: true });
   const list = document.getElementById("glossary");
   for (const [group, figures] of Object.entries(GROUPS)) {

@@ -99,7 +99,9 @@ $("demo").addEventListener("click", async () => {
 });
 
 figures.begin();
-open(TABS.includes(location.hash.slice(1)) ? location.hash.slice(1) : "live");
+const openAddress = () => open(TABS.includes(location.hash.slice(1)) ? location.hash.slice(1) : TABS[0]);
+addEventListener("hashchange", openAddress);
+openAddress();
 playground.begin();
 batches.begin();
 models();

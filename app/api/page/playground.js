@@ -110,7 +110,7 @@ async function ask(event) {
   else if (message.content) messages.push(message);
   else messages.pop();
   showFigures($("speed"), []);
-  place.append(cost(speed(times, began)));
+  if (times.first) place.append(cost(speed(times, began)));
   showCode();
   askForResult();
 }
