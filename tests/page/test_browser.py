@@ -187,7 +187,10 @@ def test_an_answer_has_the_form_of_a_schema_and_calls_a_tool(page: Any, stage: S
     page.fill("#prompt", "An animal")
     page.click("#send")
     page.wait_for_selector(".cost")
-    assert json.loads(page.evaluate("document.querySelector('.message.assistant').firstChild.data")).keys() == {"name", "legs"}
+    assert json.loads(page.evaluate("document.querySelector('.message.assistant').firstChild.data")).keys() == {
+        "name",
+        "legs",
+    }
     page.fill("#schema", "")
     page.click("#tools-example")
     pieces = [
@@ -278,7 +281,9 @@ def test_a_batch_is_uploaded_and_its_results_come_back(page: Any, demo_path: Pat
         file.write_text("no JSON")
         page.set_input_files("#batch-file", file)
         page.click("#batch-form button")
-        page.wait_for_selector("#batch-list .why:has-text('line 1: the line is not valid JSON: expected ident at column 2')")
+        page.wait_for_selector(
+            "#batch-list .why:has-text('line 1: the line is not valid JSON: expected ident at column 2')"
+        )
 
 
 def test_a_service_without_batches_says_so(page: Any, stage: Stage) -> None:

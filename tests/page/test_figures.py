@@ -30,7 +30,9 @@ def test_every_figure_has_a_label_a_unit_and_an_explanation(page: Any, stage: St
 @pytest.mark.parametrize("way", ["figure('no such', 5)", "heading('no such')", "column('no such')"])
 def test_a_figure_that_is_not_explained_cannot_be_shown(page: Any, stage: Stage, way: str) -> None:
     page.goto(stage.url)
-    error = page.evaluate(f"import('/page/figures.js').then((figures) => figures.{way}).catch((error) => error.message)")
+    error = page.evaluate(
+        f"import('/page/figures.js').then((figures) => figures.{way}).catch((error) => error.message)"
+    )
     assert error == "figures.js does not explain the figure no such"
 
 
