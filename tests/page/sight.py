@@ -69,11 +69,12 @@ _CONTRASTS = """() => {
     const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
     while (walker.nextNode()) {
         const { parentElement: element, data } = walker.currentNode;
-        if (!data.trim() || !element.checkVisibility() || element.closest(":disabled, canvas, script, noscript")) continue;
-        note(data.trim(), getComputedStyle(element).color, element);
+        const isShown = element.checkVisibility() && !element.closest(":disabled, canvas, script, noscript");
+        if (data.trim() && isShown) note(data.trim(), getComputedStyle(element).color, element);
     }
     for (const element of document.querySelectorAll("[placeholder]")) {
-        if (element.checkVisibility()) note(element.placeholder, getComputedStyle(element, "::placeholder").color, element);
+        const { color } = getComputedStyle(element, "::placeholder");
+        if (element.checkVisibility()) note(element.placeholder, color, element);
     }
     return found;
 }"""

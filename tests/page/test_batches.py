@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.page.conftest import Picture
 from tests.page.stage import Stage
 from tests.waiting import eventually
 from tests.webhooks.receivers import SECRET
@@ -70,7 +71,9 @@ def cells(page: Any, batch_id: str) -> dict[str, str]:
     return dict(zip(names, row.locator("td").all_inner_texts(), strict=True))
 
 
-def test_a_batch_is_a_row_with_time_model_progress_state_and_webhook(page: Any, stage: Stage, receiver: str) -> None:
+def test_a_batch_is_a_row_with_time_model_progress_state_and_webhook(
+    page: Any, stage: Stage, receiver: str, picture: Picture
+) -> None:
     taken = begin_batch(stage, lines(20), f"{receiver}/taken")
     gone = begin_batch(stage, lines(3), f"{receiver}/gone")
     mixed = begin_batch(stage, [*lines(2), *lines(1, "other")])
@@ -90,6 +93,9 @@ def test_a_batch_is_a_row_with_time_model_progress_state_and_webhook(page: Any, 
     shown = cells(page, mixed)
     assert (shown["batch_model"], shown["webhook"], shown["progress"]) == ("several", "none", "2 of 3 done\n1 failed")
     assert shown["actions"].split() == ["Results", "Errors"]
+    failed = begin_batch(stage, [*lines(3), *["no JSON"] * 3])
+    eventually(lambda: failed in page.inner_text("#batch-list"))
+    picture(page, "batches")
 
 
 def test_a_failed_batch_names_the_lines_of_its_errors_and_lists_more(page: Any, stage: Stage) -> None:

@@ -86,7 +86,7 @@ def test_a_request_has_a_timeline(page: Any, stage: Stage, picture: Picture) -> 
     }""")
     assert all(len(times) == number and times == sorted(times) for times, number in counts)
     assert "replica1, slot " in text
-    picture(page, "request")
+    picture(page, "request", after_s=2)
     page.keyboard.press("Escape")
     assert page.is_hidden("#request")
     page.keyboard.press(" ")

@@ -23,8 +23,10 @@ def test_every_figure_has_a_label_a_unit_and_an_explanation(page: Any, stage: St
     page.goto(stage.url)
     figures = page.evaluate("import('/page/figures.js').then(({ FIGURES }) => FIGURES)")
     for name, (label, unit, explanation) in figures.items():
-        assert label and isinstance(unit, str), name
-        assert explanation.endswith(".") and len(explanation) > len(label) + 10, name
+        assert label, name
+        assert isinstance(unit, str), name
+        assert explanation.endswith("."), name
+        assert len(explanation) > len(label) + 10, name
 
 
 @pytest.mark.parametrize("way", ["figure('no such', 5)", "heading('no such')", "column('no such')"])

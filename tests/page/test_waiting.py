@@ -27,7 +27,8 @@ def test_a_message_waits_in_the_queue_then_its_prompt_is_read_then_the_answer_re
         page.goto(stage.url)
         page.wait_for_selector(".replica .head [data-of=running]")
         page.evaluate("""() => {
-            const body = JSON.stringify({ model: "demo", prompt: ["One", "Two", "Three"], max_tokens: 12, ignore_eos: true });
+            const asked = { model: "demo", prompt: ["One", "Two", "Three"], max_tokens: 12, ignore_eos: true };
+            const body = JSON.stringify(asked);
             fetch("/v1/completions", { method: "POST", headers: { "content-type": "application/json" }, body });
         }""")
         page.wait_for_selector(".queue li")
@@ -73,7 +74,8 @@ def test_a_stream_that_begins_before_its_first_token_tells_its_place_in_the_queu
                 const place = document.getElementById("messages");
                 const waiting = showWaiting(place, "page-1", performance.now());
                 waiting.takeHeaders(new Headers(headers));
-                await new Promise((resolve) => new MutationObserver(resolve).observe(place, { childList: true, subtree: true }));
+                const all = { childList: true, subtree: true };
+                await new Promise((resolve) => new MutationObserver(resolve).observe(place, all));
                 return place.querySelector(".pending > span").textContent;
             }""",
             headers,

@@ -17,7 +17,7 @@ export class ApiError extends Error {
 // The document has the event "key-wanted" for each call that is refused for its key, and "key-accepted" for others.
 const tell = (event) => document.dispatchEvent(new Event(event));
 
-// What a person does about an error: the service's words are for programs, which send a key in a header.
+// An error in words for a person. The service's own words about keys are for programs, which send a key in a header.
 function explained(path, status, message) {
   const isForAdmins = path.startsWith("/admin/");
   const kind = isForAdmins ? "an administrator's API key" : "an API key";

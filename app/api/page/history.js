@@ -149,8 +149,8 @@ export class History {
       .sort((one, other) => one.joined - other.joined);
   }
 
-  // Where a running or waiting request is by the last views: {replica, stay} in a slot, {replica, entry, ahead} in a queue.
-  // `part` is in its id. A long queue is known only in part.
+  // The place of a request by the last views: {replica, stay} in a slot, {replica, entry, ahead} in a queue, else null.
+  // The id of the request contains `part`. A view has only the beginning of a long queue.
   find(part) {
     for (const replica of this.replicas()) {
       for (const stay of replica.open.values()) if (stay.use.request_id.includes(part)) return { replica, stay };

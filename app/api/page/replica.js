@@ -1,4 +1,4 @@
-// What is said of one replica beside its picture: its state, its figures, its queue.
+// The panel of one replica: its state, its figures and its queue, beside its picture.
 
 import { layOut } from "/page/carousel.js";
 import { element, seconds, setText } from "/page/elements.js";
@@ -12,7 +12,7 @@ const SLEEP = { asleep: "asleep", queued: "asleep: it waits for the memory of ot
 
 const LABELS = ["slots", "queue_strip", "kv_blocks", "step_time", "step_tokens"]; // from top to bottom
 
-// `canvas` draws its picture. The words beside its strips are elements, which explain themselves.
+// The picture is drawn on `canvas`. The words beside its strips are elements, and so they have explanations.
 export function newPanel(replica, canvas) {
   const root = element("section", "replica");
   root.setAttribute("aria-label", `replica ${replica.id}`);
@@ -118,9 +118,10 @@ function newQueue() {
   return { root, number, first, columns, list };
 }
 
-function updateQueue({ number, first, columns, list }, seen, history, kind) {
+function updateQueue({ root, number, first, columns, list }, seen, history, kind) {
   const waiting = seen?.waiting ?? [];
-  setText(number, !seen ? "" : seen.num_waiting ? `: ${counted(seen.num_waiting)} request${seen.num_waiting === 1 ? "" : "s"}` : ": empty");
+  root.hidden = !seen;
+  setText(number, seen?.num_waiting ? `: ${counted(seen.num_waiting)} request${seen.num_waiting === 1 ? "" : "s"}` : ": empty");
   setText(first, seen?.num_waiting ? `the first waits: ${REASONS[seen.wait_reason] || "for the next step"}` : "");
   columns.hidden = !waiting.length;
   const rows = waiting.map((each, index) => rowOf(each, index, seen, history.hue(kind, each)));

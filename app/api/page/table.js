@@ -3,7 +3,7 @@
 import { element } from "/page/elements.js";
 import { column, FIGURES, rove } from "/page/figures.js";
 
-// The roles say again what the elements are: cards are no rows and cells to a browser.
+// The roles say again what the elements are: a browser takes the parts of a card for no rows and cells.
 const of = (tag, role) => {
   const made = element(tag);
   made.setAttribute("role", role);

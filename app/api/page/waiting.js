@@ -1,4 +1,4 @@
-// A message without an answer yet: what the page knows of its request, until the first token is there.
+// Says where the request of a message is, as far as the page knows, until the request has its first token.
 
 import { element, seconds, setText } from "/page/elements.js";
 import { history } from "/page/live.js";
@@ -6,7 +6,7 @@ import { history } from "/page/live.js";
 const EVERY_MS = 200;
 const FRESH_MS = 2000; // what the live view has shown before may be over
 
-// Shows it in `place` until `end()`. `id` is in the ids that engines have of the request.
+// Shows the words in `place` until `end()`. The ids that engines give to the request contain `id`.
 export function showWaiting(place, id, began) {
   const line = element("span", "pending");
   const [words, time] = [element("span"), element("span", "time")];
@@ -36,7 +36,7 @@ export function showWaiting(place, id, began) {
 const requests = (number) => `${number.toLocaleString("en")} request${number === 1 ? "" : "s"}`;
 const of = (replica) => (replica ? ` of ${replica}` : "");
 
-// By the live view, which only administrators have; "" where it does not know.
+// The live view's knowledge of the request; "" where there is none. Only administrators have a live view.
 function seen(id) {
   if (history.now() - history.at > FRESH_MS) return "";
   const { replica, stay, entry, ahead } = history.find(id) ?? {};
