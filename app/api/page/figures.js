@@ -28,9 +28,9 @@ const GROUPS = {
   "The picture of a replica": {
     slots: ["slots", "", "Each line is one slot of the replica's batch, and each colour is one request. Time runs to the right."],
     queue_strip: ["queue", "requests", "The requests that wait for a slot, over time."],
-    kv_blocks: ["KV blocks", "blocks", "The blocks of KV memory, over time. Running requests own blocks (dark). Cached blocks (light) hold prefixes that new requests may share. Free blocks hold nothing."],
-    step_time: ["step time", "ms", "The milliseconds that one step of the batch takes: the mean (dark), and the longest of a fifth of a second (light)."],
-    step_tokens: ["step size", "tokens", "The tokens that one step computes, of the step's budget: output tokens (dark), and prompt tokens on top of them (light)."],
+    kv_blocks: ["KV blocks", "blocks", "The blocks of KV memory, over time. Running requests own blocks (strong colour). Cached blocks (pale colour) hold prefixes that new requests may share. Free blocks hold nothing."],
+    step_time: ["step time", "ms", "The milliseconds that one step of the batch takes: the mean (strong colour), and the longest of a fifth of a second (grey)."],
+    step_tokens: ["step size", "tokens", "The tokens that one step computes, of the step's budget: output tokens (strong colour), and prompt tokens on top of them (pale colour)."],
   },
   "The queue of a replica": {
     queue: ["Queue", "", "The requests without a slot, in the order in which they would get a slot now."],
