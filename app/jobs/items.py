@@ -81,7 +81,8 @@ def json_object(line: bytes) -> dict[str, Any]:
     try:
         value = read_json(line)
     except ValueError as error:
-        raise NotAnItem("invalid_json_line", f"the line is not valid JSON: {error}") from None
+        place = str(error).replace(" at line 1 column ", " at column ")  # of this line, not of the file
+        raise NotAnItem("invalid_json_line", f"the line is not valid JSON: {place}") from None
     if not isinstance(value, dict):
         raise NotAnItem("invalid_json_line", "the line should be a JSON object")
     return value

@@ -17,7 +17,10 @@ import openai
 import pytest
 
 from app.api.endpoints import files
+from app.api.http.openapi import openapi_document
+from app.api.prepared_request import RequestLimits
 from app.batches import BatchLimits
+from app.config import ApiConfig
 from app.engine.request import FinishReason, Pooling, Request, TokenDelta, TokenLogprobs
 from app.text import Tokenizer
 from tests.kit.service import (
@@ -99,6 +102,14 @@ async def test_the_openai_package_drives_a_whole_batch(service: Service, tmp_pat
         with pytest.raises(openai.NotFoundError):
             await client.files.retrieve(file.id)
     assert {request.priority for request in service.generate.requests} == {100}
+
+
+async def test_a_batch_has_all_that_is_published(service: Service, tmp_path: Path) -> None:
+    schema = openapi_document(ApiConfig(), RequestLimits(), has_batches=True)["components"]["schemas"]["Batch"]
+    async with http_client(service, tmp_path) as client:
+        batch = (await client.post("/v1/batches", json=await sent_batch(client, chat_line("a")))).json()
+    assert set(schema["required"]) <= batch.keys()
+    assert {"model", "paused", "webhook"} <= set(schema["required"])
 
 
 def names_below(folder: Path) -> set[str]:

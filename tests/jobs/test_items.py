@@ -86,6 +86,11 @@ def test_a_bad_line_is_named_by_its_number(tmp_path: Path, line: bytes, code: st
     assert codes(checked(tmp_path, content)) == [(2, code, param), (3, "invalid_method", "method")]
 
 
+def test_the_place_in_a_line_that_is_no_json_is_its_column(tmp_path: Path) -> None:
+    [error] = checked(tmp_path, jsonl(input_line("a")) + b"no JSON\n").errors
+    assert (error.line, error.message) == (2, "the line is not valid JSON: expected ident at column 2")
+
+
 def test_an_empty_file_and_one_of_blank_lines_have_no_requests(tmp_path: Path) -> None:
     for content in (b"", b"\n \n"):
         assert codes(checked(tmp_path, content)) == [(None, "empty_file", None)]

@@ -146,7 +146,8 @@ class Stage:
         if self._batches is None:
             return None
         execution = FleetExecution(handler.handle_item, max_in_flight=8)
-        service = LocalBatchService(self._batches, BatchesConfig(), execution, handler.keep)
+        config = BatchesConfig.model_validate({"webhooks": {"allowed_networks": ["127.0.0.0/8"]}})
+        service = LocalBatchService(self._batches, config, execution, handler.keep)
         return await self._exits.enter_async_context(service)
 
     async def _end(self) -> None:

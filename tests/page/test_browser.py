@@ -29,7 +29,7 @@ def test_the_page_shows_all_replicas(page: Any, stage: Stage) -> None:
     page.wait_for_selector(".replica >> nth=1")
     page.wait_for_selector("#connection.on")
     page.wait_for_selector(".queue:has-text('Queue: empty')")
-    assert "0 of 8 running" in page.inner_text(".head >> nth=0")
+    assert "running 0 of 8 slots" in page.inner_text(".head >> nth=0")
     page.wait_for_selector("#demo:text('Send 40 demo requests')")
     sizes = page.evaluate("import('/page/demo.js').then(({ demoSize }) => [0, 16, 64, 5000].map(demoSize))")
     assert sizes == [40, 40, 160, 400], "more than there are slots"
@@ -63,7 +63,7 @@ def test_a_switch_to_static_batching_leaves_slots_empty_while_requests_wait(
         page.click(".switch button")
         page.wait_for_selector(".told:has-text('in force on 1 replica')")
         page.wait_for_selector(".head:has-text('static, fcfs')")
-        bubbles = lambda: int(page.inner_text(".head .bubbles").split()[1])  # noqa: E731
+        bubbles = lambda: int(page.inner_text(".head [data-of=bubbles] .value"))  # noqa: E731
         eventually(bubbles, lambda share: share >= 10)
         picture(page, "static", after_s=8)
 
@@ -86,7 +86,7 @@ def test_a_request_has_a_timeline(page: Any, stage: Stage, picture: Picture) -> 
     }""")
     assert all(len(times) == number and times == sorted(times) for times, number in counts)
     assert "replica1, slot " in text
-    picture(page, "request")
+    picture(page, "request", after_s=2)
     page.keyboard.press("Escape")
     assert page.is_hidden("#request")
     page.keyboard.press(" ")
@@ -167,7 +167,7 @@ def test_a_decision_shows_the_probability_of_each_answer(page: Any, stage: Stage
     assert [each["type"] for each in sent[0]["questions"]] == ["predicate", "choice"]
     shown = page.inner_text(".message.assistant").split()
     assert [word for word in shown if word.startswith("0.")] == ["0.875", "0.250", "0.750"]
-    assert "90 prompt tokens, 30 of them cached" in page.inner_text(".cost")
+    assert {"prompt 90 tokens", "cached 30 tokens"} <= set(page.locator(".cost .figure").all_inner_texts())
     page.route("**/v1/decisions", lambda route: route.fulfill(status=400, json={"error": {"message": "too long"}}))
     page.fill("#prompt", "The cat sleeps.")
     page.click("#send")
@@ -187,7 +187,10 @@ def test_an_answer_has_the_form_of_a_schema_and_calls_a_tool(page: Any, stage: S
     page.fill("#prompt", "An animal")
     page.click("#send")
     page.wait_for_selector(".cost")
-    assert json.loads(page.inner_text(".message.assistant").rpartition("\n")[0]).keys() == {"name", "legs"}
+    assert json.loads(page.evaluate("document.querySelector('.message.assistant').firstChild.data")).keys() == {
+        "name",
+        "legs",
+    }
     page.fill("#schema", "")
     page.click("#tools-example")
     pieces = [
@@ -238,7 +241,7 @@ def test_the_live_view_wants_an_admins_key_and_the_playground_any(page: Any, dem
     keys = [entry(), entry(ADMIN_KEY, "root", admin=True)]
     with Stage(demo_path, num_replicas=1, keys=keys, **ENGINE) as stage:
         page.goto(stage.url)
-        page.wait_for_selector("#notice:has-text('admin')")
+        page.wait_for_selector("#key-wanted:has-text('administrator')")
         page.fill("#key", KEY)
         page.keyboard.press("Enter")
         page.wait_for_selector("#notice:has-text('administrators')")
@@ -249,7 +252,7 @@ def test_the_live_view_wants_an_admins_key_and_the_playground_any(page: Any, dem
         page.wait_for_selector(".replica")
         assert page.is_hidden("#notice")
         page.click("#usage summary")
-        page.wait_for_selector("#usage th:has-text('output tokens')")
+        page.wait_for_selector("#usage td:has-text('no call has ended in this month')")
         page.click("#wanted summary")
         page.wait_for_selector("#wanted tr:has-text('no request; min_replicas is 1, else 0')")
         page.reload()
@@ -278,7 +281,9 @@ def test_a_batch_is_uploaded_and_its_results_come_back(page: Any, demo_path: Pat
         file.write_text("no JSON")
         page.set_input_files("#batch-file", file)
         page.click("#batch-form button")
-        page.wait_for_selector("#batch-list .failed ~ .why, #batch-error:not(:empty)")
+        page.wait_for_selector(
+            "#batch-list .why:has-text('line 1: the line is not valid JSON: expected ident at column 2')"
+        )
 
 
 def test_a_service_without_batches_says_so(page: Any, stage: Stage) -> None:
@@ -304,7 +309,7 @@ def test_tabs_are_switched_by_keys_and_the_focus_is_seen(page: Any, stage: Stage
         assert page.locator("[role=tab][tabindex='0']").count() == 1
     page.keyboard.press("Home")
     found = set()
-    for _ in range(12):  # key, theme, and the view's own controls
+    for _ in range(14):  # key, theme, and the view's own controls
         page.keyboard.press("Tab")
         found.add(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
         assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
@@ -333,19 +338,10 @@ def test_a_request_is_cancelled_from_its_panel(page: Any, stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_shows_everything_in_one_column_light_or_dark(
-    browser: Any, stage: Stage, scheme: str, picture: Picture
-) -> None:
-    context = browser.new_context(viewport={"width": 360, "height": 740}, color_scheme=scheme)
+def test_the_page_is_light_or_dark_as_the_system(browser: Any, stage: Stage, scheme: str) -> None:
+    context = browser.new_context(color_scheme=scheme)
     tab = context.new_page()
     tab.goto(stage.url)
-    tab.wait_for_selector(".replica >> nth=1")
-    tab.click("#demo")
-    eventually(lambda: colours(tab), lambda found: found > 8)
-    for name in ("live", "playground", "batches"):
-        tab.click(f"#tab-{name}")
-        assert tab.evaluate("document.documentElement.scrollWidth") <= 360
-        picture(tab, f"phone-{scheme}-{name}")
     brightness = tab.evaluate(
         "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).reduce((a, b) => +a + +b)"
     )

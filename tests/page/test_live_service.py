@@ -95,7 +95,7 @@ def test_forty_requests_turn_and_under_static_batching_slots_stay_empty(watched:
     assert "bubbles 0 %" in text
     switch(watched, "static")
     send_forty(watched)
-    bubbles = lambda: int(watched.inner_text(".head .bubbles >> nth=0").split()[1])  # noqa: E731
+    bubbles = lambda: int(watched.inner_text(".head [data-of=bubbles] .value >> nth=0"))  # noqa: E731
     eventually(bubbles, lambda share: share >= 20)
     assert "settings mixed-static-fcfs-" in watched.inner_text(".head >> nth=0")
     switch(watched, "continuous")

@@ -296,7 +296,16 @@ def _batch_answers() -> Json:
     return {
         "File": _object(id=str, object={"const": "file"}, bytes=int, filename=str, purpose=str),
         "FileList": _page(_reference("File")),
-        "Batch": _object(**batch, id=str, input_file_id=str, output_file_id=_TEXT_OR_NULL, error_file_id=_TEXT_OR_NULL),
+        "Batch": _object(
+            **batch,
+            id=str,
+            input_file_id=str,
+            output_file_id=_TEXT_OR_NULL,
+            error_file_id=_TEXT_OR_NULL,
+            model=_TEXT_OR_NULL,
+            paused=either,
+            webhook=either,
+        ),
         "BatchList": _page(_reference("Batch")),
         "BatchResults": _object(**batch, id=_TEXT_OR_NULL, progress=float, results=results),
         "DeletedResponse": _object(id=str, object={"const": "response"}, deleted={"const": True}),

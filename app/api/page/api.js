@@ -14,18 +14,33 @@ export class ApiError extends Error {
   }
 }
 
+// The document has the event "key-wanted" for each call that is refused for its key, and "key-accepted" for others.
+const tell = (event) => document.dispatchEvent(new Event(event));
+
+// An error in words for a person. The service's own words about keys are for programs, which send a key in a header.
+function explained(path, status, message) {
+  const isForAdmins = path.startsWith("/admin/");
+  const kind = isForAdmins ? "an administrator's API key" : "an API key";
+  if (status === 401 && key.get()) return `The service does not know this API key. Enter ${kind} in the field at the top right.`;
+  if (status === 401) return `Enter ${kind} in the field at the top right.`;
+  if (status !== 403 || !isForAdmins) return message;
+  if (key.get()) return `This is for administrators. Enter ${kind} in the field at the top right.`;
+  return "This is for administrators. The service has no API keys and is open to other machines, so that nobody is one: give it keys.";
+}
+
 // `body` is sent as JSON, `form` as a form with files.
-export async function call(path, { body, form, signal } = {}) {
-  const headers = {};
+export async function call(path, { body, form, signal, headers: more } = {}) {
+  const headers = { ...more };
   if (key.get()) headers.Authorization = `Bearer ${key.get()}`;
   if (body !== undefined) headers["Content-Type"] = "application/json";
   const response = await fetch(path, {
     method: body === undefined && form === undefined ? "GET" : "POST", headers, signal,
     body: body === undefined ? form : JSON.stringify(body),
   });
+  tell(response.status === 401 ? "key-wanted" : "key-accepted");
   if (response.ok) return response;
   const answer = await response.json().catch(() => ({}));
-  throw new ApiError(response.status, answer.error?.message || `HTTP ${response.status}`);
+  throw new ApiError(response.status, explained(path, response.status, answer.error?.message || `HTTP ${response.status}`));
 }
 
 // The events of a response: {name, data} with data as text. EventSource cannot send a key.

@@ -1,18 +1,30 @@
 // Draws one replica: its slots over time, and below them its queue, its KV blocks and its steps.
 
-const LABEL = 54; // pixels on the left for words
-const STRIPS = [["waiting", 26], ["KV blocks", 30], ["step ms", 26], ["tokens", 26]];
+const LABEL = 66; // pixels on the left for the words beside the canvas
+const STRIPS = [["waiting", 26], ["blocks", 30], ["time", 26], ["tokens", 26]]; // with their heights
 const GAP = 8;
 
-export function rowsOf(replica) {
+function rowsOf(replica) {
   const slots = replica.view?.max_running || replica.facts.max_running || 8;
   const rows = Math.min(slots, 256);
   return { rows, rowHeight: Math.max(2, Math.min(14, Math.floor(260 / rows))) };
 }
 
-export function heightOf(replica) {
+function heightOf(replica) {
   const { rows, rowHeight } = rowsOf(replica);
   return rows * rowHeight + STRIPS.reduce((sum, [, height]) => sum + height + GAP, 0) + 18;
+}
+
+// Gives the canvas its height, and each word its place beside it: the first is that of the slots, the others of the strips.
+export function layOut(canvas, labels, replica) {
+  const { rows, rowHeight } = rowsOf(replica);
+  canvas.style.height = `${heightOf(replica)}px`;
+  let top = rows * rowHeight + GAP;
+  labels.firstChild.style.top = "0px";
+  STRIPS.forEach(([, height], index) => {
+    labels.children[index + 1].style.top = `${top + height / 2 - 9}px`;
+    top += height + GAP;
+  });
 }
 
 export function draw(canvas, replica, { history, from, to, kind, selected, colours }) {
@@ -22,7 +34,6 @@ export function draw(canvas, replica, { history, from, to, kind, selected, colou
   if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
     canvas.width = Math.round(width * ratio);
     canvas.height = Math.round(height * ratio);
-    canvas.style.height = `${height}px`;
   }
   const pen = canvas.getContext("2d");
   pen.setTransform(ratio, 0, 0, ratio, 0, 0);
@@ -55,8 +66,7 @@ function drawSlots(pen, replica, { history, from, to, kind, selected, colours, x
   }
   pen.fillStyle = colours.soft;
   pen.textBaseline = "middle";
-  pen.fillText("slots", 0, 7);
-  pen.fillText(`1–${rows}`, 0, 20);
+  if (rows * rowHeight > 30) pen.fillText(`1–${rows}`, 0, 25);
 }
 
 function drawStay(pen, stay, { end, top, bar, from, history, kind, selected, colours, x }) {
@@ -113,7 +123,6 @@ function drawStrip(pen, name, samples, { x, top, tall, width, colours }) {
   pen.fillRect(LABEL, top, width - LABEL, tall);
   pen.fillStyle = colours.soft;
   pen.textBaseline = "middle";
-  pen.fillText(name, 0, top + tall / 2);
   const area = (value, colour, max) => fill(pen, samples, value, { x, top, tall, colour, max });
   const note = (text) => {
     pen.textAlign = "right";
@@ -130,25 +139,25 @@ function drawStrip(pen, name, samples, { x, top, tall, width, colours }) {
   if (name === "waiting") {
     const most = Math.max(4, ...samples.map((each) => each.waiting));
     area((each) => each.waiting, colours.warn, most);
-    note(`${last.waiting}`);
-  } else if (name === "KV blocks") {
+    note(`${last.waiting} ${last.waiting === 1 ? "request" : "requests"}`);
+  } else if (name === "blocks") {
     if (!last.blocks) return note("an encoder needs none");
     const most = last.blocks;
     area((each) => each.blocks - each.free, colours.cached, most);
     area((each) => each.blocks - each.free - each.cached, colours.owned, most);
     const owned = last.blocks - last.free - last.cached;
-    note(`${owned} owned, ${last.cached} cached, ${last.free} free`);
-  } else if (name === "step ms") {
+    note(`${owned} owned, ${last.cached} cached, ${last.free} free blocks`);
+  } else if (name === "time") {
     const busy = samples.filter((each) => each.num_steps);
     const most = Math.max(1, ...busy.map((each) => each.longest_ms));
     area((each) => each.longest_ms, colours.line, most);
     area((each) => (each.num_steps ? each.busy_ms / each.num_steps : 0), colours.owned, most);
-    note(last.num_steps ? `${(last.busy_ms / last.num_steps).toFixed(1)} ms, longest ${last.longest_ms.toFixed(1)}` : "idle");
+    note(last.num_steps ? `${(last.busy_ms / last.num_steps).toFixed(1)} ms, longest ${last.longest_ms.toFixed(1)} ms` : "idle");
   } else {
     area((each) => (each.num_steps ? each.num_tokens / each.num_steps : 0), colours.cached, last.budget);
     area((each) => (each.num_steps ? each.num_drawn_tokens / each.num_steps : 0), colours.owned, last.budget);
     const mean = last.num_steps ? Math.round(last.num_tokens / last.num_steps) : 0;
-    note(`${mean} of ${last.budget} a step`);
+    note(`${mean} of ${last.budget} tokens a step`);
   }
 }
 

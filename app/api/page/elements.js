@@ -6,6 +6,10 @@ export function element(tag, kind = "", text = "") {
   return made;
 }
 
+export function setText(place, text) {
+  if (place.textContent !== text) place.textContent = text;
+}
+
 // Milliseconds in words.
 export const seconds = (ms) => (ms < 950 ? `${Math.max(0, Math.round(ms))} ms` : `${(ms / 1000).toFixed(1)} s`);
 

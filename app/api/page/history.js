@@ -149,6 +149,18 @@ export class History {
       .sort((one, other) => one.joined - other.joined);
   }
 
+  // The place of a request by the last views: {replica, stay} in a slot, {replica, entry, ahead} in a queue, else null.
+  // The id of the request contains `part`. A view has only the beginning of a long queue.
+  find(part) {
+    for (const replica of this.replicas()) {
+      for (const stay of replica.open.values()) if (stay.use.request_id.includes(part)) return { replica, stay };
+      const waiting = replica.view?.waiting ?? [];
+      const ahead = waiting.findIndex((entry) => entry.request_id.includes(part));
+      if (ahead >= 0) return { replica, entry: waiting[ahead], ahead };
+    }
+    return null;
+  }
+
   // When each token of a stay came: at the ends of steps that were told, between them evenly. A view that comes late
   // has its steps late: none is before those of the view before.
   tokenTimes(stay) {

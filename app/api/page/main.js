@@ -3,6 +3,8 @@
 import { key } from "/page/api.js";
 import * as batches from "/page/batches.js";
 import { demoSize, sendDemo } from "/page/demo.js";
+import { setText } from "/page/elements.js";
+import * as figures from "/page/figures.js";
 import * as live from "/page/live.js";
 import * as playground from "/page/playground.js";
 import * as request from "/page/request.js";
@@ -50,6 +52,7 @@ function takeKey() {
   if (key.get() === $("key").value.trim()) return;
   key.set($("key").value.trim());
   live.watch();
+  batches.show();
   models();
 }
 $("key").addEventListener("change", takeKey);
@@ -57,6 +60,22 @@ $("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   takeKey();
 });
+
+// The field is marked until a key is accepted. It takes the focus only where a person has not put the focus elsewhere.
+document.addEventListener("key-wanted", () => {
+  const isFirst = $("key-wanted").hidden;
+  setText($("key-wanted"), key.get()
+    ? "The service does not know this API key. Enter another one in the field at the top right."
+    : "Enter an API key in the field at the top right: an administrator's key for the live view, any key for the playground and batches.");
+  mark(true);
+  if (isFirst && document.activeElement === document.body) $("key").focus();
+});
+document.addEventListener("key-accepted", () => mark(false));
+
+function mark(isWanted) {
+  $("key-wanted").hidden = !isWanted;
+  $("key").setAttribute("aria-invalid", String(isWanted));
+}
 
 async function models() {
   try {
@@ -67,6 +86,7 @@ async function models() {
 }
 
 function fail(error) {
+  if (error.status === 401) return; // told above all views
   $("notice").textContent = error.message;
   $("notice").hidden = false;
 }
@@ -78,7 +98,10 @@ $("demo").addEventListener("click", async () => {
   $("demo").disabled = false;
 });
 
-open(TABS.includes(location.hash.slice(1)) ? location.hash.slice(1) : "live");
+figures.begin();
+const openAddress = () => open(TABS.includes(location.hash.slice(1)) ? location.hash.slice(1) : TABS[0]);
+addEventListener("hashchange", openAddress);
+openAddress();
 playground.begin();
 batches.begin();
 models();

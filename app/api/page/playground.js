@@ -1,7 +1,9 @@
 // The view "Playground": a chat, streamed, with its times, or a decision; and the same request as curl and Python.
 
 import { call, events, key } from "/page/api.js";
-import { element } from "/page/elements.js";
+import { element, seconds } from "/page/elements.js";
+import { heading, showFigures } from "/page/figures.js";
+import { showWaiting } from "/page/waiting.js";
 
 const $ = (id) => document.getElementById(id);
 const messages = [];
@@ -82,10 +84,11 @@ async function ask(event) {
   const began = performance.now();
   const times = { first: 0, tokens: 0 };
   const answer = { role: "assistant", content: "", calls: [] };
-  await run(place, answer, async (signal) => {
+  await run(place, answer, began, async (signal, headers, waiting) => {
     const response = await call(path, {
-      body: { ...sent, stream_options: { include_usage: true, continuous_usage_stats: true } }, signal,
+      body: { ...sent, stream_options: { include_usage: true, continuous_usage_stats: true } }, signal, headers,
     });
+    waiting.takeHeaders(response.headers);
     times.replica = response.headers.get("x-carousel-replica") || "";
     for await (const { data } of events(response)) {
       if (data === "[DONE]") break;
@@ -95,8 +98,10 @@ async function ask(event) {
       if (isMore) times.last = performance.now();
       if (isMore && !times.first) times.first = times.last;
       times.tokens = chunk.usage?.completion_tokens ?? times.tokens;
+      if (!isMore) continue;
+      waiting.end();
       show(place, answer);
-      $("speed").textContent = speed(times, began);
+      showFigures($("speed"), speed(times, began));
       place.scrollIntoView({ block: "nearest" });
     }
   });
@@ -104,7 +109,8 @@ async function ask(event) {
   if (calls.length) messages.push({ ...message, content: message.content || null, tool_calls: calls });
   else if (message.content) messages.push(message);
   else messages.pop();
-  place.append(element("span", "cost", speed(times, began)));
+  showFigures($("speed"), []);
+  if (times.first) place.append(cost(speed(times, began)));
   showCode();
   askForResult();
 }
@@ -114,28 +120,37 @@ async function decide(path, sent) {
   $("prompt").value = "";
   const place = add("assistant", "");
   const began = performance.now();
-  await run(place, { content: "" }, async (signal) => {
-    const { answers, usage } = await (await call(path, { body: sent, signal })).json();
+  await run(place, { content: "" }, began, async (signal, headers, waiting) => {
+    const { answers, usage } = await (await call(path, { body: sent, signal, headers })).json();
+    waiting.end();
     place.append(...answers.map((answer, number) => decision(sent.questions[number], answer)));
-    const cached = usage.input_tokens_details.cached_tokens;
-    const cost = `${Math.round(performance.now() - began)} ms, ${usage.input_tokens} prompt tokens, ${cached} of them cached`;
-    place.append(element("span", "cost", cost));
+    place.append(cost([
+      ["answer_time", seconds(performance.now() - began)], ["prompt_size", usage.input_tokens],
+      ["prompt_cached", usage.input_tokens_details.cached_tokens],
+    ]));
     place.scrollIntoView({ block: "nearest" });
   });
   showCode();
 }
 
-// Sends what `work` sends, until it ends or is stopped. What fails is shown behind the answer so far.
-async function run(place, answer, work) {
+// Sends what `work` sends, until it ends or is stopped. What fails is shown behind the answer so far. Until `work` ends
+// the waiting, the message says where the request is, by the id in the headers.
+async function run(place, answer, began, work) {
   running = new AbortController();
   setRunning(true);
+  const id = `page-${crypto.getRandomValues(new Uint32Array(4)).join("-")}`;
+  const waiting = showWaiting(place, id, began);
   try {
-    await work(running.signal);
+    await work(running.signal, { "x-request-id": id }, waiting);
+    waiting.end();
+    if (!place.textContent) place.firstChild.textContent = "(an answer without text)";
   } catch (error) {
     if (error.name !== "AbortError") {
       place.classList.add("error");
       place.firstChild.textContent = answer.content ? `${answer.content}\n\n${error.message}` : error.message;
-    }
+    } else if (!answer.content && !answer.calls?.length) place.firstChild.textContent = "(stopped before the first token)";
+  } finally {
+    waiting.end();
   }
   running = null;
   setRunning(false);
@@ -144,7 +159,8 @@ async function run(place, answer, work) {
 // A question with the probability of each of its answers.
 function decision({ instructions }, { name, probability, probabilities = [{ value: "yes", probability }] }) {
   const made = element("div", "decision");
-  made.append(element("b", "", typeof instructions === "string" ? instructions : name || ""));
+  made.append(heading("probability"));
+  made.prepend(element("b", "", typeof instructions === "string" ? instructions : name || ""));
   for (const { label, value, probability: share } of probabilities) {
     const bar = element("meter");
     bar.value = share;
@@ -180,10 +196,19 @@ function askForResult() {
 }
 
 function speed({ first, last, tokens, replica }, began) {
-  if (!first) return "";
+  if (!first) return [];
   const after = (last - first) / 1000;
-  const rate = after > 0.1 ? `, ${((tokens - 1) / after).toFixed(0)} tokens/s` : "";
-  return `first token after ${Math.round(first - began)} ms, ${tokens} tokens${rate}${replica ? `, replica ${replica}` : ""}`;
+  return [
+    ["first_token", seconds(first - began)], ["answer_tokens", tokens],
+    ...(after > 0.1 ? [["answer_rate", ((tokens - 1) / after).toFixed(0)]] : []), ...(replica ? [["replica", replica]] : []),
+  ];
+}
+
+function cost(figures) {
+  const made = element("span", "cost");
+  made.dataset.figures = "";
+  showFigures(made, figures);
+  return made;
 }
 
 function add(role, text) {

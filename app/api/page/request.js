@@ -1,7 +1,8 @@
 // The panel of one request: its timeline, its tokens over time, and a button that cancels it.
 
 import { call } from "/page/api.js";
-import { element, palette, seconds } from "/page/elements.js";
+import { element, palette, seconds, setText } from "/page/elements.js";
+import { column, keepFocus } from "/page/figures.js";
 import { classOf } from "/page/history.js";
 
 const $ = (id) => document.getElementById(id);
@@ -17,32 +18,42 @@ export function showTimeline(history, id) {
   // Items of batches run in the background; a batch is cancelled as a whole, in its own view.
   $("request-cancel").hidden = last.left !== null || last.use.is_background;
   const tokens = stays.map((stay) => history.tokenTimes(stay));
-  $("request-rows").replaceChildren(...rowsOf(history, id, stays, tokens).map(([name, value]) => {
-    const row = element("tr");
-    row.append(element("th", "", name), element("td", name === "id" ? "mono" : "", value));
-    return row;
-  }));
+  showRows(rowsOf(history, id, stays, tokens));
   drawTokens($("request-tokens"), history, stays, tokens);
+}
+
+// Rows of [figure, value, label]. They stay while only their values change, and so does the focus.
+function showRows(rows) {
+  const place = $("request-rows");
+  const known = new Map([...place.children].map((each) => [each.dataset.of, each]));
+  keepFocus(place, rows.map(([name, value, label], index) => {
+    const of = `${index} ${name} ${label ?? ""}`;
+    const made = known.get(of) ?? element("tr");
+    made.dataset.of = of;
+    if (!made.firstChild) made.append(column(name, label), element("td", name === "request_id" ? "mono" : ""));
+    setText(made.lastChild, String(value));
+    return made;
+  }));
 }
 
 function rowsOf(history, id, stays, tokens) {
   const { use, left } = stays[stays.length - 1];
   const rows = [
-    ["id", id], ["tenant, class", `${use.tenant || "–"}, ${classOf(use)}`],
-    ["prompt", `${use.num_prompt_tokens} tokens, ${use.num_cached_tokens} of them cached${fetched(use)}`],
-    ["output", `${use.num_generated_tokens} tokens`], ["memory", left === null ? `${use.num_blocks} blocks` : "given back"],
-    ["queue", seconds(stays[0].joined - stays[0].arrived)],
+    ["request_id", id], ["tenant_class", `${use.tenant || "–"}, ${classOf(use)}`],
+    ["prompt", `${use.num_prompt_tokens}, ${use.num_cached_tokens} of them cached${fetched(use)}`],
+    ["output", use.num_generated_tokens], ["memory", left === null ? use.num_blocks : "given back"],
+    ["queue_time", seconds(stays[0].joined - stays[0].arrived)],
   ];
   stays.forEach((stay, index) => {
     const first = stay.first ?? stay.left ?? history.at;
     const end = stay.left ?? history.at;
-    if (index) rows.push(["then", stay.isResumed ? "went on at another replica" : `preempted, waited ${seconds(stay.joined - stays[index - 1].left)}`]);
-    rows.push([`${stay.replica.id}, slot ${stay.slot + 1}`, `prompt ${seconds(first - stay.joined)}, output ${seconds(end - first)}${ended(stay)}`]);
+    if (index) rows.push(["moved", stay.isResumed ? "went on at another replica" : `preempted, waited ${seconds(stay.joined - stays[index - 1].left)}`]);
+    rows.push(["stay", `prompt ${seconds(first - stay.joined)}, output ${seconds(end - first)}${ended(stay)}`, `${stay.replica.id}, slot ${stay.slot + 1}`]);
   });
   const gaps = tokens.flatMap(gapsOf).sort((one, other) => one - other);
   if (gaps.length) {
     const of = (share) => seconds(gaps[Math.min(gaps.length - 1, Math.floor(gaps.length * share))]);
-    rows.push(["gaps between tokens", `median ${of(0.5)}, 99 % below ${of(0.99)}, longest ${of(1)}`]);
+    rows.push(["gaps", `median ${of(0.5)}, 99 % below ${of(0.99)}, longest ${of(1)}`]);
   }
   return rows;
 }

@@ -1,35 +1,26 @@
 // Tables for admins, each fetched when it is opened: what keys have used in this month, how many replicas models want.
 
 import { call } from "/page/api.js";
-import { element } from "/page/elements.js";
+import { head, line, row } from "/page/table.js";
 
 const TABLES = {
   usage: {
-    path: "/admin/usage?group_by=key,model", list: "data",
-    columns: {
-      key: "key", model: "model", requests: "requests", prompt_tokens: "prompt tokens", cached_tokens: "of them cached",
-      output_tokens: "output tokens", cost: "cost",
-    },
+    path: "/admin/usage?group_by=key,model", list: "data", none: "no call has ended in this month",
+    columns: ["key", "model", "requests", "prompt_tokens", "cached_tokens", "output_tokens", "cost"],
   },
   wanted: {
     path: "/admin/fleet", list: "autoscaling", none: "no model has replicas.autoscaling",
-    columns: { model: "model", replicas: "replicas", wanted: "wanted", why: "why" },
+    columns: ["model", "replicas", "wanted", "why"],
   },
 };
-
-function row(kind, values) {
-  const made = element("tr");
-  made.append(...values.map((value) => element(kind, "", String(value))));
-  return made;
-}
 
 async function show(place, { path, list, columns, none }) {
   try {
     const entries = (await (await call(path)).json())[list];
-    const rows = entries.map((each) => row("td", Object.keys(columns).map((name) => each[name].toLocaleString("en"))));
-    place.replaceChildren(...(none && !rows.length ? [row("td", [none])] : [row("th", Object.values(columns)), ...rows]));
+    const cells = (entry) => Object.fromEntries(columns.map((name) => [name, entry[name].toLocaleString("en")]));
+    place.replaceChildren(...(entries.length ? [head(columns), ...entries.map((entry) => row(cells(entry)))] : [line(none)]));
   } catch (error) {
-    place.replaceChildren(row("td", [error.message]));
+    place.replaceChildren(line(error.message));
   }
 }
 
