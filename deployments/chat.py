@@ -10,68 +10,92 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from app.errors import CarouselError
+from deployments.cli import INTERRUPTED
+from deployments.launcher.terminal import printable
 
 _KEY = "CAROUSEL_API_KEY"  # an environment variable
 _SEVERAL_LINES = '"""'
 _HELP = f"""/model NAME   talk to another model
 /system TEXT  begin anew with this system message, or without one
-/clear        begin anew
-/exit         end, as Ctrl-D does; Ctrl-C stops an answer
+/clear        begin anew, with the same system message
+/exit         end the chat, as Ctrl-D does; Ctrl-C stops an answer
 {_SEVERAL_LINES}           begins and ends a message of several lines"""
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0 when the user ends the chat or the one message is answered, else 1."""
+    """Returns 0 when the user ends the chat or the one message is answered, 130 if Ctrl-C stops the one, else 1."""
     given = _arguments(arguments)
-    conversation = Conversation(
-        given.url.rstrip("/").removesuffix("/v1"),
-        key=os.environ.get(_KEY),
-        settings={
-            name: value for name in ("max_tokens", "temperature", "seed") if (value := getattr(given, name)) is not None
-        },
-    )
+    settings = {name: getattr(given, name) for name in ("max_tokens", "temperature", "seed")}
     try:
+        conversation = Conversation(given.url, _key(), {k: v for k, v in settings.items() if v is not None})
         models = conversation.models()
         conversation.model = given.model or models[0]
         conversation.begin(given.system)
-        if given.message is not None or not sys.stdin.isatty():
-            conversation.answer(sys.stdin.read() if given.message is None else given.message)
-        else:
+        if given.message is None and sys.stdin.isatty():
             others = f" /model takes {', '.join(models)}." if len(models) > 1 else ""
-            print(f"Chat with {conversation.model} at {conversation.url}.{others} /help lists the commands.")
+            print(printable(f"Chat with {conversation.model} at {conversation.url}.{others} /help lists the commands."))
             _talk(conversation)
+            return 0
+        return 0 if conversation.answer(_only_message(given.message)) else INTERRUPTED
     except CarouselError as error:
-        print(error.message, file=sys.stderr)
+        print(printable(error.message, may_have="\n"), file=sys.stderr)
         return 1
-    return 0
+    except BrokenPipeError:  # the reader of the output has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
+        return 1
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="carousel chat", description="Talk to a running service in this terminal.")
-    parser.add_argument("message", nargs="?", help="answer this and end; also what is piped in. Without it: a chat")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the service (%(default)s)")
-    parser.add_argument("--model", help="by default the first that the service has")
-    parser.add_argument("--system", default="", help="the system message")
-    parser.add_argument("--max-tokens", type=int, help="of an answer")
-    parser.add_argument("--temperature", type=float)
-    parser.add_argument("--seed", type=int)
+    parser.add_argument(
+        "message", nargs="?",
+        help="answer this message and end. Text that is piped in is a message, too, or follows this one. Without a "
+        "message a chat begins",
+    )  # fmt: skip
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="address of the service (%(default)s)")
+    parser.add_argument("--model", help="name of a model; by default the first of the service")
+    parser.add_argument("--system", default="", help="system message")
+    parser.add_argument("--max-tokens", type=int, help="most tokens of an answer")
+    parser.add_argument("--temperature", type=float, help="0 for the likeliest tokens")
+    parser.add_argument("--seed", type=int, help="equal seeds draw equal answers")
     parser.epilog = f"The environment variable {_KEY} has the API key, if the service wants one."
     return parser.parse_args(arguments)
+
+
+def _key() -> str:
+    """The API key of the environment; empty without one. Raises CarouselError, without the key, for a broken key."""
+    key = os.environ.get(_KEY, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise CarouselError(f"{_KEY} has characters that no key has; `carousel key NAME` prints a key")
+    return key
+
+
+def _only_message(given: str | None) -> str:
+    """The message of the command line, and the text that is piped in."""
+    try:
+        piped = "" if sys.stdin.isatty() else sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise CarouselError(f"the text that is piped in is not UTF-8: {error.reason}") from error
+    message = "\n\n".join(filter(str.strip, (given or "", piped)))
+    if not message:
+        raise CarouselError("there is no message: neither an argument nor text that is piped in")
+    return message
 
 
 class Conversation:
     """The messages so far, and the model that answers."""
 
-    def __init__(self, url: str, *, key: str | None, settings: dict[str, Any]) -> None:
-        self.url = url
+    def __init__(self, url: str, key: str, settings: Mapping[str, Any]) -> None:
+        """url: of the service, with or without /v1. key: may be empty. settings: of each request."""
+        self.url = url.rstrip("/").removesuffix("/v1")
         self.model = ""
-        self._key = key
-        self._settings = settings
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self._settings = dict(settings)
         self._messages: list[dict[str, str]] = []
 
     def begin(self, system: str) -> None:
@@ -83,45 +107,52 @@ class Conversation:
         self._messages = [each for each in self._messages if each["role"] == "system"]
 
     def models(self) -> list[str]:
-        """The names of the models that the service has."""
+        """The names of the models that the service has, at least one. Raises CarouselError."""
         with self._opened("/v1/models") as answer:
-            return [model["id"] for model in json.load(answer)["data"]]
+            try:
+                names = [str(model["id"]) for model in json.load(answer)["data"]]
+            except (ValueError, TypeError, KeyError) as error:
+                raise CarouselError(f"{self.url} is another kind of server: it has no /v1/models") from error
+        if not names:
+            raise CarouselError(f"{self.url} has no models")
+        return names
 
-    def answer(self, message: str) -> None:
-        """Print the answer to a message while it is generated. An answer that Ctrl-C stops stays in the conversation.
+    def answer(self, message: str) -> bool:
+        """Print the answer to a message while it is generated. False: Ctrl-C has stopped the answer.
 
-        Raises CarouselError if the service refuses the request or is lost; the message is forgotten then.
+        The conversation keeps an answer that was stopped.
+
+        Raises CarouselError if the service refuses the request or is lost; the conversation is as before then.
         """
         asked = [*self._messages, {"role": "user", "content": message}]
         body = {"model": self.model, "messages": asked, "stream": True, "stream_options": {"include_usage": True}}
         screen, began, first = _Screen(), time.monotonic(), None
         usage: dict[str, Any] = {}
+        is_whole = True
         try:
             with self._opened("/v1/chat/completions", body | self._settings) as stream:
                 for event in _events(stream):
                     usage = event.get("usage") or usage
                     for choice in event["choices"]:
                         first = first or time.monotonic()
-                        screen.show(choice["delta"].get("reasoning_content") or "", is_dim=True)
+                        screen.show_dim(choice["delta"].get("reasoning_content") or "")
                         screen.show(choice["delta"].get("content") or "")
         except KeyboardInterrupt:
-            screen.show(" [stopped]", is_dim=True, is_kept=False)
-        except (OSError, http.client.HTTPException) as error:
-            raise CarouselError(f"\nthe answer broke off: {error}") from error
+            is_whole = False
         finally:
-            screen.end()
+            screen.end("" if is_whole else " [stopped]")
         self._messages = [*asked, {"role": "assistant", "content": screen.text}]
         if usage and first is not None and sys.stdout.isatty():
             seconds, num_tokens = time.monotonic() - first, usage["completion_tokens"]
             rate = f", {(num_tokens - 1) / seconds:.0f} tokens/s" if num_tokens > 1 and seconds > 0 else ""
             print(f"{_DIM}{num_tokens} tokens{rate}, the first after {first - began:.2f} s{_PLAIN}")
+        return is_whole
 
     def _opened(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """An answer of the service. Raises CarouselError, with what the service says, if there is none."""
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self._key}"} if self._key else {})
+        """An answer of the service. Raises CarouselError, with the words of the service, if there is none."""
         content = None if body is None else json.dumps(body).encode()
         try:
-            return urllib.request.urlopen(urllib.request.Request(self.url + path, content, headers))
+            return urllib.request.urlopen(urllib.request.Request(self.url + path, content, self._headers))
         except urllib.error.HTTPError as error:
             raise CarouselError(_refusal(error)) from error
         except (OSError, ValueError, http.client.HTTPException) as error:
@@ -143,15 +174,21 @@ def _refusal(error: urllib.error.HTTPError) -> str:
 
 
 def _events(stream: Any) -> Iterator[dict[str, Any]]:
-    """The events of an answer. Raises CarouselError for an event that is an error."""
-    for line in stream:
-        name, _, data = line.decode().strip().partition(": ")
-        if name != "data" or data == "[DONE]":
-            continue
-        event: dict[str, Any] = json.loads(data)
-        if "error" in event:
-            raise CarouselError(event["error"]["message"])
-        yield event
+    """The events of an answer. Raises CarouselError for an event that is an error, and for a stream that breaks off."""
+    try:
+        for line in stream:
+            name, _, data = line.decode().strip().partition(": ")
+            if name != "data":
+                continue
+            if data == "[DONE]":
+                return
+            event: dict[str, Any] = json.loads(data)
+            if "error" in event:
+                raise CarouselError(event["error"]["message"])
+            yield event
+    except (OSError, http.client.HTTPException) as error:
+        raise CarouselError(f"the answer broke off: {error}") from error
+    raise CarouselError("the answer broke off")
 
 
 class _Screen:
@@ -159,23 +196,33 @@ class _Screen:
 
     def __init__(self) -> None:
         self.text = ""
-        self._is_dim = self._ends_line = False
+        self._is_terminal = sys.stdout.isatty()
+        self._is_dim = False
+        self._last = "\n"
 
-    def show(self, text: str, *, is_dim: bool = False, is_kept: bool = True) -> None:
-        if not text:
-            return
-        self.text += text if is_kept and not is_dim else ""
-        if sys.stdout.isatty() and is_dim != self._is_dim:
-            sys.stdout.write(_DIM if is_dim else f"{_PLAIN}\n")
-            self._is_dim = is_dim
-        shown = "".join(each for each in text if each.isprintable() or each in "\n\t")
-        self._ends_line = shown.endswith("\n") if shown else self._ends_line
-        sys.stdout.write(shown)
-        sys.stdout.flush()
+    def show(self, text: str) -> None:
+        if text and self._is_dim:
+            self._write(f"{_PLAIN}\n")
+            self._is_dim = False
+        self.text += text
+        self._write(printable(text, may_have="\n\t"))
 
-    def end(self) -> None:
-        sys.stdout.write((_PLAIN if self._is_dim else "") + ("" if self._ends_line else "\n"))
-        sys.stdout.flush()
+    def show_dim(self, text: str) -> None:
+        """Text that is no part of the answer; a terminal alone gets it."""
+        if text and self._is_terminal:
+            self._write("" if self._is_dim else _DIM)
+            self._is_dim = True
+            self._write(printable(text, may_have="\n\t"))
+
+    def end(self, remark: str) -> None:
+        self.show_dim(remark)
+        self._write((_PLAIN if self._is_dim else "") + ("" if self._last == "\n" else "\n"))
+
+    def _write(self, text: str) -> None:
+        if text:
+            self._last = text[-1]
+            sys.stdout.write(text)
+            sys.stdout.flush()
 
 
 def _talk(conversation: Conversation) -> None:
@@ -188,22 +235,15 @@ def _talk(conversation: Conversation) -> None:
         except (EOFError, KeyboardInterrupt):
             print()
             return
-        command, _, rest = message.partition(" ")
-        if command in ("/exit", "/bye", "/quit"):
+        if message.startswith("/exit"):
             return
-        if command == "/help":
-            print(_HELP)
-        elif command == "/clear":
-            conversation.clear()
-        elif command == "/system":
-            conversation.begin(rest.strip())
-        elif command == "/model":
-            _change_model(conversation, rest.strip())
-        elif message.strip():
-            try:
+        try:
+            if message.startswith("/"):
+                _obey(conversation, message)
+            elif message.strip():
                 conversation.answer(message)
-            except CarouselError as error:  # the next message may be answered
-                print(error.message, file=sys.stderr)
+        except CarouselError as error:  # the next message may be answered
+            print(printable(error.message, may_have="\n"), file=sys.stderr)
 
 
 def _message() -> str:
@@ -216,9 +256,18 @@ def _message() -> str:
     return "\n".join(lines).removesuffix(_SEVERAL_LINES)
 
 
-def _change_model(conversation: Conversation, name: str) -> None:
-    models = conversation.models()
-    if name in models:
-        conversation.model = name
+def _obey(conversation: Conversation, message: str) -> None:
+    """A message that begins with a slash is a command."""
+    command, _, rest = message.partition(" ")
+    if command == "/clear":
+        conversation.clear()
+    elif command == "/system":
+        conversation.begin(rest.strip())
+    elif command == "/model":
+        models = conversation.models()
+        if rest.strip() in models:
+            conversation.model = rest.strip()
+        else:
+            print(printable(f"The service has {', '.join(models)}."))
     else:
-        print(f"The service has {', '.join(models)}.")
+        print(_HELP if command == "/help" else f"There is no command {command}.\n{_HELP}")

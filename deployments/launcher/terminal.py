@@ -15,6 +15,11 @@ _REMINDER_S = 15.0
 _UP_AND_CLEAR = "\x1b[A\x1b[2K"
 
 
+def printable(text: str, *, may_have: str = "") -> str:
+    """The text without control characters, which could change the terminal; those in `may_have` stay."""
+    return "".join(each for each in text if each.isprintable() or each in may_have)
+
+
 class StatusLines:
     """The states of several things, one line for each. If the output is no terminal, each change prints a line."""
 
@@ -50,13 +55,13 @@ class StatusLines:
             if not changed and at > self._printed_at + _REMINDER_S:
                 changed = [name for name, what in now.items() if what != done]
             for name in changed:
-                sys.stdout.write(f"[{at - self._began:3.0f} s] {name}: {now[name]}\n")
+                print(printable(f"[{at - self._began:3.0f} s] {name}: {now[name]}", may_have="\n"))
                 self._printed_at = at
         sys.stdout.flush()
 
     def _line(self, name: str, what: str, at: float | None) -> str:
         """One line that no terminal breaks in two, without control characters."""
         seconds = "" if at is None else f", {at - self._since[name][1]:.0f} s"
-        text = "".join(character if character.isprintable() else " " for character in f"  {name}: {what}{seconds}")
+        text = printable(f"  {name}: {what}{seconds}")
         width = shutil.get_terminal_size().columns - 1
         return text if len(text) <= width else f"{text[: width - 1]}…"

@@ -5,19 +5,23 @@ from __future__ import annotations
 import io
 import os
 import pty
+import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from app.child_process import PROJECT
 from app.engine.request import Request
 from app.text import ReasoningMarks, Tokenizer
 from deployments import chat
-from tests.benchmarks.servers import serving
+from tests.benchmarks.servers import serving, told_server
 from tests.kit.service import WAIT, Service, Step, entry, say
 from tests.waiting import eventually
 
@@ -25,6 +29,17 @@ from tests.waiting import eventually
 @pytest.fixture
 def tokenizer(demo_path: Path) -> Tokenizer:
     return Tokenizer.load(str(demo_path))
+
+
+@pytest.fixture(autouse=True)
+def piped(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """What is piped in; nothing at first."""
+
+    def pipe(text: str) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode("latin-1")), encoding="utf-8"))
+
+    pipe("")
+    return pipe
 
 
 def prompt(service: Service) -> str:
@@ -43,22 +58,32 @@ def test_one_message_is_answered(tokenizer: Tokenizer, capsys: pytest.CaptureFix
     assert service.request.sampling.seed == 7
 
 
-def test_what_is_piped_in_is_one_message(
-    tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_what_is_piped_in_is_a_message_or_follows_it(
+    tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str], piped: Callable[[str], None]
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Count\nto 5."))
     service = Service(tokenizer, say(tokenizer, "1 2 3 4 5."))
     with serving(service.app) as url:
+        piped("Count\nto 5.")
         assert chat.main(["--url", url]) == 0
-    assert capsys.readouterr().out == "1 2 3 4 5.\n"
-    assert "Count\nto 5." in prompt(service)
+        assert prompt(service).endswith("Count\nto 5.")
+        piped("Count\nto 5.")
+        assert chat.main(["Do this:", "--url", url]) == 0
+        assert prompt(service).endswith("Do this:\n\nCount\nto 5.")
+        assert capsys.readouterr().out == "1 2 3 4 5.\n" * 2
+        assert chat.main(["--url", url]) == 1
+        assert "there is no message" in capsys.readouterr().err
+        piped("\xff\xfe")
+        assert chat.main(["--url", url]) == 1
+        assert "is not UTF-8" in capsys.readouterr().err
 
 
 def test_what_could_command_the_terminal_is_left_out(tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
     service = Service(tokenizer, say(tokenizer, "red \x1b[31m\x07 and\n\tmore\x9b2J\n"))
     with serving(service.app) as url:
         assert chat.main(["Hi", "--url", url]) == 0
-    assert capsys.readouterr().out == "red [31m and\n\tmore2J\n"
+        assert capsys.readouterr().out == "red [31m and\n\tmore2J\n"
+        assert chat.main(["Hi", "--url", url, "--model", "\x1b]0;owned\x07"]) == 1
+    assert "\x1b" not in capsys.readouterr().err
 
 
 def test_what_goes_wrong_is_one_sentence(
@@ -66,7 +91,9 @@ def test_what_goes_wrong_is_one_sentence(
 ) -> None:
     def said(*arguments: str) -> str:
         assert chat.main(["Hi", "--url", url, *arguments]) == 1
-        return capsys.readouterr().err
+        told = capsys.readouterr()
+        assert told.out == ""
+        return told.err
 
     service = Service(tokenizer, say(tokenizer, "1"), keys=[entry("sk-1")])
     with serving(service.app) as url:
@@ -74,15 +101,43 @@ def test_what_goes_wrong_is_one_sentence(
             "401: an API key is required; send it in the header `Authorization: Bearer <key>`. `carousel chat` sends "
             "the key that the environment variable CAROUSEL_API_KEY has\n"
         )
-        monkeypatch.setenv("CAROUSEL_API_KEY", "sk-1")
+        monkeypatch.setenv("CAROUSEL_API_KEY", "sk-1\r\n")  # as a file of Windows has it
         assert said("--model", "other").startswith("404: there is no model 'other'")
         assert said("--temperature", "9").startswith("400: temperature should be less than or equal to 2")
+        monkeypatch.setenv("CAROUSEL_API_KEY", "sk-sécret\rX")
+        assert "CAROUSEL_API_KEY has characters that no key has" in (told := said())
+        assert "cret" not in told
+        monkeypatch.setenv("CAROUSEL_API_KEY", "")
     assert said() == (
         f"no service answers at {url} ([Errno 111] Connection refused): start one with `carousel serve`, or name its "
         f"address with --url\n"
     )
     url = "localhost"
     assert "unknown url type" in said()
+    with serving(told_server(lambda _: Response())) as url:
+        assert said().startswith("404: ")
+    with serving(answering(Response("<html>"))) as url:
+        assert "is another kind of server" in said()
+    with serving(answering(JSONResponse({"data": []}))) as url:
+        assert "has no models" in said()
+
+
+def answering(models: Response) -> Starlette:
+    """A server whose only page are its models, and which answers a chat with the beginning of a stream."""
+
+    async def list_models(_: object) -> Response:
+        return models
+
+    async def begin(_: object) -> Response:
+        return Response('data: {"choices": [{"delta": {"content": "It is"}}]}\n\n', media_type="text/event-stream")
+
+    return Starlette(routes=[Route("/v1/models", list_models), Route("/v1/chat/completions", begin, methods=["POST"])])
+
+
+def test_a_stream_without_an_end_is_no_whole_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(answering(JSONResponse({"data": [{"id": "demo"}]}))) as url:
+        assert chat.main(["Hi", "--url", url]) == 1
+    assert capsys.readouterr() == ("It is\n", "the answer broke off\n")
 
 
 def test_an_error_amid_the_stream_is_told_below_what_came(
@@ -100,6 +155,44 @@ def test_an_error_amid_the_stream_is_told_below_what_came(
     assert told.out == "1 2\n"
     assert "broken" not in told.err
     assert told.err.count("\n") == 1
+
+
+MARKS = ReasoningMarks("<think>", "</think>", ())
+
+
+def test_reasoning_is_no_part_of_what_another_program_gets(
+    tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service = Service(tokenizer, say(tokenizer, "<think>2 and 2</think>4."), reasoning_marks=MARKS)
+    with serving(service.app) as url:
+        assert chat.main(["2 + 2?", "--url", url]) == 0
+    assert capsys.readouterr().out == "4.\n"
+
+
+def test_a_reader_that_has_read_enough_ends_it_silently(tokenizer: Tokenizer) -> None:
+    service = Service(tokenizer, say(tokenizer, "1 2 3\n" * 20))
+    with serving(service.app) as url:
+        command = f"{sys.executable} -m deployments.cli chat --url {url} Hi < /dev/null | head -n 1"
+        done = subprocess.run(command, shell=True, cwd=PROJECT, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("1 2 3\n", "")
+
+
+def test_ctrl_c_ends_one_answer_with_its_own_status(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("1 2 3", add_special_tokens=False)
+
+    def script(request: Request) -> Iterable[Step]:
+        yield from ((each,) for each in ids)
+        yield WAIT
+
+    service = Service(tokenizer, script)
+    with serving(service.app) as url:
+        command = [sys.executable, "-m", "deployments.cli", "chat", "--url", url, "Hi"]
+        asking = subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
+        assert asking.stdout is not None
+        assert asking.stdout.read(5) == "1 2 3"
+        asking.send_signal(signal.SIGINT)
+        assert asking.communicate() == ("\n", None)
+    assert asking.returncode == 130
 
 
 ANSWERED = "the first after"  # of the line below an answer
@@ -214,8 +307,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_came(tokenizer: Tokenizer) -> Non
 
 
 def test_reasoning_is_dim_and_not_sent_again(tokenizer: Tokenizer) -> None:
-    marks = ReasoningMarks("<think>", "</think>", frozenset())
-    service = Service(tokenizer, say(tokenizer, "<think>2 and 2</think>4."), reasoning_marks=marks)
+    service = Service(tokenizer, say(tokenizer, "<think>2 and 2</think>4."), reasoning_marks=MARKS)
     with serving(service.app) as url, terminal(url) as chatting:
         chatting.until(">>> ")
         chatting.type("2 + 2?\n")
