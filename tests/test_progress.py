@@ -20,7 +20,7 @@ from app.child_process import PROJECT, child_environment
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(progress.FOLDER, str(tmp_path))
     monkeypatch.setattr(progress, "_name", None)
-    monkeypatch.setattr(progress, "_logged", "")
+    monkeypatch.setattr(progress, "_step", "")
     return tmp_path
 
 
@@ -41,8 +41,17 @@ def test_processes_that_have_ended_are_forgotten(folder: Path) -> None:
     subprocess.run([sys.executable, "-c", code], cwd=PROJECT, env=child_environment(), check=True)
     [left] = folder.iterdir()
     assert left.read_text() == "demo\nloading the weights"
+    assert progress.told(folder) == {}
     progress.begin("demo")
     assert list(folder.iterdir()) == []
+
+
+def test_a_step_within_another_gives_way_to_it_again(folder: Path) -> None:
+    progress.begin("demo")
+    progress.tell("loading the weights")
+    with progress.step_within("building native code"):
+        assert progress.told(folder) == {"demo": ["building native code"]}
+    assert progress.told(folder) == {"demo": ["loading the weights"]}
 
 
 def test_a_folder_that_is_gone_stops_no_start(folder: Path) -> None:
@@ -95,6 +104,8 @@ def test_a_download_tells_how_far_it_has_come(
 ) -> None:
     """By the hub's own client, from a server of this process."""
     from huggingface_hub import constants, snapshot_download
+
+    monkeypatch.setenv("TQDM_DISABLE", "1")
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # it asks this process alone
 

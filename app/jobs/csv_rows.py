@@ -30,7 +30,7 @@ START = Place()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CsvRow:
-    """A row that is not blank."""
+    """The header, or a row with a cell that is not empty."""
 
     cells: list[str]
     begin: Place
@@ -69,7 +69,12 @@ def read_csv_rows(
             ) from error
         if cells is None:
             return
-        if cells:
+        if delimiter == DELIMITERS["tsv"] and lines.place.line > begin.line + 1:
+            raise InvalidSetup(
+                f"{name}:{begin.line}: a quote that begins in this line ends in a later one, and a row of TSV has one "
+                f"line; use CSV or JSONL for texts with line ends, and write a quote inside a cell twice, in quotes"
+            )
+        if any(cells) or (cells and begin == START):
             yield CsvRow(cells=cells, begin=begin, end=lines.place)
 
 

@@ -11,6 +11,7 @@ import hashlib
 import io
 import logging
 import os
+import shlex
 from array import array
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections import Counter
@@ -209,8 +210,12 @@ def _csv_pieces(file: InputFile, first_number: int, digest: hashlib.blake2b) -> 
         header = next(rows, None)
         if header is None:
             return
-        _check_header(file, header.cells)
+        _check_header(file, _names(header))
         yield from _pieces_between(file, first_number, header.end, (row.end for row in rows))
+
+
+def _names(header: CsvRow) -> list[str]:
+    return [name.strip() for name in header.cells]
 
 
 def _check_header(file: InputFile, names: Sequence[str]) -> None:
@@ -253,7 +258,7 @@ def _read_lines(piece: InputPiece) -> Iterator[Row]:
 
 def _read_csv(piece: InputPiece) -> Iterator[Row]:
     with _open(piece.file) as stream:
-        names = next(_csv_rows(piece.file, stream)).cells
+        names = _names(next(_csv_rows(piece.file, stream)))
     with _open(piece.file, piece.offset) as stream:
         rows = _csv_rows(piece.file, stream, begin=Place(piece.offset, piece.first_line))
         for number, row in enumerate(islice(rows, piece.num_rows), start=piece.first_number):
@@ -302,24 +307,33 @@ def _check_is_readable(file: InputFile, first_error: str, *, has_readable_row: b
 
 def _kind_of(first_line: bytes, file: InputFile, first_error: str) -> str:
     """The kind of a file that begins with this line and is no JSONL, and the command that makes JSONL of it."""
-    name = Path(file.uri).name
+    name, target = _quoted(file), _target(file, "jsonl")
     if kind := _kind_in_bytes(first_line, file):
         return kind
     if first_line.startswith(b"["):
-        return f"is a JSON array, and JSONL has one object a line; convert it: jq -c '.[]' {name} > rows.jsonl"
+        return f"is a JSON array, and JSONL has one object a line; convert it: jq -c '.[]' {name} > {target}"
     return (
         f"has no row that can be read; the first error: {first_error}. JSONL has one object a line; an object over "
-        f"several lines is converted by: jq -c . {name} > rows.jsonl"
+        f"several lines is converted by: jq -c . {name} > {target}"
     )
+
+
+def _quoted(file: InputFile) -> str:
+    return shlex.quote(Path(file.uri).name)
+
+
+def _target(file: InputFile, format_: str) -> str:
+    """A name, for a shell, of a file that is made of this one: another name than that of this one."""
+    return shlex.quote(f"{Path(file.uri).name.partition('.')[0]}.converted.{format_}")
 
 
 def _kind_in_bytes(start: bytes, file: InputFile) -> str:
     """The kind of a file that begins with bytes that no text of UTF-8 has, and the way out; empty for others."""
-    name, ours = Path(file.uri).name, file.format
+    name, target, ours = _quoted(file), _target(file, file.format), file.format
     if start.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) or b"\0" in start[:2]:
-        return f"is UTF-16, and {ours.upper()} is UTF-8; convert it: iconv -f UTF-16 -t UTF-8 {name} > rows.{ours}"
+        return f"is UTF-16, and {ours.upper()} is UTF-8; convert it: iconv -f UTF-16 -t UTF-8 {name} > {target}"
     if start.startswith(b"\x1f\x8b"):
-        return f"is compressed by gzip; decompress it: gunzip --stdout {name} > rows.{ours}"
+        return f"is compressed by gzip; decompress it: gunzip --stdout {name} > {target}"
     if start.startswith(b"PAR1"):
         return "is Parquet; give it a name that ends in .parquet"
     return ""
@@ -396,10 +410,24 @@ def _read_of(pattern: str, names: Iterable[str]) -> list[str]:
     run_folders.discard(PurePosixPath("."))  # the results of a run may be the input of another, if they are asked for
     there = [name for name in visible if not run_folders.intersection(PurePosixPath(name).parents)]
     read = [name for name in there if PurePosixPath(name).suffix.lower() in FORMATS]
+    _check_copies(pattern, read)
     if read:
         left_out = [f"the folder of a run {folder}" for folder in sorted(run_folders)]
         _say_left_out(pattern, left_out + sorted(set(there) - set(read)), "only JSONL, CSV and Parquet files are read")
     return read or there
+
+
+def _check_copies(pattern: str, names: Iterable[str]) -> None:
+    """Raise InvalidSetup for a table that is there in two formats: each row would be answered twice."""
+    formats: dict[PurePosixPath, list[str]] = {}
+    for name in names:
+        formats.setdefault(PurePosixPath(name).with_suffix(""), []).append(name)
+    for alike in formats.values():
+        if len(alike) > 1 and any(FORMATS[PurePosixPath(name).suffix.lower()] in DELIMITERS for name in alike):
+            raise InvalidSetup(
+                f"--input {pattern}: {' and '.join(alike)} have one name, so they may have the same rows; choose some "
+                f"by a pattern, such as '*{PurePosixPath(alike[-1]).suffix}'"
+            )
 
 
 def _matched(pattern: str, names: Sequence[str]) -> Sequence[str]:

@@ -6,6 +6,7 @@ Uploads are read line by line in bounded memory, for files of hundreds of megaby
 from __future__ import annotations
 
 import hashlib
+import re
 from codecs import BOM_UTF8
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -238,10 +239,8 @@ def row_from_fields(fields: Mapping[str, Any], *, number: int, place: str) -> Ro
 def row_from_cells(names: Sequence[str], cells: Sequence[str], *, number: int, place: str) -> Row:
     """The row in a row of CSV below a header with these names. An empty cell was not given."""
     if len(cells) != len(names):
-        error = (
-            f"{place}: the row has {len(cells):,} cells, and the header {len(names):,}; put a cell in quotes that has "
-            f"a delimiter or a line end in it"
-        )
+        hint = "; a cell with a delimiter in it needs quotes" if len(cells) > len(names) else ""
+        error = f"{place}: the row has {len(cells):,} cells, and the header has {len(names):,}{hint}"
         return Row(number=number, id=place, place=place, fields=None, error=error)
     fields = {name: cell for name, cell in zip(names, cells, strict=True) if name and cell}
     return Row(number=number, id=own_id(fields) or place, place=place, fields=fields, has_cells=True)
@@ -302,8 +301,11 @@ def _typed(cells: Mapping[str, str], settings: RowSettings) -> dict[str, Any]:
         text = cells[name].lower() if cells[name].lower() in ("true", "false") else cells[name]
         values[name] = _json_cell(name, text, "a number, or true, false, a list or an object in JSON")
     messages = settings.messages_column or ("messages" if settings.prompt_column is None else "")
-    if cells.get(messages, "").startswith("["):
-        values[messages] = _json_cell(messages, cells[messages], "a list of messages in JSON, as it begins with [")
+    if re.match(r"\s*\[\s*\{", cells.get(messages, "")):
+        values[messages] = _json_cell(messages, cells[messages], "a list of messages in JSON, as it begins with [{")
+    for name in TEXT_COLUMNS & cells.keys():
+        if cells[name].startswith('["'):
+            values[name] = _json_cell(name, cells[name], 'a list of texts in JSON, as it begins with ["')
     return values
 
 

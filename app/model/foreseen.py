@@ -77,13 +77,16 @@ def check_can_be_asked(path: str) -> None:
     A download asks six times for each file, over 23 seconds. Whether the hub has the model is not looked at.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     file = "config.json"
-    if existing_place(path) is not None or not _HUB_ID.fullmatch(path) or try_to_load_from_cache(path, file):
+    if existing_place(path) is not None or not _HUB_ID.fullmatch(path):
         return
     try:
-        get_hf_file_metadata(hf_hub_url(path, file))
+        if not try_to_load_from_cache(path, file):
+            get_hf_file_metadata(hf_hub_url(path, file))
+    except HFValidationError as error:
+        raise InvalidSetup(f"got {path!r}; there is no such folder here, and it is no hub id: {error}") from error
     except HfHubHTTPError:  # an answer
         return
     except Exception as error:  # of an HTTP client that depends on the version of huggingface_hub

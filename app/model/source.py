@@ -35,7 +35,7 @@ from app.model.positions import fix_positions
 from app.model.quantised_checkpoint import Quantised, loading_options
 from app.model.recurrent_layers import use_slots
 from app.model.verification import Reference
-from app.progress import download_bar, tell
+from app.progress import download_bar, step_within
 
 if TYPE_CHECKING:  # it takes longer to import than torch, and a model that was verified before needs none of it
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -154,11 +154,10 @@ class ModelSource:
         from transformers.utils.hub import snapshot_download
 
         try:
-            tell("downloading")
-            files, bar = ["*.json", "model*.safetensors"], download_bar()
-            return Path(
-                snapshot_download(self.location, revision=self.config.revision, allow_patterns=files, tqdm_class=bar)
-            )
+            files, options = ["*.json", "model*.safetensors"], {"revision": self.config.revision}
+            with step_within("downloading"):
+                found = snapshot_download(self.location, allow_patterns=files, tqdm_class=download_bar(), **options)
+            return Path(found)
         except (OSError, ValueError) as error:
             logger.info("%s cannot be downloaded as a whole: %s", self.config.path, first_line(error))
             return None

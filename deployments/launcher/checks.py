@@ -19,7 +19,7 @@ from app.model.foreseen import check_model, weights_bytes
 from app.model.host_memory import check_host_memory
 from deployments.launcher.arguments import is_config
 from deployments.launcher.trial import check_name, is_known
-from deployments.serve.settings import SERVE_YAML, Mistakes, ServeFile, examined, mistakes_of_model
+from deployments.serve.settings import SERVE_YAML, Mistakes, ServeFile, examined, mistakes_of_model, place_in
 
 MISTAKES = 2  # the exit status
 # The part of a file of float32 that is left at least, by `model.quantization`; "none" may still halve it.
@@ -74,9 +74,10 @@ def checked(path: Path, *, is_starting: bool = True) -> tuple[ServeFile, Mistake
             check_port(file, path)
     for where, model in file.models:
         mistakes += mistakes_of_model(where, model) + _mistakes_of_folders(where, model)
-    for config in file.applications.values():
+    for name, config in file.applications.items():
         if config.batches is not None:
-            with mistakes.noted("batches.path"):
+            at = place_in(name, file.applications)
+            with mistakes.noted(f"{at}: batches.path" if at else "batches.path"):
                 check_folder(config.batches.path)
     with mistakes.noted():
         check_memory(file)

@@ -26,11 +26,12 @@ from app.model.location import has_chat_template
 from deployments.launcher.checks import check_port
 from deployments.launcher.terminal import StatusLines
 from deployments.ray_internals import deploy
-from deployments.serve.settings import ServeFile, asked_threads, read_serve_file
+from deployments.serve.settings import LOOPBACK, ServeFile, asked_threads, read_serve_file
 from deployments.threads import excess
 
 READY = "ready"
 SERVICE = "the HTTP service"
+DEFAULT_PORT = 8000
 
 
 def roll_out(path: Path, lines: StatusLines) -> NoReturn:
@@ -43,7 +44,8 @@ def roll_out(path: Path, lines: StatusLines) -> NoReturn:
     try:
         deploy(ServeDeploySchema.model_validate(yaml.safe_load(path.read_text(encoding="utf-8"))))
     except RayError as error:
-        check_port(config, path)  # another process may have taken the port since the launcher looked
+        if "already in use" in str(error).lower():
+            check_port(config, path)  # another process has taken the port since the launcher looked
         raise InvalidSetup(f"the HTTP proxy of Serve did not start: {reason(str(error))}") from error
     _wait_until_ready(config, lines, Path(os.environ[progress.FOLDER]))
     _say(_welcome(config, lines.elapsed_s))
@@ -93,7 +95,8 @@ def _doing(config: ServeFile, status: ServeStatus, told: Mapping[str, Sequence[s
         deployments = {} if overview is None else dict(overview.deployments)
         for model in application.models:
             deployment = deployments.pop(model.deployment_name, None)
-            doing[model.name] = _doing_of_model(deployment, told.get(model.name, ()))
+            shown = model.name if len(config.applications) == 1 else f"{name}/{model.name}"
+            doing[shown] = _doing_of_model(deployment, told.get(model.name, ()))
         others += list(deployments.values())
     troubles = [trouble for trouble in map(_trouble, others) if trouble]
     is_ready = bool(others) and all(each.status == "HEALTHY" for each in others)
@@ -108,13 +111,17 @@ def _doing_of_model(deployment: DeploymentStatusOverview | None, told: Sequence[
         return READY
     num_replicas, num_ready = sum(deployment.replica_states.values()), deployment.replica_states.get("RUNNING", 0)
     ready = [f"{num_ready} of {num_replicas} replicas are ready"] if num_replicas > 1 and num_ready else []
-    told = list(dict.fromkeys(told)) or ["starting"]
-    return "; ".join([*ready, *told, *filter(None, [_trouble(deployment)])])
+    steps = [step for step in dict.fromkeys(told) if step != progress.JOINING] or list(told)[:1] or ["starting"]
+    return "; ".join([*ready, *steps, *filter(None, [_trouble(deployment)])])
 
 
 def _trouble(deployment: DeploymentStatusOverview) -> str:
-    """Serve's message about a deployment that has not started. A message that the start takes long is left out."""
-    return "" if "have taken more than" in deployment.message else reason(deployment.message)
+    """The last line of Serve's message about a deployment that has not started.
+
+    A message that the start takes long is left out, but not that the deployment waits for resources.
+    """
+    takes_long = "have taken more than" in deployment.message and "to initialize" in deployment.message
+    return "" if takes_long else reason(deployment.message).rpartition("\n")[2]
 
 
 def _answers_ready(config: ServeFile) -> bool:
@@ -163,14 +170,17 @@ def _welcome(config: ServeFile, ready_s: float) -> str:
     application = next(iter(config.applications.values()))
     model, needs_key = application.models[0].name, application.api.keys_file
     key = " -H 'Authorization: Bearer <key>'" if needs_key else ""
+    url = "" if config.port == DEFAULT_PORT and config.host in LOOPBACK else f" --url {_address(config)}"
+    chat = f"or, in another terminal{', with the key in CAROUSEL_API_KEY' * bool(needs_key)}: carousel chat{url}\n"
     endpoint, asked = "chat/completions", '"messages": [{"role": "user", "content": "Count from 3 to 9."}]'
     if not has_chat_template(application.models[0].engine.model.path):
+        chat = ""
         endpoint, asked = "completions", '"prompt": "The capital of France is", "max_tokens": 20'
     return (
         f"Ready at {_address(config)} after {ready_s:.0f} s. Try:\n"
         f"  curl {_address(config)}/v1/{endpoint}{key} -H 'Content-Type: application/json' \\\n"
         f'    -d \'{{"model": "{model}", {asked}}}\'\n'
-        f"or, in another terminal, `carousel chat`. Stop with Ctrl-C."
+        f"{chat}Stop with Ctrl-C."
     )
 
 

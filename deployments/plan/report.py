@@ -39,7 +39,7 @@ def warning_of_fit(cost: StepCost, *, seconds: float, costs: Path | None) -> str
     first = "" if costs is None else f"remove {costs}, and "
     return (
         f"WARNING: do not trust this plan: half of the steps took at least {cost.median_error:.1%} more or less than "
-        f"their fitted time, and {_MAX_MEDIAN_ERROR:.0%} is the most for a plan. The usual reason is other work on "
+        f"their fitted time, and a plan needs at most {_MAX_MEDIAN_ERROR:.0%}. The usual reason is other work on "
         f"this machine during the measurement, or too few steps ({cost.num_steps:,} here). Measure again on an idle "
         f"machine: {first}run this command with --seconds {2 * seconds:g}"
     )

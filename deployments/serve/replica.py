@@ -66,7 +66,7 @@ class Replica(StopsWithServe):
             ray.util.get_node_ip_address(), self._engine, lambda: report(group=self._group)
         )
         freeze_loaded()
-        progress.tell("joining the service")
+        progress.tell(progress.JOINING)
         if model.replicas.num_gpus > 0:  # on two cores of a CPU it costs a tenth of the tokens
             keep_waits_for_the_interpreter_short()
         self._loop = LoopMonitor()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,7 +129,7 @@ def examined(path: Path) -> tuple[ServeFile, Mistakes]:
     applications: dict[str, ApplicationConfig] = {}
     models: list[tuple[str, ServedModelConfig]] = []
     for name, entry in ours.items():
-        at = f"application {name!r}" if len(ours) > 1 else ""
+        at = place_in(name, ours)
         models += ((f"{at}: {where}" if at else where, model) for where, model in _models_in(entry.get("args")))
         with mistakes.noted(at):
             applications[name] = config = parse(entry.get("args"))
@@ -138,6 +138,11 @@ def examined(path: Path) -> tuple[ServeFile, Mistakes]:
             with mistakes.noted(at):
                 _check_keys(check_exposure(http.host, config.api), config)
     return ServeFile(host=http.host, port=http.port, applications=applications, models=tuple(models)), mistakes
+
+
+def place_in(application: str, all_of_them: Collection[str]) -> str:
+    """How a mistake names the application that it is in: not at all if there is no other."""
+    return f"application {application!r}" if len(all_of_them) > 1 else ""
 
 
 def _deployments_of(application: dict[str, Any]) -> list[dict[str, Any]]:
@@ -183,8 +188,9 @@ def mistakes_of_model(where: str, served: ServedModelConfig, *, are_all_here: bo
     """
     mistakes, engine = Mistakes(), served.engine
 
-    def may_be_elsewhere(path: str) -> bool:
-        return not are_all_here and os.path.isabs(path) and existing_place(path) is None
+    def may_be_elsewhere(path: str) -> bool:  # a GGUF file is read where the application is built
+        is_absolute = os.path.isabs(os.path.expanduser(path))
+        return not are_all_here and is_absolute and not path.endswith(".gguf") and existing_place(path) is None
 
     for setting, path in engine.model_paths.items():
         with mistakes.noted(f"{where}.engine.{setting}"):

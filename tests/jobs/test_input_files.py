@@ -142,7 +142,10 @@ PROMPTS = [{"prompt": "a"}, {"prompt": "b"}]
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (json.dumps(PROMPTS, indent=2).encode(), r"is a JSON array, .*: jq -c '\.\[\]' input\.jsonl > rows\.jsonl"),
+        (
+            json.dumps(PROMPTS, indent=2).encode(),
+            r"is a JSON array, .*: jq -c '\.\[\]' input\.jsonl > input\.converted",
+        ),
         (json.dumps(PROMPTS).encode(), "is a JSON array"),
         (b'[\n{"prompt": "a"},\n{"prompt": "b"}\n]\n', "is a JSON array"),
         (b'[{"prompt": "a"},\n{"prompt": "b"}]\n', "is a JSON array"),
@@ -220,16 +223,27 @@ def test_the_rows_of_a_table_come_back_through_pieces_that_are_read_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, prompts: list[str], blanks: bool
 ) -> None:
     monkeypatch.setattr("app.jobs.input_files.ROWS_IN_A_PIECE", 2)
-    rows = [[f"{number:03d}", prompt] for number, prompt in enumerate(prompts)]
-    with_blanks = [line for row in rows for line in ([row, []] if blanks else [row])]
-    path = table(tmp_path / f"t.{suffix}", [["id", "the\nprompt"], *with_blanks], "\t" if suffix == "tsv" else ",")
-    found = looked_through(path, prompt_column="the\nprompt")
+    line_end = " " if suffix == "tsv" else "\n"
+    rows = [[f"{number:03d}", prompt.replace("\n", line_end)] for number, prompt in enumerate(prompts)]
+    with_blanks = [line for row in rows for line in ([row, [], ["", ""]] if blanks else [row])]
+    column = f"the{line_end}prompt"
+    header = ["id", f" {column} "]
+    path = table(tmp_path / f"t.{suffix}", [header, *with_blanks], "\t" if suffix == "tsv" else ",")
+    found = looked_through(path, prompt_column=column)
     assert (found.num_rows, len(found.pieces)) == (len(rows), -(-len(rows) // 2))
     read = [row for piece in reversed(found.pieces) for row in reversed([*read_piece(piece)])][::-1]
-    assert [row.fields for row in read] == [{"id": row_id, "the\nprompt": prompt} for row_id, prompt in rows]
+    assert [row.fields for row in read] == [{"id": row_id, column: prompt} for row_id, prompt in rows]
     assert [(row.number, row.id) for row in read] == [(number, row_id) for number, (row_id, _) in enumerate(rows)]
     lines = path.read_bytes().split(b"\n")
     assert [lines[int(row.place.partition(":")[2]) - 1][:3].decode() for row in read] == [row_id for row_id, _ in rows]
+
+
+def test_a_table_in_two_formats_is_not_read_twice(tmp_path: Path) -> None:
+    for name in ("rows.csv", "rows.jsonl", "more.jsonl"):
+        (tmp_path / name).write_text("prompt\na\n" if name.endswith("csv") else '{"prompt": "a"}\n')
+    with pytest.raises(InvalidSetup, match=r"rows\.csv and rows\.jsonl have one name, .* pattern, such as '\*\.jsonl'"):
+        find_files(str(tmp_path))
+    assert [each.name for each in find_files(f"{tmp_path}/*.jsonl")] == ["more.jsonl", "rows.jsonl"]
 
 
 def test_a_row_of_a_table_is_named_by_the_line_where_it_begins(tmp_path: Path) -> None:
@@ -247,8 +261,8 @@ def test_a_row_with_other_cells_than_the_header_fails_alone_where_others_do_not(
     path = table(tmp_path / "t.csv", [["id", "prompt"], ["1", "a"], ["2", "b", "c"], ["3"]])
     errors = [row.error for row in all_rows(looked_through(path))]
     assert errors[0] == ""
-    assert errors[1].startswith("t.csv:3: the row has 3 cells, and the header 2; put a cell in quotes")
-    assert errors[2].startswith("t.csv:4: the row has 1 cells, and the header 2")
+    assert errors[1].startswith("t.csv:3: the row has 3 cells, and the header has 2; a cell with a delimiter in it")
+    assert errors[2].startswith("t.csv:4: the row has 1 cells, and the header has 2")
     table(path, [["prompt", "seed"], ["one, two"]])
     with pytest.raises(InvalidSetup, match=r"has no row that can be read; the first error: t\.csv:2: the row has 1"):
         looked_through(path)
@@ -279,9 +293,15 @@ def test_the_fingerprint_of_a_table_follows_each_of_its_bytes(tmp_path: Path) ->
         (b"id;prompt\n1;a\n", "the header is one column, 'id;prompt'; separate the cells by commas in .csv"),
         (b"text\na\n", "no row has a prompt or messages column; the first has text"),
         (b'prompt\n"a\n', r"t\.csv:2: the row that begins in this line cannot be read"),
-        ("prompt\na\n".encode("utf-16"), r"is UTF-16, and CSV is UTF-8; .*: iconv -f UTF-16 -t UTF-8 t\.csv > rows"),
+        (
+            "prompt\na\n".encode("utf-16"),
+            r"is UTF-16, and CSV is UTF-8; .*: iconv .* t\.csv > t\.converted",
+        ),
         ("prompt\na\n".encode("utf-16-le"), "is UTF-16"),
-        (gzip.compress(b"prompt\na\n", mtime=0), r"is compressed by gzip; .*: gunzip --stdout t\.csv > rows\.csv"),
+        (
+            gzip.compress(b"prompt\na\n", mtime=0),
+            r"is compressed by gzip; .*: gunzip --stdout t\.csv > t\.conv",
+        ),
         (b"PAR1\x15\x04", "is Parquet"),
     ],
 )

@@ -201,6 +201,9 @@ def test_a_cell_of_messages_is_a_list_in_json_or_the_text_of_a_turn() -> None:
     assert body_of_cells({"messages": json.dumps(TURNS)})["messages"] == TURNS
     assert body_of_cells({"messages": "7 + 15?"})["messages"] == [{"role": "user", "content": "7 + 15?"}]
     assert body_of_cells({"seed": json.dumps(TURNS)}, messages_column="seed")["messages"] == TURNS
+    assert body_of_cells({"messages": "[INST] Is it so?"})["messages"][0]["content"] == "[INST] Is it so?"
+    assert body_of_cells({"prompt": "a", "stop": "[x]"})["stop"] == "[x]"
+    assert body_of_cells({"prompt": "a", "stop": '["x", "y"]'})["stop"] == ["x", "y"]
     assert body_of_cells({"messages": "[x]"}, prompt_column="messages")["prompt"] == "[x]"
     assert body_of_cells({"seed": "7", "messages": "[x]"}, prompt_column="seed")["prompt"] == "7"
 
@@ -211,7 +214,7 @@ def test_a_cell_of_messages_is_a_list_in_json_or_the_text_of_a_turn() -> None:
         ({"prompt": "a", "max_tokens": "many"}, "max_tokens is 'many'; it should be a number"),
         ({"prompt": "a", "temperature": "0,5"}, "temperature is '0,5'; it should be a number"),
         (
-            {"messages": "[{'role': 'user'}]"},
+            {"messages": "[ {'role': 'user'}]"},
             "messages is .*; it should be a list of messages in JSON, as it begins with",
         ),
     ],

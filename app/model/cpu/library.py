@@ -17,8 +17,9 @@ import shutil
 import subprocess
 import tempfile
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,7 +29,7 @@ import torch
 
 from app.disk import cache_folder, locked
 from app.errors import InvalidSetup
-from app.progress import tell
+from app.progress import step_within
 
 logger = logging.getLogger(__name__)
 
@@ -418,14 +419,22 @@ def _source_texts() -> list[bytes]:
 def _kept(compiler: str, flags: Sequence[str], target: Path) -> Path:
     if target.exists():
         return target
-    tell("building native code (once, about half a minute)")
     target.parent.mkdir(parents=True, exist_ok=True)
-    with locked(target.with_suffix(".lock")):
+    with step_within("building native code (once, about half a minute)"), _alone(target.with_suffix(".lock")):
         if not target.exists():
             with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
                 _build(compiler, flags, Path(scratch) / target.name).replace(target)
             logger.info("built %s", target)
     return target
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """While no other process builds the same. If a lock cannot be had, several may."""
+    with ExitStack() as stack:
+        with suppress(OSError):  # a file system without locks
+            stack.enter_context(locked(path))
+        yield
 
 
 def _build(compiler: str, flags: Sequence[str], target: Path) -> Path:

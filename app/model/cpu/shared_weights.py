@@ -29,7 +29,7 @@ from app.cores import own_nodes
 from app.disk import take_lock
 from app.model.cpu.library import in_large_pages
 from app.model.cpu.weights import Allocate, NativeWeights, weights_at
-from app.progress import tell
+from app.progress import step_within
 
 logger = logging.getLogger(__name__)
 
@@ -112,8 +112,8 @@ def _locked(path: Path) -> Iterator[None]:
         lock = take_lock(path)
         if lock is None:
             logger.info("weights: another process packs them; waiting for it")
-            tell("waiting for the weights, which another replica loads")
-            lock = take_lock(path, waits=True)
+            with step_within("waiting for the weights, which another replica loads"):
+                lock = take_lock(path, waits=True)
     except OSError as error:
         logger.warning("replicas that start at the same time do not share their weights: %s: %s", path, error.strerror)
     try:

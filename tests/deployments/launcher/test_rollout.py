@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,13 @@ from ray.serve.schema import (
     ServeStatus,
 )
 
-from deployments.launcher.rollout import READY, SERVICE, _doing
+from deployments.launcher.rollout import READY, SERVICE, _doing, _welcome
 from deployments.serve.settings import ServeFile, read_serve_file
 
+UNPLACED = (
+    "Deployment 'replica-demo' in application 'carousel' has 2 replicas that have taken more than 30s to be scheduled. "
+    'Resources required for each replica: {"GPU": 1}'
+)
 SLOW = (
     "Deployment 'replica-demo' in application 'carousel' has 2 replicas that have taken more than 30s to initialize.\n"
     "This may be caused by a slow __init__ or reconfigure method."
@@ -57,7 +62,14 @@ HEALTHY = deployment("HEALTHY", RUNNING=1)
         (
             deployment("UPDATING", RUNNING=1, STARTING=1),
             ["joining the service", "loading the weights"],
-            "1 of 2 replicas are ready; joining the service; loading the weights",
+            "1 of 2 replicas are ready; loading the weights",
+        ),
+        (deployment("UPDATING", RUNNING=1), ["joining the service"], "joining the service"),
+        (deployment("UPDATING", UNPLACED, STARTING=2), [], f"starting; {UNPLACED}"),
+        (
+            deployment("UPDATING", "Traceback:\n  File x\nOSError: no disk", STARTING=1),
+            [],
+            "starting; OSError: no disk",
         ),
         (deployment("UPDATING", FAILED, STARTING=1), [], "starting; no memory"),
         (deployment("HEALTHY", RUNNING=2), ["joining the service"], READY),
@@ -81,6 +93,24 @@ def test_each_model_has_what_its_replicas_do(
 )
 def test_all_other_deployments_are_one_service(deployments: dict[str, Any], said: str, config: ServeFile) -> None:
     assert _doing(config, status_of(**deployments), {}) == {"demo": "starting", SERVICE: said}
+
+
+def test_models_of_two_applications_may_have_one_name(config: ServeFile) -> None:
+    both = replace(config, applications=dict.fromkeys(("carousel", "other"), config.applications["carousel"]))
+    doing = _doing(both, status_of(replica_demo=deployment("HEALTHY", RUNNING=1), ingress=HEALTHY), {})
+    assert doing == {"carousel/demo": READY, "other/demo": "starting", SERVICE: READY}
+
+
+@pytest.mark.parametrize(
+    ("changes", "hint"),
+    [
+        ({}, "or, in another terminal: carousel chat\n"),
+        ({"port": 8080}, "or, in another terminal: carousel chat --url http://127.0.0.1:8080\n"),
+        ({"host": "0.0.0.0", "port": 8000}, "or, in another terminal: carousel chat --url http://127.0.0.1:8000\n"),
+    ],
+)
+def test_the_welcome_names_the_address_for_a_chat(changes: dict[str, Any], hint: str, config: ServeFile) -> None:
+    assert hint in _welcome(replace(config, **changes), 1.0)
 
 
 def test_nothing_is_ready_before_serve_has_built_the_application(config: ServeFile) -> None:

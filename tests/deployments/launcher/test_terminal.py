@@ -49,7 +49,7 @@ def test_in_a_terminal_each_line_changes_in_place() -> None:
     os.close(ours)
     first, *last = output.split("\x1b[A\x1b[2K")
     assert screen(first) == ["  small: starting, 0 s", "  large: loading the weights loading t…", ""]
-    assert screen(output) == ["  small: ready", "  large: read [31my, 0 s", "done", ""]
+    assert screen(output) == ["  small: ready", "  large: read[31my, 0 s", "done", ""]
     assert len(last) == 2
 
 

@@ -37,5 +37,11 @@ def test_all_models_that_cannot_be_served_are_told_at_once(demo_path: Path, tmp_
     assert "did you mean 'llama'?" in unknown
 
 
-def test_a_folder_may_be_on_another_machine_of_a_cluster() -> None:
-    build(parse({"models": [model("far", "/mnt/of/another/machine")]}))
+@pytest.mark.parametrize("path", ["/mnt/of/another/machine", "~/of/another/machine"])
+def test_a_folder_may_be_on_another_machine_of_a_cluster(path: str) -> None:
+    build(parse({"models": [model("far", path)]}))
+
+
+def test_a_gguf_file_has_to_be_where_the_application_is_built() -> None:
+    with pytest.raises(InvalidSetup, match=r"models\[0\].engine.model.path: got '/mnt/far.gguf'; there is no such"):
+        build(parse({"models": [model("far", "/mnt/far.gguf")]}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import struct
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -72,6 +73,15 @@ def test_of_several_that_need_it_at_once_one_builds_it(tmp_path: Path, monkeypat
     assert len(built) == 1
     calls = (tmp_path / "calls").read_text().splitlines()
     assert len([call for call in calls if call != "--version"]) == 5  # four units and one link
+
+
+def test_without_locks_it_is_built_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path) -> object:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(library, "locked", fail)
+    assert library._built(str(compiler_that(': > "$2"', tmp_path))).is_file()
 
 
 @pytest.mark.skipif(library.library() is None, reason="there is no C++ compiler")
