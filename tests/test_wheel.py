@@ -165,7 +165,7 @@ def test_when_ray_s_head_is_killed_the_service_starts_anew_and_a_batch_goes_on(g
     key, entry = make_key("team-c")
     guarded.keys_file.write_text(entry + "\n")
     headers = {"Authorization": f"Bearer {key}"}
-    num_rows, num_tokens = 200, 64
+    num_rows, num_tokens = 200, 300  # seconds of work for a fast machine too
     body = {
         "model": "demo",
         "prompts": ["Once"] * num_rows,

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import csv
 import io
+import json
+import subprocess
+import sys
 from itertools import islice, pairwise
 
-import pyarrow
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pyarrow import csv as arrow_csv
 
 from app.batches import MAX_REQUEST_BYTES
 from app.errors import InvalidSetup
@@ -45,6 +46,20 @@ def test_a_table_comes_back_as_it_was_written_also_from_the_middle(
         assert rows_of(content[before.end.offset :], delimiter, before.end) == found[at + 1 :]
 
 
+# In a process of its own: where pyarrow has read CSV once, a fork of a fork ends in an abort.
+READ_BY_PYARROW = """
+import io, json, sys
+import pyarrow
+from pyarrow import csv
+table = csv.read_csv(
+    io.BytesIO(sys.stdin.buffer.read()),
+    parse_options=csv.ParseOptions(newlines_in_values=True),
+    convert_options=csv.ConvertOptions(default_column_type=pyarrow.string()),
+)
+print(json.dumps([table.column_names, [list(row.values()) for row in table.to_pylist()]]))
+"""
+
+
 def test_a_table_is_read_as_pyarrow_reads_it() -> None:
     content = (
         b'\xef\xbb\xbfid,"the ""prompt"""\r\n'
@@ -54,14 +69,11 @@ def test_a_table_is_read_as_pyarrow_reads_it() -> None:
         b',"\xc3\xa9 ""quoted"""\n'
         b" x ,null"
     )
-    table = arrow_csv.read_csv(
-        io.BytesIO(content),
-        parse_options=arrow_csv.ParseOptions(newlines_in_values=True),
-        convert_options=arrow_csv.ConvertOptions(default_column_type=pyarrow.string()),
-    )
+    done = subprocess.run([sys.executable, "-c", READ_BY_PYARROW], input=content, capture_output=True, check=True)
+    names, table = json.loads(done.stdout)
     header, *rows = rows_of(content)
-    assert header.cells == table.column_names == ["id", 'the "prompt"']
-    assert [row.cells for row in rows] == [list(row.values()) for row in table.to_pylist()]
+    assert header.cells == names == ["id", 'the "prompt"']
+    assert [row.cells for row in rows] == table
     assert [row.begin.line for row in rows] == [2, 5, 6, 7]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import resource
@@ -23,6 +22,7 @@ from app.errors import InvalidSetup
 from deployments.launcher import rollout, supervisor
 from deployments.launcher.checks import MISTAKES, checked
 from deployments.launcher.supervisor import num_proxy_threads, session_members
+from deployments.launcher.terminal import StatusLines
 from deployments.serve.application import build
 from deployments.serve.settings import ServeFile, parse
 from tests.deployments.conftest import HTTP_PORT, PLAIN_ENVIRONMENT, free_port
@@ -237,14 +237,16 @@ def test_a_model_that_cannot_be_loaded_fails_its_application_with_the_reason(
     cluster: str, demo_path: Path, tmp_path: Path
 ) -> None:
     model = shutil.copytree(demo_path, tmp_path / "model")  # with a tokenizer: the ingress starts
-    (model / "config.json").write_text(json.dumps({"model_type": "none-such"}))
+    weights = next(model.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:1000])  # what is looked at before a start does not show it
     engine = {"model": {"path": str(model)}}
     replicas = {"num_replicas": 1, "num_cpus": 0.1}
     application = parse({"models": [{"name": "odd", "engine": engine, "replicas": replicas}]})
     target = rollout.serve.RunTarget(build(application), name="odd", route_prefix="/odd")
     rollout.serve.run_many([target], wait_for_applications_running=False)
-    with pytest.raises(InvalidSetup, match=r"^replica-odd: (?s:.*)none-such") as failed:
-        rollout._wait_until_ready(ServeFile(host="127.0.0.1", port=HTTP_PORT, applications={"odd": application}))
+    file = ServeFile(host="127.0.0.1", port=HTTP_PORT, applications={"odd": application})
+    with pytest.raises(InvalidSetup, match=r"^replica-odd: (?s:.*)cannot be loaded") as failed:
+        rollout._wait_until_ready(file, StatusLines(), tmp_path)
     assert "Traceback" not in str(failed.value)
     rollout.serve.delete("odd", _blocking=False)
 
