@@ -21,6 +21,7 @@ from msgspec import structs
 from app.config import SchedulerConfig
 from app.engine.adapter_store import HeldAdapter
 from app.engine.batch import DeviceLost
+from app.engine.block_pool import Prefix
 from app.engine.engine import NO_ADAPTERS, Engine, StepError
 from app.engine.matcher import Matcher, Matchers
 from app.engine.request import Adapter, Address, FinishReason, ModelInfo, Queued, Request, TokenDelta
@@ -294,7 +295,7 @@ class AsyncEngine:
         with suppress(EngineStopped):
             self._command(self._engine.end_snapshots)
 
-    def on_prefixes(self, note_held: Callable[[int, bool], None]) -> None:
+    def on_prefixes(self, note_held: Callable[[Prefix, bool], None]) -> None:
         """`Engine.on_prefixes`, from the next step on."""
         with suppress(EngineStopped):
             self._command(lambda: self._engine.on_prefixes(note_held))

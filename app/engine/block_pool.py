@@ -132,7 +132,7 @@ class BlockPool:
         self._cached: dict[tuple[Prefix | str, tuple[int, ...]], Block] = {}
         self._in_windows: dict[tuple[Prefix, int], Block] = {}
         self.note_findable: Callable[[Prefix], None] | None = None  # called with each prefix that becomes findable
-        self._note_held: Callable[[int, bool], None] | None = None
+        self._note_held: Callable[[Prefix, bool], None] | None = None
         self.states = states
         if states is not None:
             states.note_resumable = self._note_resumable
@@ -161,10 +161,10 @@ class BlockPool:
         """Free blocks with content that can still be shared."""
         return len(self._evictable)
 
-    def on_prefixes(self, note_held: Callable[[int, bool], None]) -> None:
-        """Call this with the digest of each prefix that can be found now, becomes findable (true) or is gone (false).
+    def on_prefixes(self, note_held: Callable[[Prefix, bool], None]) -> None:
+        """Call this with each prefix that can be found now, becomes findable (true) or is gone (false).
 
-        More than one block may hold what has the same digest.
+        More than one prefix may have the same digest.
         """
         self._note_held = note_held
         if self.states is not None:
@@ -173,13 +173,13 @@ class BlockPool:
             return
         for block in self._cached.values():
             assert block.prefix is not None, "a cached block has a prefix"
-            note_held(block.prefix.digest, True)
+            note_held(block.prefix, True)
 
     def _note_resumable(self, prefix: Prefix, is_resumable: bool) -> None:
         """Of a model with recurrent layers, prefixes up to a snapshot count as held: no other can be resumed."""
         at: Prefix | str = prefix
         while self._note_held is not None and isinstance(at, Prefix):
-            self._note_held(at.digest, is_resumable)
+            self._note_held(at, is_resumable)
             at = at.parent
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -314,7 +314,7 @@ class BlockPool:
         if holder is block:
             block.prefix = Prefix(*key, block, tenant)
             if self._note_held is not None and self.states is None:
-                self._note_held(block.prefix.digest, True)
+                self._note_held(block.prefix, True)
             if self.note_findable is not None:
                 self.note_findable(block.prefix)
         assert holder.prefix is not None, "a cached block has a prefix"
@@ -361,7 +361,7 @@ class BlockPool:
             if self.states is not None:
                 self.states.forget(block.prefix)
             elif self._note_held is not None:
-                self._note_held(block.prefix.digest, False)
+                self._note_held(block.prefix, False)
         block.prefix = block.window_of = None
 
 

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from app.config import SchedulerConfig
 from app.engine.adapter_store import AdapterStore, HeldAdapter
 from app.engine.batch import EMPTY_BATCH, StepBatch, StepLimits, StepResult, kept_tokens
+from app.engine.block_pool import Prefix
 from app.engine.isolation import DeviceFailed, Quarantine, run_in_parts, run_or_error
 from app.engine.matcher import Matcher, TokenSet
 from app.engine.model_runner import ModelRunner
@@ -267,7 +268,7 @@ class Engine:
         for observer in self._observers:
             observer.limited(limits)
 
-    def on_prefixes(self, note_held: Callable[[int, bool], None]) -> None:
+    def on_prefixes(self, note_held: Callable[[Prefix, bool], None]) -> None:
         """See `BlockPool.on_prefixes`. The engine's thread calls."""
         self._scheduler.pool.on_prefixes(note_held)
 

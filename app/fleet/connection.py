@@ -52,8 +52,9 @@ class ReplicaConnection:
         make_reader: Callable[[], FrameReader],
         connect: Callable[[FrameReader], Awaitable[asyncio.Transport]],
         on_lost: Callable[[str, ReplicaLost], None],
+        on_connected: Callable[[], None],
     ) -> None:
-        """`connect` opens a stream for a reader.
+        """`connect` opens a stream for a reader; `on_connected` is called when it has.
 
         `on_lost(replica_id, lost)` is called whenever the stream ends: frames may be missing from then on.
         """
@@ -61,6 +62,7 @@ class ReplicaConnection:
         self._make_reader = make_reader
         self._connect = connect
         self._on_lost = on_lost
+        self._on_connected = on_connected
         self._reader: FrameReader | None = None
         self._transport: asyncio.Transport | None = None
         self._outgoing: list[bytes] = []  # messages of this turn of the event loop
@@ -120,6 +122,7 @@ class ReplicaConnection:
         except Exception as error:
             reader.end(error)
             return
+        self._on_connected()
         try:
             await asyncio.get_running_loop().create_future()
         finally:
@@ -165,13 +168,15 @@ class FrameReader(asyncio.Protocol):
         limits: FailoverLimits,
         *,
         on_begun: Callable[[], object] = lambda: None,
+        on_ended: Callable[[], object] = lambda: None,
         on_view: Callable[[EngineSnapshot], object] = lambda view: None,
         on_short: Callable[[], object] = lambda: None,
     ) -> None:
         """`in_flight` are the requests of this process by the id of their current attempt.
 
-        `on_begun` is called at the first frame, with which the replica says that it serves requests, `on_view` for each
-        view that comes, `on_short` for each report with too little free KV memory for what runs.
+        `on_begun` is called at the first frame, with which the replica says that it serves requests, `on_ended` when
+        the stream has ended, `on_view` for each view that comes, `on_short` for each report with too little free KV
+        memory for what runs.
         """
         self._replica_id = replica_id
         self._registry = registry
@@ -179,6 +184,7 @@ class FrameReader(asyncio.Protocol):
         self._metrics = metrics
         self._limits = limits
         self._on_begun = on_begun
+        self._on_ended = on_ended
         self._on_view = on_view
         self._on_short = on_short
         self._decoder = frame_decoder()
@@ -203,6 +209,7 @@ class FrameReader(asyncio.Protocol):
         elif not isinstance(error, ReplicaLost):
             error = ReplicaLost(f"its stream broke: {described(error)}", reason="broken")
         self.is_open = False
+        self._on_ended()
         self._silence_timer.cancel()
         self._ended.set_result(error)
 

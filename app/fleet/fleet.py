@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 1.0  # between two tries to go on where all replicas are full
 _RELIEVE_EVERY_S = 0.25  # until a replica's reports tell what the last request that left has brought
+_RESUME_EVERY_S = 0.0002  # to place and send one takes nearly as long
 _MAX_TIMES_SHORT = 3  # that one request leaves a replica that is short of memory
 
 
@@ -67,11 +69,15 @@ class Fleet:
         self._metrics = metrics
         self._clock = clock
         self._in_flight: dict[str, InFlightRequest] = {}  # by the id of their current attempt
+        # The same by replica, each in the order in which they came to it.
+        self._on_replica: defaultdict[str, dict[str, InFlightRequest]] = defaultdict(dict)
         # After so many replicas in a row were lost before they gave it a token, a request counts as the cause.
         max_losses = max(2, limits.max_resumes)
         self._culprits: Culprits[str] = Culprits(max_losses=max_losses, alone_after=max_losses - 1)
         self._suspects = SuspectQueue()
         self._connections: dict[str, ReplicaConnection] = {}
+        self._open_ids: Sequence[str] | None = None  # the replicas that take requests now; None: to be looked at again
+        self._next_resume_at = -inf  # of a request whose replica was lost
         self._relieved_at: dict[str, float] = {}  # by replica that was short of memory
         self._leaving: dict[str, asyncio.TimerHandle] = {}  # replicas that take no more requests and have some
         self._changed = asyncio.Event()  # set for a moment when a connection opens or the replicas change
@@ -116,7 +122,7 @@ class Fleet:
                         if in_flight.leaves_after_prompt and delta.token_ids:
                             in_flight.fail(RequestLeft("its prompt is computed", reason="decode"))
                 except ReplicaLost as lost:
-                    pause_s = self._note_loss(in_flight, lost)
+                    pause_s = self._in_turn(self._note_loss(in_flight, lost))
                     avoid |= {in_flight.replica_id, *lost.avoid}
                 except DeadlineMissed:
                     raise
@@ -155,7 +161,7 @@ class Fleet:
         described = self._registry.describe()
         for each in described:
             each["state"] = "serving" if self._is_open(each["replica"]) else "lost"
-        leaving = [each for each in self._connections if each not in self._registry.replica_ids]
+        leaving = [each for each in self._connections if not self._registry.takes_requests(each)]
         return described + [{"replica": each, "state": "leaving"} for each in leaving]
 
     @property
@@ -200,7 +206,7 @@ class Fleet:
             in_flight.leaves_after_prompt = self._registry.is_split(decision, replica_ids)
         if not chosen.is_suspect:
             self._culprits.is_alive(chosen.replica_id)
-        self._in_flight[sent.request_id] = in_flight
+        self._in_flight[sent.request_id] = self._on_replica[chosen.replica_id][sent.request_id] = in_flight
         self._metrics.dispatched(decision.policy)
         self._connections[chosen.replica_id].send(SubmitRequest(sent))
 
@@ -216,16 +222,17 @@ class Fleet:
 
     def _end_attempt(self, in_flight: InFlightRequest) -> None:
         """The attempt is over, in whatever way: nothing of it stays."""
-        del self._in_flight[in_flight.sent.request_id]
-        in_flight.has_ended = True
         replica_id = in_flight.replica_id
+        del self._in_flight[in_flight.sent.request_id]
+        del self._on_replica[replica_id][in_flight.sent.request_id]
+        in_flight.has_ended = True
         if not in_flight.is_done and replica_id in self._connections:
             self._connections[replica_id].send(AbortRequest(in_flight.sent.request_id))
         num_generated = in_flight.num_tokens if in_flight.is_done else None
         self._registry.end(
             in_flight.sent.request_id, max_tokens=in_flight.request.sampling.max_tokens, num_generated=num_generated
         )
-        if replica_id not in self._registry.replica_ids:
+        if not self._registry.takes_requests(replica_id):
             self._close_if_idle(replica_id)
 
     def _note_loss(self, in_flight: InFlightRequest, lost: ReplicaLost) -> float:
@@ -266,6 +273,13 @@ class Fleet:
         )  # fmt: skip
         return suspect_pause_s * self._culprits.losses_without_progress(request_id)
 
+    def _in_turn(self, pause_s: float) -> float:
+        """The pause, or a longer one: the event loop gets time for others while many requests go on elsewhere."""
+        now = self._clock()
+        at = max(now + pause_s, self._next_resume_at)
+        self._next_resume_at = at + _RESUME_EVERY_S
+        return at - now
+
     def _is_recent(self, in_flight: InFlightRequest, now: float) -> bool:
         return in_flight.lost_at is not None and now - in_flight.lost_at <= self._limits.place_timeout_s
 
@@ -277,18 +291,23 @@ class Fleet:
 
     # ------------------------------------------------------------------ the replicas
 
-    def _open_replica_ids(self, in_flight: InFlightRequest) -> list[str]:
+    def _open_replica_ids(self, in_flight: InFlightRequest) -> Sequence[str]:
         """The replicas that take requests now, have the weights of its tokens and know all of its fields."""
         weights, request, registry = in_flight.needs_weights, in_flight.request, self._registry
-        found = [each for each in filter(self._is_open, registry.replica_ids)
-                 if registry.unknown_field(each, request) is None]  # fmt: skip
-        return [each for each in found if not weights or registry.has_weights(each, weights)]
+        if self._open_ids is None:
+            self._open_ids = list(filter(self._is_open, registry.replica_ids))
+        found = self._open_ids
+        if registry.some_lack_fields:
+            found = [each for each in found if registry.unknown_field(each, request) is None]
+        if weights and registry.some_differ_from(weights):
+            found = [each for each in found if registry.has_weights(each, weights)]
+        return found
 
     def _is_open(self, replica_id: str) -> bool:
         connection = self._connections.get(replica_id)
         return connection is not None and connection.is_open
 
-    async def _wait_for_replicas(self, in_flight: InFlightRequest) -> list[str]:
+    async def _wait_for_replicas(self, in_flight: InFlightRequest) -> Sequence[str]:
         """Wait until a replica takes the request, as for `_open_replica_ids`; returns all that do.
 
         Raises Unavailable when there is none for too long, Overloaded when too many requests wait for one.
@@ -330,14 +349,19 @@ class Fleet:
             changing.cancel()
             waking.cancel()
 
+    def _open_changed(self) -> None:
+        """A connection has been opened or has ended, or the replicas are others."""
+        self._open_ids = None
+
     def _note_change(self) -> None:
         self._changed.set()
         self._changed.clear()
 
     def _replicas_changed(self, replica_ids: Collection[str]) -> None:
+        self._open_changed()
         for replica_id in replica_ids:
             self._connect_to(replica_id)
-        for replica_id in [known for known in self._connections if known not in replica_ids]:
+        for replica_id in self._connections.keys() - set(replica_ids):
             self._close_if_idle(replica_id)
             if replica_id in self._connections and replica_id not in self._leaving:
                 leave_after_s = self._limits.leave_after_s
@@ -349,9 +373,9 @@ class Fleet:
     def _leave(self, replica_id: str, after_s: float) -> None:
         """Have the requests of a replica that is about to end go on elsewhere, and take their KV memory along."""
         del self._leaving[replica_id]
-        if replica_id in self._registry.replica_ids:  # it stays
+        if self._registry.takes_requests(replica_id):  # it stays
             return
-        leaving = [each for each in self._in_flight.values() if each.replica_id == replica_id]
+        leaving = list(self._on_replica[replica_id].values())
         for in_flight in leaving:
             if self._open_replica_ids(in_flight):
                 in_flight.fail(RequestLeft(f"it takes no requests since {after_s:g} s", reason="ending"))
@@ -371,14 +395,17 @@ class Fleet:
                 self._metrics,
                 self._limits,
                 on_begun=partial(self._begun, replica_id),
+                on_ended=self._open_changed,
                 on_view=partial(self._view_came, replica_id),
                 on_short=partial(self._relieve, replica_id),
             ),
             lambda reader: self._transport.connect(replica_id, reader, heartbeat_s=self._limits.heartbeat_s),
             self._on_lost,
+            self._open_changed,
         )
 
     def _begun(self, replica_id: str) -> None:
+        self._open_changed()
         if self._on_view is not None:
             self._tell_watching(replica_id)
         self._note_change()
@@ -400,9 +427,9 @@ class Fleet:
         if now < self._relieved_at.get(replica_id, -inf) + _RELIEVE_EVERY_S:
             return
         self._relieved_at[replica_id] = now
-        for in_flight in reversed(self._in_flight.values()):
+        for in_flight in reversed(self._on_replica[replica_id].values()):
             may_leave = in_flight.prefixes_at is not None and in_flight.num_times_short < _MAX_TIMES_SHORT
-            if in_flight.replica_id != replica_id or not (in_flight.num_tokens and may_leave):
+            if not (in_flight.num_tokens and may_leave):
                 continue
             others = {*self._open_replica_ids(in_flight)} - {replica_id}
             roomy = self._registry.have_room(in_flight.request, in_flight.num_tokens, others)
@@ -412,20 +439,22 @@ class Fleet:
                 return
 
     def _close_if_idle(self, replica_id: str) -> None:
-        if not any(each.replica_id == replica_id for each in self._in_flight.values()):
+        if not self._on_replica[replica_id]:
             self._close_connection(replica_id)
 
     def _close_connection(self, replica_id: str) -> None:
         if replica_id in self._connections:
             self._connections.pop(replica_id).close()
+            self._open_changed()
             self._relieved_at.pop(replica_id, None)
+            if not self._on_replica[replica_id]:
+                del self._on_replica[replica_id]
             if replica_id in self._leaving:
                 self._leaving.pop(replica_id).cancel()
 
     def _on_lost(self, replica_id: str, lost: ReplicaLost) -> None:
         self._registry.suspect(replica_id)
-        for in_flight in self._in_flight.values():
-            if in_flight.replica_id == replica_id:
-                in_flight.fail(lost)
-        if replica_id not in self._registry.replica_ids:
+        for in_flight in self._on_replica.get(replica_id, {}).values():
+            in_flight.fail(lost)
+        if not self._registry.takes_requests(replica_id):
             self._close_connection(replica_id)

@@ -6,8 +6,9 @@ from array import array
 from collections import Counter
 from threading import Lock
 
+from app.engine.block_pool import Prefix
 from app.engine.request import Address
-from app.fleet.dispatch import PrefixChanges
+from app.fleet.dispatch import PrefixChanges, is_indexed
 
 
 class PrefixFeed:
@@ -22,8 +23,11 @@ class PrefixFeed:
         self.address: Address | None = None  # from where other replicas may fetch them
         self._readers: set[PrefixReader] = set()
 
-    def note(self, digest: int, is_held: bool) -> None:
+    def note(self, prefix: Prefix, is_held: bool) -> None:
         """A prefix has become findable, or its last block is handed out."""
+        if not is_indexed(prefix.num_blocks):
+            return
+        digest = prefix.digest
         with self.lock:
             self.held[digest] += 1 if is_held else -1
             if not self.held[digest]:

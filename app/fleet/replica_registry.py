@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from app.engine.block_pool import digests_of
-from app.engine.request import Adapter, Address, PrefixAt, Request
+from app.engine.request import Address, PrefixAt, Request
 from app.errors import Overloaded, Unavailable
 from app.fair import RetryTimes
 from app.fleet.dispatch import (
@@ -32,6 +35,10 @@ from app.output_lengths import OutputLengths
 logger = logging.getLogger(__name__)
 
 MIN_FETCHED_TOKENS = 256  # from another replica: fewer are computed in a few steps
+SMALL_FLEET = 24  # replicas that are all looked at for each request
+# Of a larger fleet: replicas that are looked at first, and if none of them takes the request; and those that are looked
+# at in any case, as they have cached the beginning of the prompt or the adapter.
+SOME, MANY, NUM_NEAR = 12, 96, 8
 
 
 class ReplicaRegistry:
@@ -54,8 +61,9 @@ class ReplicaRegistry:
         self._groups = groups
         self.has_roles = has_roles
         self._clock = clock
-        # The replicas that take requests now. One that leaves is not among them, though it ends what it has.
-        self.replica_ids: Collection[str] = ()
+        # The replicas that take requests now, sorted. One that leaves is not among them, though it ends what it has.
+        self.replica_ids: Sequence[str] = ()
+        self._members: frozenset[str] = frozenset()  # the same
         self._ledger = Ledger()
         self.progress = self._ledger.progress  # new tokens of a request have come
         self._lengths = OutputLengths(by_median=False)  # work is added up
@@ -65,9 +73,11 @@ class ReplicaRegistry:
         self._prefixes = PrefixIndex(block_size=block_size)
         self.addresses = self._prefixes.addresses
         self._has_kv_memory = False  # as far as is known
-        self._adapters_sent: dict[str, str] = {}  # the replica that the last request with an adapter went to
+        # By digest, in the order in which it came to know: the replicas that have loaded an adapter or were sent one.
+        self._with_adapter: defaultdict[str, dict[str, None]] = defaultdict(dict)
         self._retry_times = RetryTimes()
         self._weights = 0  # the digest that a replica has reported last
+        self._num_of_weights: Counter[int] = Counter()  # how many replicas have each digest
         self._differing: frozenset[str] = frozenset()  # replicas that were told of
         self._unknown_fields: dict[str, frozenset[str]] = {}  # of requests, by replica that does not know them all
         self.last_decision: Decision | None = None
@@ -76,10 +86,8 @@ class ReplicaRegistry:
 
     # ------------------------------------------------------------------ one request
 
-    def place(
-        self, request: Request, replica_ids: Collection[str], *, avoid: Collection[str] = frozenset()
-    ) -> Decision:
-        """Which of these replicas gets a request; it is charged with the request until `end`.
+    def place(self, request: Request, replica_ids: Sequence[str], *, avoid: Collection[str] = frozenset()) -> Decision:
+        """Which of these replicas gets a request; it is charged with the request until `end`. The ids are sorted.
 
         Suspects and those to `avoid`, which have just refused or lost it, are taken only where there is no other.
 
@@ -93,16 +101,27 @@ class ReplicaRegistry:
             session or request.call or request.request_id, asked=request.group, preset=request.preset
         )
         chain = digests_of(request.prompt_token_ids, salt=request.prefix_salt, block_size=self._block_size)
-        candidates = self._ledger.candidates(
-            replica_ids if request.adapter is None else self._that_adapt(replica_ids),
-            now=self._clock(),
-            is_background=request.is_background,
-            num_cached_tokens=self._prefixes.match(chain),
-            session_replica_id=self._sessions.replica_of(session) if session else None,
-        )
-        if self.has_roles:
-            group = self._role_of(request, candidates)
-        considered = self._considered(candidates, group, avoid, request=request)
+        cached = self._prefixes.match(chain)
+        session_replica_id = self._sessions.replica_of(session) if session else None
+        considered: Sequence[Candidate] = ()
+        near = [*islice(cached, NUM_NEAR), *filter(None, [session_replica_id])]
+        for looked_at in self._looked_at(request, replica_ids, near, has_groups=bool(group) or self.has_roles):
+            candidates = self._ledger.candidates(
+                looked_at if request.adapter is None else filter(self._adapts, looked_at),
+                now=self._clock(),
+                is_background=request.is_background,
+                num_cached_tokens=cached,
+                session_replica_id=session_replica_id,
+            )
+            if self.has_roles:
+                group = self._role_of(request, candidates)
+            considered = self._considered(
+                candidates, group, avoid, request=request, are_all=len(looked_at) == len(replica_ids)
+            )
+            if considered:
+                break
+        if not considered:
+            raise Unavailable("no replica computes with adapters now; try again")
         num_generated, max_tokens = len(request.generated_token_ids), request.sampling.max_tokens
         expected = self._lengths.expected((max_tokens.bit_length(), None), at_most=max_tokens)
         size = RequestSize(
@@ -110,7 +129,7 @@ class ReplicaRegistry:
             num_expected_tokens=max(1, (expected or max_tokens) - num_generated) if group != PREFILL else 1,
         )
         if request.adapter is not None:
-            considered = near_adapter(considered, size, self._replicas_with(request.adapter))
+            considered = near_adapter(considered, size, self._with_adapter.get(request.adapter.digest, {}))
         if request.call:
             considered = self._of_call(request.call, considered)
         decision = self.last_decision = self._policy.decide(considered, size)
@@ -120,6 +139,25 @@ class ReplicaRegistry:
         if self._has_kv_memory:
             self._prefixes.add(request.request_id, chosen.replica_id, chain)
         return decision
+
+    def _looked_at(
+        self, request: Request, replica_ids: Sequence[str], near: list[str], *, has_groups: bool
+    ) -> Iterator[Sequence[str]]:
+        """The replicas to choose from: all of a small fleet; of a large one some, then more, then all.
+
+        The next are for a request that none of those before takes. near: replicas with the session or the prefix.
+        """
+        if len(replica_ids) <= SMALL_FLEET:
+            yield replica_ids
+            return
+        if request.call:
+            near += filter(None, [self._calls.replica_of(request.call)])
+        if request.adapter is not None:
+            near += islice(self._with_adapter.get(request.adapter.digest, ()), NUM_NEAR)
+        there = {each for each in near if _is_among(replica_ids, each)}
+        for number in (MANY,) if has_groups else (SOME, MANY):
+            yield list(there.union(self._policy.some(replica_ids, number)))
+        yield replica_ids
 
     def _role_of(self, request: Request, candidates: Sequence[Candidate]) -> str:
         """Which replicas compute a request first: a long prompt that is not cached goes to those for prompts."""
@@ -131,7 +169,8 @@ class ReplicaRegistry:
     def is_split(self, decision: Decision, replica_ids: Collection[str]) -> bool:
         """Whether a request that was placed like this goes on at another of these replicas after its prompt."""
         is_prompt = decision.candidates[0].group == PREFILL
-        return is_prompt and any(each in replica_ids for each, report in self.reports.items() if report.group == DECODE)
+        reports = (self._ledger.replica(each).report for each in replica_ids)
+        return is_prompt and any(report is not None and report.group == DECODE for report in reports)
 
     def prefix_at(self, decision: Decision) -> PrefixAt | None:
         """Where the chosen replica may fetch the beginning of the prompt: another has much more of it."""
@@ -157,9 +196,18 @@ class ReplicaRegistry:
         }
 
     def _considered(
-        self, candidates: Sequence[Candidate], group: str, avoid: Collection[str], *, request: Request
+        self, candidates: Sequence[Candidate], group: str, avoid: Collection[str], *, request: Request, are_all: bool
     ) -> Sequence[Candidate]:
-        """The best of a group. Raises Overloaded."""
+        """The best of a group. Raises Overloaded.
+
+        are_all: there are no other replicas. Else the result is empty if none of these takes the request.
+        """
+        if not are_all:
+            return [
+                each for each in candidates
+                if not (each.is_full or each.is_suspect or each.replica_id in avoid)
+                and (each.has_slot or not request.no_queue) and (not group or each.group == group)
+            ]  # fmt: skip
         sound = [each for each in candidates if not each.is_suspect]
         full = [each for each in sound if each.is_full]
         if sound and len(full) == len(sound):
@@ -192,7 +240,7 @@ class ReplicaRegistry:
         if request.call:
             self._calls.place(request.call, chosen.replica_id)
         if request.adapter is not None:
-            self._adapters_sent[request.adapter.digest] = chosen.replica_id
+            self._with_adapter[request.adapter.digest][chosen.replica_id] = None
 
     def _of_call(self, call: str, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         """The replica that has computed what the requests of a call begin with; all of them where it takes no more.
@@ -202,17 +250,10 @@ class ReplicaRegistry:
         replica_id = self._calls.replica_of(call)
         return [each for each in candidates if each.replica_id == replica_id and not each.is_full] or candidates
 
-    def _that_adapt(self, replica_ids: Collection[str]) -> list[str]:
-        """Without those that would answer as if the request had no adapter: of a version that knows none."""
-        reports = {each: self._ledger.replica(each).report for each in replica_ids}
-        found = [each for each, report in reports.items() if report is None or report.adapters is not None]
-        if not found:
-            raise Unavailable("no replica computes with adapters now; try again")
-        return found
-
-    def _replicas_with(self, adapter: Adapter) -> set[str]:
-        found = {each for each, report in self.reports.items() if adapter.digest in (report.adapters or ())}
-        return found | {self._adapters_sent.get(adapter.digest, "")}
+    def _adapts(self, replica_id: str) -> bool:
+        """False for a replica of a version that knows no adapters: it would answer as if the request had none."""
+        report = self._ledger.replica(replica_id).report
+        return report is None or report.adapters is not None
 
     def end(self, request_id: str, *, max_tokens: int = 0, num_generated: int | None = None) -> None:
         """A request has ended, in whatever way; `num_generated`: after so many tokens of its limit, or by a stop."""
@@ -237,27 +278,44 @@ class ReplicaRegistry:
 
     def set_replicas(self, replica_ids: Collection[str]) -> None:
         """These replicas take requests from now on, and no others."""
-        self.replica_ids = tuple(replica_ids)
-        self._ledger.keep_only(replica_ids)
-        self._sessions.keep_only(replica_ids)
-        self._calls.keep_only(replica_ids)
-        self._adapters_sent = {key: each for key, each in self._adapters_sent.items() if each in replica_ids}
-        self._decisions = {each: self._decisions[each] for each in replica_ids if each in self._decisions}
-        self._prefixes.keep_only(replica_ids)
-        self._unknown_fields = {key: each for key, each in self._unknown_fields.items() if key in replica_ids}
+        self.replica_ids, self._members = tuple(sorted(replica_ids)), frozenset(replica_ids)
+        self._ledger.keep_only(self._members)
+        for digest, known in list(self._with_adapter.items()):
+            for gone in known.keys() - self._members:
+                del known[gone]
+            if not known:
+                del self._with_adapter[digest]
+        self._decisions = {each: self._decisions[each] for each in self._members & self._decisions.keys()}
+        self._prefixes.keep_only(self._members)
+        self._unknown_fields = {key: each for key, each in self._unknown_fields.items() if key in self._members}
+        self._num_of_weights = Counter(report.weights for report in self.reports.values())
         self.on_replicas(self.replica_ids)
 
     def note(self, replica_id: str, report: ReplicaReport, prefixes: PrefixChanges | None = None) -> None:
         """Take in a replica's report; a replica that reports is trusted again. prefixes: what is new of them."""
         if prefixes is not None:
             self._prefixes.note(replica_id, prefixes)
-        if replica_id not in self.replica_ids:
+        if replica_id not in self._members:
             self._ledger.replica(replica_id).is_suspect = False
             return  # it is leaving
         self._has_kv_memory = report.num_kv_tokens > 0
+        before = self._ledger.replica(replica_id).report
+        if report.adapters != (before and before.adapters):
+            self._note_adapters(replica_id, set((before and before.adapters) or ()), set(report.adapters or ()))
+        if before is None or before.weights != report.weights:
+            self._num_of_weights[report.weights] += 1
+            self._num_of_weights[0 if before is None else before.weights] -= before is not None
         self._ledger.note(replica_id, report, now=self._clock())
         if report.weights != self._weights:
             self._note_weights(replica_id, report.weights)
+
+    def _note_adapters(self, replica_id: str, before: set[str], now: set[str]) -> None:
+        for digest in now - before:
+            self._with_adapter[digest][replica_id] = None
+        for digest in before - now:
+            self._with_adapter[digest].pop(replica_id, None)
+            if not self._with_adapter[digest]:
+                del self._with_adapter[digest]
 
     def note_fields(self, replica_id: str, known: Collection[str]) -> None:
         """A replica has said which fields of requests it knows. None: it is of a version that does not say so."""
@@ -272,6 +330,19 @@ class ReplicaRegistry:
         if unknown is None:  # as nearly always: the fields of a request are not looked at
             return None
         return next((name for name in used_fields(request) if name in unknown), None)
+
+    def takes_requests(self, replica_id: str) -> bool:
+        """Whether a replica is one of `replica_ids`."""
+        return replica_id in self._members
+
+    @property
+    def some_lack_fields(self) -> bool:
+        """Whether a replica does not know all fields of requests."""
+        return bool(self._unknown_fields)
+
+    def some_differ_from(self, weights: int) -> bool:
+        """Whether a replica may have other weights than these."""
+        return sum(self._num_of_weights.values()) > self._num_of_weights[0] + self._num_of_weights[weights]
 
     def has_weights(self, replica_id: str, weights: int) -> bool:
         """Whether a replica can go on with tokens of these weights, as far as both are known (0: not)."""
@@ -337,3 +408,8 @@ class ReplicaRegistry:
             "backends_failed": report and report.backends_failed,
             "last_dispatch": decision and f"{decision.rule}: {decision.scoring.explain(decision.candidates[0])}",
         }
+
+
+def _is_among(replica_ids: Sequence[str], replica_id: str) -> bool:
+    at = bisect_left(replica_ids, replica_id)
+    return at < len(replica_ids) and replica_ids[at] == replica_id

@@ -34,13 +34,13 @@ _EOS = _VOCAB_SIZE  # ends a reply that is shorter than _MAX_TOKENS
 _KV_TOKENS = 65_536
 _CONTEXT_TOKENS = 4_096
 _NUM_SYSTEM_PROMPTS, _SYSTEM_TOKENS = 8, 256
-_MEAN_TURNS, _MEAN_PAUSE_S = 4, 5.0
-_CACHE = CacheConfig()
-_MEASURED = MeasuredReplica(
+MEAN_TURNS, _MEAN_PAUSE_S = 4, 5.0
+CACHE = CacheConfig()
+MEASURED = MeasuredReplica(
     model="made up",
     num_threads=None,
-    num_blocks=_KV_TOKENS // _CACHE.block_size,
-    block_size=_CACHE.block_size,
+    num_blocks=_KV_TOKENS // CACHE.block_size,
+    block_size=CACHE.block_size,
     facts=ModelInfo(max_model_len=_KV_TOKENS, vocab_size=_VOCAB_SIZE + 1, eos_token_ids=(_EOS,)),
     cost=StepCost.linear(0.010, 0.0001),
 )
@@ -70,7 +70,7 @@ class _Fleet(FleetSimulation):
 
     def _restart(self) -> None:
         before = self._registries[0]
-        new = ReplicaRegistry(before._policy, before._groups, block_size=_CACHE.block_size, clock=before._clock)
+        new = ReplicaRegistry(before._policy, before._groups, block_size=CACHE.block_size, clock=before._clock)
         new.set_replicas(list(self._replicas))
         self._registries[0] = new
         for each in self._replicas.values():
@@ -82,7 +82,7 @@ def measure(
     *, ingresses: Sequence[int], num_replicas: int, num_requests: int, num_slots: int, num_per_s: float, seed: int
 ) -> dict[str, Any]:
     """The figures of each number of ingresses."""
-    turns = _conversations(num_requests, num_per_s, random.Random(seed), seed)
+    turns = conversations(num_requests, num_per_s, random.Random(seed), seed)
     figures: dict[str, Any] = {
         "replicas": num_replicas, "requests": num_requests, "slots": num_slots, "first_turns_per_s": num_per_s,
         "seed": seed,
@@ -91,7 +91,7 @@ def measure(
         found = []
         for restarts_at in (None, num_requests // 2):
             fleet = _Fleet(
-                replicas=[_MEASURED] * num_replicas, cache=_CACHE, dispatch="prefix_affinity", num_ingresses=number,
+                replicas=[MEASURED] * num_replicas, cache=CACHE, dispatch="prefix_affinity", num_ingresses=number,
                 scheduler=SchedulerConfig(max_running=num_slots, max_waiting=1_000_000), seed=seed,
                 restarts_at=restarts_at,
             )  # fmt: skip
@@ -107,7 +107,7 @@ def measure(
     return figures
 
 
-def _conversations(num_requests: int, num_per_s: float, rng: random.Random, seed: int) -> Trace:
+def conversations(num_requests: int, num_per_s: float, rng: random.Random, seed: int) -> Trace:
     """The first turns, each with those that follow."""
     systems = [tuple(rng.choices(range(1, _VOCAB_SIZE), k=_SYSTEM_TOKENS)) for _ in range(_NUM_SYSTEM_PROMPTS)]
     conversations: list[list[TracedRequest]] = []
@@ -123,7 +123,7 @@ def _conversations(num_requests: int, num_per_s: float, rng: random.Random, seed
         )  # fmt: skip
         conversations[-1].append(turn)
         reply = (*(TOKEN_ID,) * (num_tokens - 1), TOKEN_ID if num_tokens == _MAX_TOKENS else _EOS)
-        is_over = rng.random() < 1 / _MEAN_TURNS or len(prompt) + 2 * _MAX_TOKENS > _CONTEXT_TOKENS
+        is_over = rng.random() < 1 / MEAN_TURNS or len(prompt) + 2 * _MAX_TOKENS > _CONTEXT_TOKENS
         history = () if is_over else prompt + reply
     times = accumulate(rng.expovariate(num_per_s) for _ in conversations)
     firsts = [replace(_linked(turns), arrival_s=at_s) for turns, at_s in zip(conversations, times, strict=True)]

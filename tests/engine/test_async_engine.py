@@ -248,7 +248,7 @@ async def test_a_command_that_fails_ends_no_request(monkeypatch: pytest.MonkeyPa
         answer = asyncio.create_task(collect(engine, request))
         await asyncio.sleep(0)
         monkeypatch.setattr(engine._engine, "on_prefixes", fail)
-        engine.on_prefixes(lambda digest, is_held: None)
+        engine.on_prefixes(lambda prefix, is_held: None)
         runner.gate.release(100)
         assert await answer == tokens_of(request)
         engine.check_health()

@@ -45,7 +45,7 @@ def test_whoever_asks_hears_which_prefixes_can_be_found_by_digests_that_are_the_
     owned, tokens = blocks.allocate(2), [1, 2, 3, 4]
     blocks.cache_full_block(owned[0], tokens[:2], parent="salt", tenant="a")
     heard: list[tuple[int, bool]] = []
-    blocks.on_prefixes(lambda digest, is_held: heard.append((digest, is_held)))
+    blocks.on_prefixes(lambda prefix, is_held: heard.append((prefix.digest, is_held)))
     first, second = digests_of([*tokens, 5], salt="salt", block_size=2)
     assert heard == [(first, True)]
     prefixes = blocks.find(tokens, "salt")

@@ -155,7 +155,7 @@ def test_prefixes_up_to_a_snapshot_count_as_held() -> None:
     blocks, states = pool_of(5)
     held: list[tuple[int, bool]] = []
     found = prefixes(blocks, 3)
-    blocks.on_prefixes(lambda digest, is_held: held.append((digest, is_held)))
+    blocks.on_prefixes(lambda prefix, is_held: held.append((prefix.digest, is_held)))
     assert held == []
     sequence = states.begin(None)
     states.path(sequence, 0, 12, [8])

@@ -115,8 +115,13 @@ async def test_a_stream_that_ends_is_opened_again_until_the_connection_is_closed
         opened.append((reader, Transport()))
         return opened[-1][1]
 
+    connected: list[bool] = []
     connection = ReplicaConnection(
-        "r0", ingress.reader, connect, lambda replica_id, reason: lost.append((replica_id, reason))
+        "r0",
+        ingress.reader,
+        connect,
+        lambda replica_id, reason: lost.append((replica_id, reason)),
+        lambda: connected.append(True),
     )
     await until(lambda: len(opened) == 1)
     opened[0][0].connection_lost(None)
@@ -124,6 +129,7 @@ async def test_a_stream_that_ends_is_opened_again_until_the_connection_is_closed
     await until(lambda: len(opened) == 2)
     assert [(replica_id, each.reason) for replica_id, each in lost] == [("r0", "ended"), ("r0", "broken")]
     assert opened[0][1].is_closed
+    assert len(connected) == len(opened)
     connection.close()
     await until(lambda: opened[1][1].is_closed)
     assert len(lost) == 2

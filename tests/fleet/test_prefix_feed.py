@@ -6,15 +6,23 @@ import os
 import random
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
 
 from app.engine.block_pool import digests_of
-from app.fleet.dispatch import PrefixIndex
+from app.fleet.dispatch import PrefixIndex, is_indexed
 from app.fleet.prefix_feed import PrefixFeed, PrefixReader
 from tests.kit.engine import CountingRunner, build_fake_engine, make_request
 
 BLOCK_SIZE = 2
+
+
+class Noted(NamedTuple):
+    """As much of a prefix as is told."""
+
+    digest: int
+    num_blocks: int = 1
 
 
 class Ingress:
@@ -60,7 +68,8 @@ def test_every_ingress_knows_what_the_engine_has_however_seldom_it_reads(seed: i
         each.read()
     for talk in talks:
         asked = (*talk, 1)  # the last token is never matched
-        found = len(engine._scheduler.pool.match(asked, salt="")) * BLOCK_SIZE
+        num_blocks = len(engine._scheduler.pool.match(asked, salt=""))
+        found = max(each for each in range(num_blocks + 1) if is_indexed(each)) * BLOCK_SIZE
         assert {each.matched(talk) for each in ingresses} == {found}
 
 
@@ -70,9 +79,9 @@ def test_a_reader_that_does_not_read_costs_no_more_than_what_there_is_and_gets_i
     assert reader.take() is not None
     closed.close()
     for number in range(10_000):
-        feed.note(number, True)
-        feed.note(number, False)
-    feed.note(-7, True)
+        feed.note(Noted(number), True)
+        feed.note(Noted(number), False)
+    feed.note(Noted(-7), True)
     assert len(reader.changed) < 2_000
     assert not closed.changed
     changes = reader.take()
@@ -80,6 +89,13 @@ def test_a_reader_that_does_not_read_costs_no_more_than_what_there_is_and_gets_i
     assert changes.is_all
     assert changes.held == (-7).to_bytes(8, "little", signed=True)
     assert reader.take() is None
+
+
+def test_of_long_prefixes_some_are_told() -> None:
+    feed = PrefixFeed()
+    for num_blocks in range(1, 13):
+        feed.note(Noted(num_blocks, num_blocks), True)
+    assert sorted(feed.held) == [1, 2, 3, 4, 8, 12]
 
 
 def test_digests_are_the_same_in_every_process() -> None:

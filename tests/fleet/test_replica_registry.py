@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +14,7 @@ from app.errors import InvalidRequest, Overloaded, Unavailable
 from app.fleet import ReplicaRegistry
 from app.fleet.dispatch import Group, GroupChooser, PrefixChanges, make_policy
 from app.fleet.prefix_feed import PrefixFeed
+from app.fleet.replica_registry import SOME
 from tests.kit.engine import FakeClock, make_request
 from tests.kit.fleet import make_report
 
@@ -107,8 +110,8 @@ def test_the_beginning_of_a_prompt_is_fetched_from_the_replica_that_has_much_of_
 ) -> None:
     registry, feed, address = make_registry("round_robin"), PrefixFeed(), Address("host", 1, "secret")
     prompt = tuple(range(2, 500))
-    for digest in digests_of(prompt, salt="", block_size=4)[:num_blocks]:
-        feed.note(digest, True)
+    for number, digest in enumerate(digests_of(prompt, salt="", block_size=4)[:num_blocks], start=1):
+        feed.note(SimpleNamespace(digest=digest, num_blocks=number), True)
     for at in (None, address):  # it can be fetched once it is known from where
         feed.address = at
         registry.note("b", make_report(), feed.open().take())
@@ -300,3 +303,121 @@ def test_prefixes_are_known_by_adapter() -> None:
     assert registry.last_decision.candidates[0].num_cached_tokens == 0
     place(registry, prompt, adapter=SQL)
     assert registry.last_decision.candidates[0].num_cached_tokens > 0
+
+
+MANY = tuple(f"r{number:03d}" for number in range(500))
+
+
+def large_registry(dispatch: str = "least_loaded", *, groups: Sequence[Group] = ()) -> ReplicaRegistry:
+    registry = ReplicaRegistry(
+        make_policy(dispatch, random.Random(0)), GroupChooser(groups), block_size=4, clock=FakeClock()
+    )
+    registry.set_replicas(MANY)
+    for replica_id in MANY:
+        registry.note(replica_id, make_report())
+    return registry
+
+
+def test_of_a_large_fleet_some_replicas_are_looked_at_for_each_request() -> None:
+    registry = large_registry()
+    chosen = set()
+    for number in range(300):
+        decision = registry.place(make_request(request_id=str(number)), MANY)
+        assert len(decision.candidates) <= SOME
+        chosen.add(decision.replica_id)
+    assert len(chosen) > 250, "nearly all are idle, so a busy one is hardly taken"
+
+
+def test_the_replica_that_is_full_is_not_taken_while_one_of_500_is_not() -> None:
+    registry = large_registry()
+    for replica_id in MANY:
+        if replica_id != "r123":
+            registry.note(replica_id, make_report(num_requests=10))
+    assert registry.place(make_request(), MANY).replica_id == "r123"
+    registry.note("r123", make_report(num_requests=10))
+    with pytest.raises(Overloaded, match=r"all 500 replicas are full \(5,0\d\d requests\)"):
+        registry.place(make_request(request_id="next"), MANY)
+
+
+def test_a_request_that_must_not_wait_finds_the_one_free_slot_of_500() -> None:
+    registry = large_registry()
+    for replica_id in MANY:
+        registry.note(replica_id, make_report(num_requests=0 if replica_id == "r321" else 4, max_running=4))
+    request = replace(make_request(), no_queue=True)
+    for number in range(4):
+        assert registry.place(replace(request, request_id=str(number)), MANY).replica_id == "r321"
+    with pytest.raises(Overloaded, match="none of 500 replicas has a free slot"):
+        registry.place(request, MANY)
+
+
+@pytest.mark.parametrize("dispatch", ["least_loaded", "prefix_affinity", "round_robin"])
+def test_what_has_just_refused_or_is_suspect_is_passed_over_in_a_large_fleet(dispatch: str) -> None:
+    registry = large_registry(dispatch)
+    for replica_id in MANY[1::2]:
+        registry.suspect(replica_id)
+    avoid = set(MANY[::4])
+    chosen = {registry.place(make_request(request_id=str(n)), MANY, avoid=avoid).replica_id for n in range(100)}
+    assert chosen <= set(MANY[2::4])
+
+
+def test_turns_go_through_a_large_fleet() -> None:
+    registry = large_registry("round_robin")
+    chosen = [registry.place(make_request(request_id=str(number)), MANY).replica_id for number in range(1000)]
+    assert chosen == [*MANY, *MANY]
+
+
+def test_prefixes_sessions_calls_and_adapters_are_found_in_a_large_fleet() -> None:
+    registry = large_registry("prefix_affinity")
+    for replica_id in MANY:
+        registry.note(replica_id, make_report(adapters=(SQL.digest,) if replica_id == "r077" else ()))
+    prompt = tuple(range(2, 42))
+    held = PrefixChanges(array("q", digests_of(prompt, salt="", block_size=4)).tobytes())
+    registry.note("r200", make_report(adapters=()), held)
+
+    def placed(request_id: str, tokens: tuple[int, ...] = (5,), **fields: object) -> str:
+        return registry.place(replace(make_request(tokens, request_id=request_id), **fields), MANY).replica_id
+
+    assert placed("prefix", (*prompt, 7)) == "r200"
+    first = placed("session", session="mine")
+    assert {placed(f"session {n}", session="mine") for n in range(5)} == {first}
+    first = placed("call", call="one")
+    assert {placed(f"call {n}", call="one") for n in range(5)} == {first}
+    assert {placed(f"adapter {n}", adapter=SQL) for n in range(5)} == {"r077"}
+
+
+def test_groups_of_a_large_fleet_get_their_requests() -> None:
+    groups = [Group("usual", 0.98), Group("new", 0.02)]
+    registry = large_registry(groups=groups)
+    members = set(MANY[::50])
+    for replica_id in MANY:
+        registry.note(replica_id, make_report(group="new" if replica_id in members else "usual"))
+    request = replace(make_request(), group="new")
+    chosen = {registry.place(replace(request, request_id=str(n)), MANY).replica_id for n in range(30)}
+    assert chosen <= members
+
+
+def test_adapters_are_forgotten_with_their_replicas() -> None:
+    registry = large_registry()
+    registry.note("r001", make_report(adapters=(SQL.digest,)))
+    registry.note("r001", make_report(adapters=("other",)))
+    registry.note("r002", make_report(adapters=(SQL.digest,)))
+    assert {key: list(known) for key, known in registry._with_adapter.items()} == {
+        "other": ["r001"], SQL.digest: ["r002"],
+    }  # fmt: skip
+    registry.set_replicas(["r001"])
+    assert list(registry._with_adapter) == ["other"]
+
+
+def test_a_replica_with_other_weights_is_known_until_it_is_gone() -> None:
+    registry = large_registry()
+    assert not registry.some_differ_from(7)
+    for replica_id in MANY:
+        registry.note(replica_id, make_report(weights=7))
+    assert not registry.some_differ_from(7)
+    registry.note("r009", make_report(weights=8))
+    assert registry.some_differ_from(7)
+    registry.note("r009", make_report(weights=7))
+    assert not registry.some_differ_from(7)
+    registry.note("r009", make_report(weights=8))
+    registry.set_replicas(["r001", "r002"])
+    assert not registry.some_differ_from(7)

@@ -1,6 +1,6 @@
 """Which replica a request goes to: pure rules over what is known of each replica. No Ray, no engine, no clock."""
 
-from app.fleet.dispatch.affinity import PrefixChanges, PrefixIndex, Sessions
+from app.fleet.dispatch.affinity import PrefixChanges, PrefixIndex, Sessions, is_indexed
 from app.fleet.dispatch.decision import Candidate, Decision, RequestSize
 from app.fleet.dispatch.groups import DECODE, PREFILL, Group, GroupChooser, group_of_rank, groups_of_roles, of_group
 from app.fleet.dispatch.ledger import Ledger, ReplicaReport
@@ -32,6 +32,7 @@ __all__ = [
     "Sessions",
     "group_of_rank",
     "groups_of_roles",
+    "is_indexed",
     "make_policy",
     "near_adapter",
     "of_group",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from array import array
-from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
-
-_NONE: Container[int] = frozenset()
 
 
 class PrefixChanges(msgspec.Struct, frozen=True, array_like=True):
@@ -25,6 +24,19 @@ class PrefixChanges(msgspec.Struct, frozen=True, array_like=True):
     address: tuple[str, int, str] | None = None
 
 
+FEW_BLOCKS = 4
+_MIN_PREFIXES = 1_500  # of a replica that are kept, however many replicas there are
+
+
+def is_indexed(num_blocks: int) -> bool:
+    """Whether ingresses know prefixes of so many blocks: the short ones, and every fourth of the longer ones."""
+    return num_blocks <= FEW_BLOCKS or num_blocks % FEW_BLOCKS == 0
+
+
+def _indexed(chain: Sequence[int]) -> Sequence[int]:
+    return (*chain[:FEW_BLOCKS], *chain[2 * FEW_BLOCKS - 1 :: FEW_BLOCKS])
+
+
 class PrefixIndex:
     """Which prefixes each replica has cached: those that it says, and those of the requests that it was sent.
 
@@ -32,61 +44,158 @@ class PrefixIndex:
     an older version, has those of its requests. Two prompts with equal digests cost time and never content: the replica
     compares the tokens.
 
-    A chain is a prompt as `block_pool.digests_of` says it: the digest of each whole block and all before it.
+    A chain is a prompt as `block_pool.digests_of` says it: the digest of each whole block and all before it. Those
+    prefixes of a chain count for which `is_indexed` is true.
     """
 
-    def __init__(self, *, block_size: int) -> None:
+    def __init__(self, *, block_size: int, max_matches: int = 32, max_prefixes: int = 2_000_000) -> None:
+        """max_matches: about so many replicas are found for a chain.
+
+        max_prefixes: the index keeps about so many, of 100 bytes each. A replica that has cached more than its share
+        gets no new prefix into the index until an old one is gone.
+        """
         self._block_size = block_size
-        self._held: dict[str, set[int]] = {}  # by replica
+        self._max_matches = max_matches
+        self._max_prefixes = max_prefixes
+        self._random = random.Random()
+        self._held = _Holders()
+        self._of_replica: dict[str, _Noted] = {}
         self.addresses: dict[str, tuple[str, int, str]] = {}  # of the replicas that give others what they have
-        self._sent: dict[str, Counter[int]] = {}  # by replica: how many requests under way have each
-        self._under_way: dict[str, tuple[str, Sequence[int]]] = {}  # by request: its replica, its chain
+        self._sent = _Holders()  # requests under way
+        self._under_way: dict[str, tuple[str, Sequence[int]]] = {}  # by request: its replica, its indexed prefixes
+        self._num_under_way: Counter[str] = Counter()  # by replica
 
     def note(self, replica_id: str, changes: PrefixChanges) -> None:
         """A replica says what is new."""
-        held = self._held.setdefault(replica_id, set())
         if changes.is_all:
-            held.clear()
+            self._forget(replica_id)
             if changes.address is not None:
                 self.addresses[replica_id] = changes.address
-        held.difference_update(array("q", changes.gone))
-        held.update(array("q", changes.held))
+        noted = self._of_replica.setdefault(replica_id, _Noted())
+        for digest in array("q", changes.gone):
+            noted.number -= self._held.remove(digest, replica_id)
+        share = max(_MIN_PREFIXES, self._max_prefixes // len(self._of_replica))
+        for digest in array("q", changes.held):
+            if noted.number < share and not self._held.has(digest, replica_id):
+                self._held.add(digest, replica_id)
+                noted.number += 1
+                noted.digests.append(digest)
+        if len(noted.digests) > 2 * noted.number + _MIN_PREFIXES:
+            noted.digests = array("q", {each for each in noted.digests if self._held.has(each, replica_id)})
 
     def add(self, request_id: str, replica_id: str, chain: Sequence[int]) -> None:
         """A request with this chain goes to a replica."""
         if request_id in self._under_way:  # it goes on elsewhere
             self.end(request_id)
-        self._under_way[request_id] = replica_id, chain
-        self._sent.setdefault(replica_id, Counter()).update(chain)
+        indexed = _indexed(chain)
+        self._under_way[request_id] = replica_id, indexed
+        self._num_under_way[replica_id] += 1
+        for digest in indexed:
+            self._sent.add(digest, replica_id)
 
     def end(self, request_id: str) -> None:
         """What a request has left behind its replica has said by now."""
-        replica_id, chain = self._under_way.pop(request_id, ("", ()))
-        sent = self._sent.get(replica_id)
-        if sent is None:
+        replica_id, indexed = self._under_way.pop(request_id, ("", ()))
+        if not replica_id:
             return
-        for digest in chain:
-            sent[digest] -= 1
-            if not sent[digest]:
-                del sent[digest]
+        self._num_under_way[replica_id] -= 1
+        if not self._num_under_way[replica_id]:
+            del self._num_under_way[replica_id]
+        for digest in indexed:
+            self._sent.remove(digest, replica_id)
 
     def match(self, chain: Sequence[int]) -> dict[str, int]:
-        """How many tokens of a prompt each replica should have cached; replicas without any are left out."""
-        found = {}
-        for replica_id in self._held.keys() | self._sent.keys():
-            held, sent = self._held.get(replica_id, _NONE), self._sent.get(replica_id, _NONE)
-            # They are its first, so halving finds where they end.
-            number = bisect_left(chain, True, key=lambda digest: not (digest in held or digest in sent))
-            if number:
-                found[replica_id] = number * self._block_size
+        """How many tokens of a prompt replicas should have cached, those with the most first.
+
+        Replicas with few may be left out. Of many replicas with equally many, some are chosen at random.
+        """
+        most = len(self._of_replica) + len(self._num_under_way)
+        if most <= self._max_matches:
+            most = len(self._of_replica.keys() | self._num_under_way.keys())
+        found: dict[str, int] = {}
+        indexed = _indexed(chain)
+        for at in range(len(indexed) - 1, -1, -1):
+            num_blocks = at + 1 if at < FEW_BLOCKS else FEW_BLOCKS * (at - FEW_BLOCKS + 2)
+            for holders in (self._held.of(indexed[at]), self._sent.of(indexed[at])):
+                if len(holders) > self._max_matches:
+                    holders = self._random.sample(list(holders), self._max_matches)
+                for replica_id in holders:
+                    found.setdefault(replica_id, num_blocks * self._block_size)
+            if len(found) >= most or len(found) >= self._max_matches:
+                break
         return found
 
     def keep_only(self, replica_ids: Collection[str]) -> None:
         """Forget the replicas that are gone."""
-        for gone in self.addresses.keys() - set(replica_ids):
-            del self.addresses[gone]
-        self._held = {each: held for each, held in self._held.items() if each in replica_ids}
-        self._sent = {each: sent for each, sent in self._sent.items() if each in replica_ids}
+        gone = (self._of_replica.keys() | self._num_under_way.keys()).difference(replica_ids)
+        for replica_id in gone & self._of_replica.keys():
+            self._forget(replica_id)
+            del self._of_replica[replica_id]
+        if gone & self._num_under_way.keys():
+            for request_id in [each for each, (replica_id, _) in self._under_way.items() if replica_id in gone]:
+                self.end(request_id)
+        for replica_id in gone & self.addresses.keys():
+            del self.addresses[replica_id]
+
+    def _forget(self, replica_id: str) -> None:
+        """All prefixes that a replica has said."""
+        noted = self._of_replica.get(replica_id, _Noted())
+        for digest in noted.digests:
+            self._held.remove(digest, replica_id)
+        noted.digests, noted.number = array("q"), 0
+
+
+@dataclass(slots=True)
+class _Noted:
+    """What a replica has said."""
+
+    digests: array[int] = field(default_factory=lambda: array("q"))  # all that are held, and some that are gone
+    number: int = 0  # that are held
+
+
+class _Holders:
+    """Which replicas have a digest, and how many times each; in little memory where it is one replica, once."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, str | dict[str, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def of(self, digest: int) -> Collection[str]:
+        found = self._of.get(digest, ())
+        return (found,) if isinstance(found, str) else found
+
+    def has(self, digest: int, replica_id: str) -> bool:
+        found = self._of.get(digest)
+        return found == replica_id if isinstance(found, str) else found is not None and replica_id in found
+
+    def add(self, digest: int, replica_id: str) -> None:
+        found = self._of.get(digest)
+        if found is None:
+            self._of[digest] = replica_id
+        elif isinstance(found, str):
+            self._of[digest] = {found: 2} if found == replica_id else {found: 1, replica_id: 1}
+        else:
+            found[replica_id] = found.get(replica_id, 0) + 1
+
+    def remove(self, digest: int, replica_id: str) -> bool:
+        """Once less. Returns whether the replica had the digest."""
+        found = self._of.get(digest)
+        if isinstance(found, str):
+            if found == replica_id:
+                del self._of[digest]
+            return found == replica_id
+        if found is None or replica_id not in found:
+            return False
+        found[replica_id] -= 1
+        if not found[replica_id]:
+            del found[replica_id]
+        if len(found) == 1:
+            [(last, times)] = found.items()
+            if times == 1:
+                self._of[digest] = last
+        return True
 
 
 class Sessions:
@@ -106,8 +215,3 @@ class Sessions:
     def replica_of(self, session: str) -> str | None:
         """The replica that has the session; None for an unknown one."""
         return self._replica_ids.get(session)
-
-    def keep_only(self, replica_ids: Collection[str]) -> None:
-        """Forget the sessions of replicas that are gone."""
-        kept = ((session, replica_id) for session, replica_id in self._replica_ids.items() if replica_id in replica_ids)
-        self._replica_ids = OrderedDict(kept)

@@ -60,6 +60,7 @@ class Ledger:
     def __init__(self) -> None:
         self._placed: dict[str, _Placed] = {}  # by request id
         self._replicas: defaultdict[str, ReplicaState] = defaultdict(ReplicaState)  # by replica id
+        self._num_placed = 0
         self._usual_decode_tokens = 0.0  # left to generate of one request; a moving average
 
     def replica(self, replica_id: str) -> ReplicaState:
@@ -87,7 +88,10 @@ class Ledger:
         self._placed[request_id] = _Placed(ours, num_prompt_tokens, left, num_expected_tokens, is_background)
         ours.add(1, is_background, num_prompt_tokens, left)
         # Seen at any moment, half of a request is left on average.
-        self._usual_decode_tokens += 0.05 * (num_expected_tokens / 2 - self._usual_decode_tokens)
+        # The first weigh more: an ingress that has just started soon knows how much work the requests of others are.
+        self._num_placed += 1
+        weight = max(0.05, 1 / (self._num_placed + 3))
+        self._usual_decode_tokens += weight * (num_expected_tokens / 2 - self._usual_decode_tokens)
 
     def progress(self, request_id: str, num_new_tokens: int) -> None:
         """Tokens of a request have come; with the first, its prompt is known to be computed."""
@@ -138,8 +142,11 @@ class Ledger:
 
     def keep_only(self, replica_ids: Collection[str]) -> None:
         """Forget the replicas that are gone, with all they had."""
-        for gone in self._replicas.keys() - set(replica_ids):
-            del self._replicas[gone]
+        gone = self._replicas.keys() - set(replica_ids)
+        if not gone:
+            return
+        for replica_id in gone:
+            del self._replicas[replica_id]
         kept = {id(state.ours) for state in self._replicas.values()}
         self._placed = {each: placed for each, placed in self._placed.items() if id(placed.work) in kept}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
@@ -30,6 +31,10 @@ def _balanced(candidates: Sequence[Candidate], scoring: Scoring, max_imbalance_t
 class DispatchPolicy(Protocol):
     """Orders replicas for one request: at least one. Called on one thread, once for each time a request is placed."""
 
+    def some(self, replica_ids: Sequence[str], number: int) -> list[str]:
+        """So many replicas of a large fleet that `decide` should look at. The ids are sorted."""
+        ...
+
     def decide(self, candidates: Sequence[Candidate], size: RequestSize) -> Decision:
         """All candidates, most preferred first; those that are full come last."""
         ...
@@ -51,6 +56,12 @@ class RoundRobin:
     def __init__(self) -> None:
         self._last = ""  # sorts before every id: the first turn goes to the lowest
 
+    def some(self, replica_ids: Sequence[str], number: int) -> list[str]:
+        """Those whose turn is next."""
+        at = bisect_right(replica_ids, self._last)
+        after = replica_ids[at : at + number]
+        return [*after, *replica_ids[: min(at, number - len(after))]]
+
     def decide(self, candidates: Sequence[Candidate], size: RequestSize) -> Decision:
         turn = sorted(candidates, key=lambda each: (each.is_full, each.replica_id <= self._last, each.replica_id))
         self._last = turn[0].replica_id
@@ -69,6 +80,12 @@ class LeastLoaded:
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
+
+    def some(self, replica_ids: Sequence[str], number: int) -> list[str]:
+        """Any. The least loaded of a few at random is nearly as good as the least loaded of all, and what is known of a
+        replica is never new: of all, many requests would choose the same one (Mitzenmacher, The Power of Two Choices).
+        """
+        return self._rng.sample(replica_ids, min(number, len(replica_ids)))
 
     def decide(self, candidates: Sequence[Candidate], size: RequestSize) -> Decision:
         scoring = Scoring.of(candidates, size)
@@ -92,6 +109,10 @@ class PrefixAffinity:
     def __init__(self, rng: random.Random, *, max_imbalance_tokens: int = MAX_IMBALANCE_TOKENS) -> None:
         self._least_loaded = LeastLoaded(rng)
         self._max_imbalance_tokens = max_imbalance_tokens
+
+    def some(self, replica_ids: Sequence[str], number: int) -> list[str]:
+        """As for the least loaded. Those with a cached prefix or the session are looked at anyway."""
+        return self._least_loaded.some(replica_ids, number)
 
     def decide(self, candidates: Sequence[Candidate], size: RequestSize) -> Decision:
         scoring = Scoring.of(candidates, size)

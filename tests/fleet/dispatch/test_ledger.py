@@ -76,11 +76,11 @@ def test_tokens_and_ends_that_come_late_change_nothing() -> None:
 def test_what_a_replica_reports_beyond_our_share_is_added() -> None:
     ledger = ledger_with("one")
     ledger.note("a", report(num_requests=3, num_waiting_tokens=150), now=0.0)
-    assert work(ledger, "a") == (3, 150, 40 + 2)  # one placed request says little of how long outputs are
+    assert work(ledger, "a") == (3, 150, 40 + 10)  # one placed request says little of how long outputs are
     ledger.place("two", "a", num_prompt_tokens=10, num_expected_tokens=10)
-    assert work(ledger, "a") == (4, 160, 50 + 2)
+    assert work(ledger, "a") == (4, 160, 50 + 10)
     ledger.end("one")
-    assert work(ledger, "a") == (3, 60, 10 + 2)
+    assert work(ledger, "a") == (3, 60, 10 + 10)
 
 
 def test_a_report_from_before_our_last_placements_takes_nothing_of_ours_away() -> None:
@@ -114,7 +114,7 @@ def test_what_others_still_generate_is_estimated_from_our_own() -> None:
 def test_old_reports_of_others_are_forgotten_and_ours_is_not() -> None:
     ledger = ledger_with("one")
     ledger.note("a", report(num_requests=9, num_waiting_tokens=900), now=100.0)
-    assert work(ledger, "a", now=100.0 + REPORT_LIFE_S) == (9, 900, 40 + 8)
+    assert work(ledger, "a", now=100.0 + REPORT_LIFE_S) == (9, 900, 40 + 40)
     assert work(ledger, "a", now=100.1 + REPORT_LIFE_S) == (1, 100, 40)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.engine.block_pool import digests_of
-from app.fleet.dispatch import PrefixChanges, PrefixIndex
+from app.fleet.dispatch import PrefixChanges, PrefixIndex, is_indexed
 
 BLOCK = 4
 
@@ -90,7 +90,54 @@ def test_replicas_that_are_gone_have_nothing_though_their_requests_end_later() -
     assert index.matched(prompt(8)) == {}
 
 
-PROMPTS = st.lists(st.integers(0, 1), max_size=5 * BLOCK).map(tuple)
+PROMPTS = st.lists(st.integers(0, 1), max_size=9 * BLOCK).map(tuple) | st.integers(0, 36).map(lambda n: (1,) * n)
+
+
+def test_of_many_replicas_with_a_prefix_some_are_found_those_with_the_longest_first() -> None:
+    index = Index()
+    for number in range(200):
+        index.hold(f"r{number}", prompt(8))
+    index.hold("long", prompt(16))
+    found = index.matched(prompt(20))
+    assert next(iter(found.items())) == ("long", 16)
+    assert 32 <= len(found) <= 40
+    others = {each for _ in range(20) for each in index.matched(prompt(20))}
+    assert len(others) > 100, "not always the same"
+
+
+def test_one_replica_fills_no_more_than_its_share() -> None:
+    index = PrefixIndex(block_size=BLOCK, max_prefixes=4_000)
+    index.note("a", PrefixChanges(held=array("q", range(10_000)).tobytes()))
+    assert len(index._held) == 4_000
+    index.note("b", PrefixChanges(held=array("q", range(20_000, 30_000)).tobytes()))
+    assert len(index._held) == 6_000
+    assert index.match([0]) == {"a": BLOCK}
+    assert index.match([9_999]) == {}
+    index.note("a", PrefixChanges(held=b"", gone=array("q", range(3_000)).tobytes()))
+    index.note("a", PrefixChanges(held=array("q", [9_999]).tobytes()))
+    assert index.match([9_999]) == {"a": BLOCK}
+    index.keep_only({"b"})
+    assert len(index._held) == 2_000
+
+
+def test_a_replica_whose_prefixes_come_and_go_takes_no_more_memory() -> None:
+    index = PrefixIndex(block_size=BLOCK)
+    for number in range(0, 100_000, 100):
+        changes = array("q", range(number, number + 100)).tobytes()
+        index.note("a", PrefixChanges(held=changes, gone=array("q", range(number - 100, number)).tobytes()))
+    assert len(index._held) == 100
+    assert len(index._of_replica["a"].digests) <= 2_000
+    index.keep_only(())
+    assert len(index._held) == 0
+
+
+def test_requests_of_one_prefix_are_counted() -> None:
+    index = Index()
+    sent = [index.send(replica_id, prompt(8)) for replica_id in "aab"]
+    for request_id, left in zip(sent, ({"a": 8, "b": 8}, {"b": 8}, {}), strict=True):
+        index.end(request_id)
+        assert index.matched(prompt(8)) == left
+    assert len(index._sent) == 0
 
 
 @given(added=st.lists(st.tuples(st.sampled_from("ab"), PROMPTS, st.booleans()), max_size=20), asked=PROMPTS)
@@ -101,7 +148,7 @@ def test_a_match_is_what_a_list_of_all_prompts_says(
     for replica_id, token_ids, is_sent in added:
         (index.send if is_sent else index.hold)(replica_id, token_ids)
     expected: dict[str, int] = {}
-    for length in range(BLOCK, len(asked) + 1, BLOCK):
+    for length in (num_blocks * BLOCK for num_blocks in range(1, len(asked) // BLOCK + 1) if is_indexed(num_blocks)):
         holders = {replica_id for replica_id, token_ids, _ in added if token_ids[:length] == asked[:length]}
         expected |= dict.fromkeys(holders, length)
     assert index.matched(asked) == expected

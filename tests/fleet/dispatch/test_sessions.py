@@ -18,12 +18,3 @@ def test_the_longest_unused_session_is_forgotten_first() -> None:
     for session in ("old", "used", "old", "new"):
         sessions.place(session, "a")
     assert [sessions.replica_of(session) for session in ("old", "used", "new")] == ["a", None, "a"]
-
-
-def test_sessions_of_a_replica_that_is_gone_are_forgotten() -> None:
-    sessions = Sessions()
-    sessions.place("s", "a")
-    sessions.place("t", "b")
-    sessions.keep_only({"b"})
-    assert sessions.replica_of("s") is None
-    assert sessions.replica_of("t") == "b"

@@ -1,0 +1,222 @@
+"""The service's own code at the size of a large fleet: `python -m benchmarks.service.thousand`.
+
+Three parts, each for fleets of `--replicas`:
+
+    dispatch   the registry of one ingress, with reports and cached prefixes of all replicas. Microseconds of one
+               decision (p50, p99) by policy; of one report that comes with a frame; milliseconds when one replica is
+               replaced; kilobytes of memory for each replica
+    quality    conversations through `--ingresses` in simulated time (the service's own dispatch and engine, a model
+               that only counts) at `--load` of what the fleet can compute. The mean and p99 time to the first token
+               over those of a perfect dispatcher: one ingress that looks at all replicas for each request, and whose
+               reports are never old. The share of prompt tokens that were found cached
+    sockets    one ingress with a connection to each replica, over real sockets; replicas are simulated engines in other
+               processes. Seconds until all are connected, CPU of the idle ingress, bytes of each replica a second;
+               then `--streams` at once, of which a tenth of the replicas is killed: the pause of the streams that go on
+               elsewhere, and the longest time in which the ingress's event loop did nothing else
+
+Progress goes to stderr; the last line of stdout is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import sys
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from app.config import SchedulerConfig
+from app.engine.block_pool import digests_of
+from app.engine.request import Request, SamplingParams
+from app.fleet import ReplicaRegistry, replica_registry
+from app.fleet.dispatch import GroupChooser, PrefixChanges, ReplicaReport, make_policy
+from benchmarks.harness.command import command_parser, positive, run_command, tell
+from benchmarks.service import prefixes
+from benchmarks.service.thousand_sockets import resident_bytes, sockets_figures
+from deployments.plan.simulation import FleetSimulation
+
+POLICIES = ("round_robin", "least_loaded", "prefix_affinity")
+PARTS = ("dispatch", "quality", "sockets")
+_BLOCK = 16
+_PROMPT_TOKENS = 512
+_PREFIXES_OF_ONE = 1_500  # that ingresses know of a replica with some 6,000 blocks
+_NUM_DECISIONS = 2_000
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command_parser("service.thousand", __doc__)
+    parser.add_argument("--part", choices=PARTS, nargs="+", default=list(PARTS))
+    parser.add_argument("--replicas", type=positive, nargs="+", default=[10, 100, 1000], metavar="N")
+    parser.add_argument("--ingresses", type=positive, nargs="+", default=[1, 8, 32], metavar="N")
+    parser.add_argument("--load", type=float, default=0.8, help="of quality")
+    parser.add_argument("--turns", type=positive, default=20, metavar="N", help="of quality, for each replica")
+    parser.add_argument("--streams", type=positive, metavar="N", help="of sockets (20 for each replica)")
+    parser.add_argument("--seed", type=int, default=1)
+    return run_command(parser, measure, arguments)
+
+
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """The figures of each part, by the number of replicas."""
+    parts: dict[str, Callable[[int], dict[str, Any]]] = {
+        "dispatch": lambda number: dispatch_figures(number, given.seed),
+        "quality": lambda number: quality_figures(number, given),
+        "sockets": lambda number: sockets_figures(number, given.streams or 20 * number, given.seed),
+    }
+    return {part: {f"{number} replicas": parts[part](number) for number in given.replicas} for part in given.part}
+
+
+# ---------------------------------------------------------------------- dispatch
+
+
+def dispatch_figures(num_replicas: int, seed: int) -> dict[str, Any]:
+    """One registry for each policy; the memory is that of the last."""
+    figures: dict[str, Any] = {}
+    for policy in POLICIES:
+        gc.collect()
+        before = resident_bytes()
+        rng = random.Random(seed)
+        registry, chains = filled_registry(policy, num_replicas, rng)
+        gc.collect()
+        memory = resident_bytes() - before
+        times = np.array(list(_decided(registry, chains, rng))) * 1e6
+        figures[policy] = {
+            "p50_us": round(float(np.median(times)), 1),
+            "p99_us": round(float(np.percentile(times, 99)), 1),
+        }
+        figures["report_us"] = round(_time_of_reports(registry, rng) * 1e6, 1)
+        figures["replaced_ms"] = round(_time_of_replacement(registry) * 1e3, 2)
+        figures["kb_per_replica"] = round(memory / num_replicas / 1e3, 1)
+        tell(f"{num_replicas} replicas, {policy}: {figures[policy]}, {figures['kb_per_replica']} kB for each replica")
+        del registry, chains
+    return figures
+
+
+def filled_registry(
+    policy: str, num_replicas: int, rng: random.Random
+) -> tuple[ReplicaRegistry, list[tuple[int, ...]]]:
+    """A registry as an ingress has it after a while, and prompts that replicas have cached."""
+    registry = ReplicaRegistry(make_policy(policy, rng), GroupChooser([]), block_size=_BLOCK, clock=time.monotonic)
+    replica_ids = [f"replica-{number:04d}" for number in range(num_replicas)]
+    registry.set_replicas(replica_ids)
+    prompts = []
+    for replica_id in replica_ids:
+        prompt = tuple(rng.choices(range(1, 50_000), k=_PROMPT_TOKENS))
+        prompts.append(prompt)
+        chain = digests_of(prompt, salt="", block_size=_BLOCK)
+        others = [rng.getrandbits(63) for _ in range(_PREFIXES_OF_ONE - len(chain))]
+        registry.note(replica_id, report(rng), PrefixChanges(array("q", [*chain, *others]).tobytes(), is_all=True))
+    return registry, prompts
+
+
+def report(rng: random.Random) -> ReplicaReport:
+    """Of a replica that has some work."""
+    num_requests = rng.randrange(24)
+    return ReplicaReport(
+        group="", num_requests=num_requests, num_background=0, num_staying_background=0, max_requests=256,
+        max_running=32, num_waiting_tokens=rng.randrange(500), num_kv_tokens=100_000, tokens_per_s=1_000.0,
+        ended_per_s=2.0, step_age_s=0.01, num_own=0,
+    )  # fmt: skip
+
+
+def _decided(registry: ReplicaRegistry, prompts: Sequence[tuple[int, ...]], rng: random.Random) -> Iterator[float]:
+    """Seconds of each decision. Half of the prompts are cached somewhere; a request ends when 500 others have come."""
+    running: list[str] = []
+    for number in range(_NUM_DECISIONS):
+        known = rng.random() < 0.5
+        prompt = rng.choice(prompts) if known else tuple(rng.choices(range(1, 50_000), k=_PROMPT_TOKENS))
+        request = Request(request_id=str(number), prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=128))
+        began = time.perf_counter()
+        registry.place(request, registry.replica_ids)
+        yield time.perf_counter() - began
+        running.append(request.request_id)
+        if len(running) > 500:
+            registry.end(running.pop(0), max_tokens=128, num_generated=100)
+
+
+def _time_of_reports(registry: ReplicaRegistry, rng: random.Random) -> float:
+    """Seconds of one, with eight new prefixes and eight that are gone."""
+    reports = [(replica_id, report(rng)) for replica_id in rng.choices(registry.replica_ids, k=1_000)]
+    held = [array("q", [rng.getrandbits(63) for _ in range(8)]).tobytes() for _ in reports]
+    began = time.perf_counter()
+    for (replica_id, each), digests in zip(reports, held, strict=True):
+        registry.note(replica_id, each, PrefixChanges(held=digests, gone=digests))
+    return (time.perf_counter() - began) / len(reports)
+
+
+def _time_of_replacement(registry: ReplicaRegistry) -> float:
+    """Seconds until the registry knows that one replica has gone and another has come."""
+    number, began = 20, time.perf_counter()
+    for new in range(number):
+        registry.set_replicas([*registry.replica_ids[1:], f"replica-new-{new}"])
+    return (time.perf_counter() - began) / number
+
+
+# ---------------------------------------------------------------------- quality
+
+
+def quality_figures(num_replicas: int, given: argparse.Namespace) -> dict[str, Any]:
+    """Of each number of ingresses, over the perfect dispatcher."""
+    rate = given.load * num_replicas * _turns_per_s(given.seed)
+    num_turns = num_replicas * given.turns
+    with looking_at_all():
+        best = _served(num_replicas, 1, rate, num_turns, given.seed)
+    figures: dict[str, Any] = {"turns_per_s": round(rate, 1), "perfect": best}
+    for number in given.ingresses:
+        found = _served(num_replicas, number, rate, num_turns, given.seed)
+        found |= {
+            f"{name}_over_perfect": round(found[name] / best[name], 3) for name in ("ttft_mean_ms", "ttft_p99_ms")
+        }
+        figures[f"{number} ingresses"] = found
+        tell(f"{num_replicas} replicas, {number} ingresses: {found}")
+    return figures
+
+
+@contextmanager
+def looking_at_all() -> Iterator[None]:
+    """Every replica of a large fleet is a candidate for each request."""
+    usual = replica_registry.SMALL_FLEET
+    replica_registry.SMALL_FLEET = sys.maxsize
+    try:
+        yield
+    finally:
+        replica_registry.SMALL_FLEET = usual
+
+
+def _turns_per_s(seed: int) -> float:
+    """What one replica can compute: of four that always have work."""
+    num_replicas, num_turns = 4, 800
+    run = _fleet(num_replicas, 1, seed).run(prefixes.conversations(num_turns, 1e6, random.Random(seed), seed))
+    return num_turns / run.seconds / num_replicas
+
+
+def _served(num_replicas: int, num_ingresses: int, rate: float, num_turns: int, seed: int) -> dict[str, float]:
+    fleet = _fleet(num_replicas, num_ingresses, seed)
+    firsts_per_s = rate / prefixes.MEAN_TURNS
+    began = time.perf_counter()
+    run = fleet.run(prefixes.conversations(num_turns, firsts_per_s, random.Random(seed), seed))
+    stats = [engine.stats() for engine in fleet.engines]
+    times = run.per_request_s("ttft") * 1e3
+    return {
+        "ttft_mean_ms": round(float(times.mean()), 2),
+        "ttft_p99_ms": round(float(np.percentile(times, 99)), 2),
+        "refused": run.num_refused,
+        "found": round(sum(s.total_cached_tokens for s in stats) / sum(s.total_prompt_tokens for s in stats), 4),
+        "computed_in_s": round(time.perf_counter() - began, 1),
+    }
+
+
+def _fleet(num_replicas: int, num_ingresses: int, seed: int) -> FleetSimulation:
+    return FleetSimulation(
+        [prefixes.MEASURED] * num_replicas, SchedulerConfig(max_running=32, max_waiting=1_000_000), prefixes.CACHE,
+        dispatch="prefix_affinity", num_ingresses=num_ingresses, seed=seed,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""One process with many replicas for `benchmarks.service.thousand`: simulated engines behind real sockets.
+
+    python -m benchmarks.service.thousand_replicas --number 100 --step-ms 500 --running 32
+
+It prints the addresses of its replicas as one line of JSON, and serves until its standard input ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+from app.build import build_engine
+from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from app.fleet import FrameServer, report_of_engine
+from benchmarks.harness.command import command_parser, positive
+from deployments.open_files import allow_many_files
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command_parser("service.thousand_replicas", __doc__)
+    parser.add_argument("--number", type=positive, default=100, metavar="N", help="of replicas")
+    parser.add_argument("--step-ms", type=float, default=500.0, metavar="MS", help="of a simulated step")
+    parser.add_argument("--running", type=positive, default=32, metavar="N", help="requests of a replica at once")
+    parser.add_argument("--model", default="models/demo", metavar="DIR", help="the tokens of its tokenizer are drawn")
+    given = parser.parse_args(arguments)
+    allow_many_files()
+    config = EngineConfig(
+        model=ModelConfig(path=given.model, simulated={"step_ms": given.step_ms}),
+        cache=CacheConfig(num_blocks=given.running * 16),
+        scheduler=SchedulerConfig(max_running=given.running, max_waiting=given.running),
+    )
+    asyncio.run(serve(config, given.number))
+    os._exit(0)  # the threads of the engines may be in a step
+
+
+async def serve(config: EngineConfig, number: int) -> None:
+    """Serve so many replicas until nothing is to be read any more."""
+    engines = [build_engine(config) for _ in range(number)]
+    servers = [FrameServer("127.0.0.1", engine, partial(report_of_engine, engine)) for engine in engines]
+    print(json.dumps([await server.open() for server in servers]), flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""The benchmark of large fleets, small: its registries and streams are the service's own."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from app.fleet import replica_registry
+from benchmarks.service.thousand import POLICIES, dispatch_figures, filled_registry, looking_at_all, quality_figures
+from benchmarks.service.thousand_sockets import Played, Stream, _figures_of, _num_different
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_registry_knows_reports_and_prefixes_of_all_replicas(policy: str) -> None:
+    registry, prompts = filled_registry(policy, 30, random.Random(1))
+    assert len(registry.reports) == len(prompts) == 30
+    assert all(each["requests"] is not None for each in registry.describe())
+
+
+def test_the_figures_of_dispatch_have_all_policies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.service.thousand._NUM_DECISIONS", 30)
+    figures = dispatch_figures(40, seed=1)
+    assert {"report_us", "replaced_ms", "kb_per_replica", *POLICIES} == figures.keys()
+
+
+def test_quality_compares_with_a_dispatcher_that_looks_at_all() -> None:
+    class Given:
+        load, turns, ingresses, seed = 0.8, 5, [2], 1
+
+    figures = quality_figures(30, Given())  # type: ignore[arg-type]
+    assert figures["perfect"]["refused"] == figures["2 ingresses"]["refused"] == 0
+    assert figures["2 ingresses"]["ttft_mean_ms_over_perfect"] > 0
+    before = replica_registry.SMALL_FLEET
+    with looking_at_all():
+        assert before < replica_registry.SMALL_FLEET
+    assert before == replica_registry.SMALL_FLEET
+
+
+def test_streams_that_lack_tokens_or_have_others_are_counted() -> None:
+    def stream(tokens: list[int], *, error: str = "") -> Stream:
+        return Stream(0, tokens, [float(at) for at in range(len(tokens))], error)
+
+    whole = list(range(25))
+    streams = [stream(whole), stream(whole), stream(whole[:-1]), stream([*whole[:-1], 99]), stream([], error="Lost: x")]
+    figures = _figures_of(Played(streams=streams, longest_stall_s=0.1, cpu_s=1.0))
+    assert (figures["whole"], figures["not_whole"], figures["errors"]) == (3, 2, {"Lost: x": 1})
+    assert _num_different(streams) == 2
