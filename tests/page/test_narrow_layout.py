@@ -8,11 +8,11 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.page.test_batches import begin_batch, lines
 
 from tests.page.conftest import PATIENCE_MS, Picture
 from tests.page.sight import colours, contrasts, seen, stays
 from tests.page.stage import Stage
+from tests.page.test_batches_view import begin_batch, lines
 from tests.waiting import eventually
 
 SCHEMES = ("light", "dark")
