@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 1.0  # between two tries to go on where all replicas are full
 _RELIEVE_EVERY_S = 0.25  # until a replica's reports tell what the last request that left has brought
-_RESUME_EVERY_S = 0.0002  # to place and send one takes nearly as long
+_RESUME_EVERY_S = 0.0002  # the event loop needs nearly as long to place and send one request
 _MAX_TIMES_SHORT = 3  # that one request leaves a replica that is short of memory
 
 
@@ -69,7 +69,7 @@ class Fleet:
         self._metrics = metrics
         self._clock = clock
         self._in_flight: dict[str, InFlightRequest] = {}  # by the id of their current attempt
-        # The same by replica, each in the order in which they came to it.
+        # The same requests by replica, in the order of their arrival there.
         self._on_replica: defaultdict[str, dict[str, InFlightRequest]] = defaultdict(dict)
         # After so many replicas in a row were lost before they gave it a token, a request counts as the cause.
         max_losses = max(2, limits.max_resumes)

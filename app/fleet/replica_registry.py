@@ -35,9 +35,9 @@ from app.output_lengths import OutputLengths
 logger = logging.getLogger(__name__)
 
 MIN_FETCHED_TOKENS = 256  # from another replica: fewer are computed in a few steps
-SMALL_FLEET = 24  # replicas that are all looked at for each request
-# Of a larger fleet: replicas that are looked at first, and if none of them takes the request; and those that are looked
-# at in any case, as they have cached the beginning of the prompt or the adapter.
+SMALL_FLEET = 24  # up to so many replicas, each request looks at all
+# In a larger fleet a request looks at so many replicas first; at so many if none of the first takes the request; and in
+# any case at so many that have cached its prefix, and that have loaded its adapter.
 SOME, MANY, NUM_NEAR = 12, 96, 8
 
 
@@ -73,7 +73,7 @@ class ReplicaRegistry:
         self._prefixes = PrefixIndex(block_size=block_size)
         self.addresses = self._prefixes.addresses
         self._has_kv_memory = False  # as far as is known
-        # By digest, in the order in which it came to know: the replicas that have loaded an adapter or were sent one.
+        # The replicas that have loaded an adapter or were sent a request with one, by the digest of the adapter.
         self._with_adapter: defaultdict[str, dict[str, None]] = defaultdict(dict)
         self._retry_times = RetryTimes()
         self._weights = 0  # the digest that a replica has reported last
@@ -143,9 +143,9 @@ class ReplicaRegistry:
     def _looked_at(
         self, request: Request, replica_ids: Sequence[str], near: list[str], *, has_groups: bool
     ) -> Iterator[Sequence[str]]:
-        """The replicas to choose from: all of a small fleet; of a large one some, then more, then all.
+        """The replicas to choose from: in a small fleet all; in a large fleet some, then more, then all.
 
-        The next are for a request that none of those before takes. near: replicas with the session or the prefix.
+        The caller asks for more if none of these takes the request. near: replicas with the session or the prefix.
         """
         if len(replica_ids) <= SMALL_FLEET:
             yield replica_ids

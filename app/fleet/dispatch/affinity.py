@@ -29,7 +29,7 @@ _MIN_PREFIXES = 1_500  # of a replica that are kept, however many replicas there
 
 
 def is_indexed(num_blocks: int) -> bool:
-    """Whether ingresses know prefixes of so many blocks: the short ones, and every fourth of the longer ones."""
+    """Whether ingresses know the prefixes with so many blocks: all short ones, and every fourth of the longer ones."""
     return num_blocks <= FEW_BLOCKS or num_blocks % FEW_BLOCKS == 0
 
 
@@ -38,21 +38,21 @@ def _indexed(chain: Sequence[int]) -> Sequence[int]:
 
 
 class PrefixIndex:
-    """Which prefixes each replica has cached: those that it says, and those of the requests that it was sent.
+    """The prefixes that each replica has cached: the reported ones, and those of requests under way to the replica.
 
-    So every ingress knows the same, a moment later, whatever went through it. A replica that does not say anything, of
-    an older version, has those of its requests. Two prompts with equal digests cost time and never content: the replica
-    compares the tokens.
+    Every ingress knows the same prefixes a moment after they change. A replica of an older version reports none; the
+    index has only the prefixes of its requests. Two prompts with equal digests cost time and never content, because the
+    replica compares the tokens.
 
-    A chain is a prompt as `block_pool.digests_of` says it: the digest of each whole block and all before it. Those
-    prefixes of a chain count for which `is_indexed` is true.
+    A chain is a prompt in the form of `block_pool.digests_of`: for each whole block, the digest of all tokens up to its
+    end. The index keeps the prefixes of a chain for which `is_indexed` is true.
     """
 
     def __init__(self, *, block_size: int, max_matches: int = 32, max_prefixes: int = 2_000_000) -> None:
-        """max_matches: about so many replicas are found for a chain.
+        """max_matches: the number of replicas, at most about, that `match` finds for a chain.
 
-        max_prefixes: the index keeps about so many, of 100 bytes each. A replica that has cached more than its share
-        gets no new prefix into the index until an old one is gone.
+        max_prefixes: the number of prefixes of all replicas, at most about; each takes 100 bytes. A replica with more
+        prefixes than its share gets a new prefix into the index when an old one is gone.
         """
         self._block_size = block_size
         self._max_matches = max_matches
@@ -105,9 +105,9 @@ class PrefixIndex:
             self._sent.remove(digest, replica_id)
 
     def match(self, chain: Sequence[int]) -> dict[str, int]:
-        """How many tokens of a prompt replicas should have cached, those with the most first.
+        """The number of tokens of a prompt that each replica should have cached; the replica with the most is first.
 
-        Replicas with few may be left out. Of many replicas with equally many, some are chosen at random.
+        Replicas with few tokens may be missing. Of many replicas with the same number, some are chosen at random.
         """
         most = len(self._of_replica) + len(self._num_under_way)
         if most <= self._max_matches:
@@ -138,7 +138,7 @@ class PrefixIndex:
             del self.addresses[replica_id]
 
     def _forget(self, replica_id: str) -> None:
-        """All prefixes that a replica has said."""
+        """Remove all prefixes that a replica has reported."""
         noted = self._of_replica.get(replica_id, _Noted())
         for digest in noted.digests:
             self._held.remove(digest, replica_id)
@@ -147,14 +147,16 @@ class PrefixIndex:
 
 @dataclass(slots=True)
 class _Noted:
-    """What a replica has said."""
+    """The prefixes that a replica has reported."""
 
-    digests: array[int] = field(default_factory=lambda: array("q"))  # all that are held, and some that are gone
-    number: int = 0  # that are held
+    digests: array[int] = field(
+        default_factory=lambda: array("q")
+    )  # of all prefixes that are held, and of some that are gone
+    number: int = 0  # of prefixes that are held
 
 
 class _Holders:
-    """Which replicas have a digest, and how many times each; in little memory where it is one replica, once."""
+    """The replicas of each digest, and how many times each has the digest. One replica, once, takes little memory."""
 
     def __init__(self) -> None:
         self._of: dict[int, str | dict[str, int]] = {}
