@@ -181,6 +181,7 @@ def test_so_is_a_port_that_is_taken_after_the_check(launch: Launch, config: dict
     port = config["http_options"]["port"]
     process = launch(config, program=PATIENT.replace("sys.exit", TAKES_PORT.format(port=port) + "sys.exit"))
     output, _ = process.communicate(timeout=PATIENCE_S)
+    shutil.rmtree(output.split("The logs are kept in ")[1].split("/session_latest")[0])
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in output
     assert "Traceback" not in output
     assert process.returncode == 1
