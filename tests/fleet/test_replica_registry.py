@@ -21,12 +21,14 @@ from tests.kit.fleet import make_report
 REPLICAS = ("a", "b")
 
 
-def make_registry(dispatch: str = "least_loaded", *, groups: Sequence[Group] = ()) -> ReplicaRegistry:
+def make_registry(
+    dispatch: str = "least_loaded", *, groups: Sequence[Group] = (), replica_ids: Sequence[str] = REPLICAS
+) -> ReplicaRegistry:
     registry = ReplicaRegistry(
         make_policy(dispatch, random.Random(0)), GroupChooser(groups), block_size=4, clock=FakeClock()
     )
-    registry.set_replicas(REPLICAS)
-    for replica_id in REPLICAS:
+    registry.set_replicas(replica_ids)
+    for replica_id in replica_ids:
         registry.note(replica_id, make_report())
     return registry
 
@@ -309,13 +311,7 @@ MANY = tuple(f"r{number:03d}" for number in range(500))
 
 
 def large_registry(dispatch: str = "least_loaded", *, groups: Sequence[Group] = ()) -> ReplicaRegistry:
-    registry = ReplicaRegistry(
-        make_policy(dispatch, random.Random(0)), GroupChooser(groups), block_size=4, clock=FakeClock()
-    )
-    registry.set_replicas(MANY)
-    for replica_id in MANY:
-        registry.note(replica_id, make_report())
-    return registry
+    return make_registry(dispatch, groups=groups, replica_ids=MANY)
 
 
 def test_of_a_large_fleet_some_replicas_are_looked_at_for_each_request() -> None:
