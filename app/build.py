@@ -49,7 +49,6 @@ from app.engine.trace.step_log import recorder_of
 from app.errors import InvalidSetup
 from app.kv_tiers.tier_store import TierStore, open_folder
 from app.model.location import resolve_model_path
-from app.progress import tell
 
 if TYPE_CHECKING:
     from app.model.loader import LoadedRunner
@@ -349,7 +348,7 @@ def _adapters_of(config: EngineConfig, runner: ModelRunner) -> AdapterStore | No
 def _build_encoder(config: EngineConfig, replicas: ReplicasConfig, location: str) -> Engine:
     import torch
 
-    from app.model.memory import refusing_to_run_short
+    from app.model.memory import loading_weights
     from app.model.ways.encoder import load_encoder
 
     _refuse_draft_model(config, f"{config.model.path} is an encoder")
@@ -364,8 +363,7 @@ def _build_encoder(config: EngineConfig, replicas: ReplicasConfig, location: str
         )
     num_threads = config.model.num_threads or num_cores()
     torch.set_num_threads(num_threads)
-    tell("loading the weights")
-    with refusing_to_run_short("the weights", "Serve a smaller model, or set model.dtype: bfloat16"):
+    with loading_weights():
         model = load_encoder(config.model, location)
     logger.info("%s on %s in %s, threads: %d; an encoder, without KV memory",
                 config.model.path, model.device, model.dtype, num_threads)  # fmt: skip

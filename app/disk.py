@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
+import logging
 import os
 import sqlite3
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -87,6 +90,30 @@ def locked(path: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def locked_if_possible(
+    path: Path, *, without: str, waiting: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> Iterator[None]:
+    """Hold a lock as `locked`. A file system without locks gives none; then the block runs all the same.
+
+    without: what the log says then. waiting: around the wait for another process, if there is one.
+    """
+    lock = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = take_lock(path)
+        if lock is None:
+            with waiting():
+                lock = take_lock(path, waits=True)
+    except OSError as error:
+        logger.warning("%s: %s: %s", without, path, error.strerror)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
 
 
 def take_lock(path: Path, *, waits: bool = False) -> int | None:

@@ -17,6 +17,7 @@ from app.errors import CarouselError
 from deployments.cli import INTERRUPTED
 from deployments.launcher.terminal import printable
 
+DEFAULT_URL = "http://127.0.0.1:8000"
 _KEY = "CAROUSEL_API_KEY"  # an environment variable
 _SEVERAL_LINES = '"""'
 _HELP = f"""/model NAME   talk to another model
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _arguments(arguments)
     settings = {name: getattr(given, name) for name in ("max_tokens", "temperature", "seed")}
     try:
-        conversation = Conversation(given.url, _key(), {k: v for k, v in settings.items() if v is not None})
+        conversation = Chat(given.url, _key(), {k: v for k, v in settings.items() if v is not None})
         models = conversation.models()
         conversation.model = given.model or models[0]
         conversation.begin(given.system)
@@ -57,7 +58,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="answer this message and end. Text that is piped in is a message, too, or follows this one. Without a "
         "message a chat begins",
     )  # fmt: skip
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="address of the service (%(default)s)")
+    parser.add_argument("--url", default=DEFAULT_URL, help="address of the service (%(default)s)")
     parser.add_argument("--model", help="name of a model; by default the first of the service")
     parser.add_argument("--system", default="", help="system message")
     parser.add_argument("--max-tokens", type=int, help="most tokens of an answer")
@@ -87,7 +88,7 @@ def _only_message(given: str | None) -> str:
     return message
 
 
-class Conversation:
+class Chat:
     """The messages so far, and the model that answers."""
 
     def __init__(self, url: str, key: str, settings: Mapping[str, Any]) -> None:
@@ -225,7 +226,7 @@ class _Screen:
             sys.stdout.flush()
 
 
-def _talk(conversation: Conversation) -> None:
+def _talk(conversation: Chat) -> None:
     """Answer messages until the user ends the chat."""
     import readline  # noqa: F401  # `input` gets a history and keys that edit
 
@@ -256,7 +257,7 @@ def _message() -> str:
     return "\n".join(lines).removesuffix(_SEVERAL_LINES)
 
 
-def _obey(conversation: Conversation, message: str) -> None:
+def _obey(conversation: Chat, message: str) -> None:
     """A message that begins with a slash is a command."""
     command, _, rest = message.partition(" ")
     if command == "/clear":

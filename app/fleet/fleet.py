@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -70,7 +69,7 @@ class Fleet:
         self._clock = clock
         self._in_flight: dict[str, InFlightRequest] = {}  # by the id of their current attempt
         # The same requests by replica, in the order of their arrival there.
-        self._on_replica: defaultdict[str, dict[str, InFlightRequest]] = defaultdict(dict)
+        self._on_replica: dict[str, dict[str, InFlightRequest]] = {}
         # After so many replicas in a row were lost before they gave it a token, a request counts as the cause.
         max_losses = max(2, limits.max_resumes)
         self._culprits: Culprits[str] = Culprits(max_losses=max_losses, alone_after=max_losses - 1)
@@ -206,7 +205,8 @@ class Fleet:
             in_flight.leaves_after_prompt = self._registry.is_split(decision, replica_ids)
         if not chosen.is_suspect:
             self._culprits.is_alive(chosen.replica_id)
-        self._in_flight[sent.request_id] = self._on_replica[chosen.replica_id][sent.request_id] = in_flight
+        self._in_flight[sent.request_id] = in_flight
+        self._on_replica.setdefault(chosen.replica_id, {})[sent.request_id] = in_flight
         self._metrics.dispatched(decision.policy)
         self._connections[chosen.replica_id].send(SubmitRequest(sent))
 
@@ -225,6 +225,8 @@ class Fleet:
         replica_id = in_flight.replica_id
         del self._in_flight[in_flight.sent.request_id]
         del self._on_replica[replica_id][in_flight.sent.request_id]
+        if not self._on_replica[replica_id]:
+            del self._on_replica[replica_id]
         in_flight.has_ended = True
         if not in_flight.is_done and replica_id in self._connections:
             self._connections[replica_id].send(AbortRequest(in_flight.sent.request_id))
@@ -375,7 +377,7 @@ class Fleet:
         del self._leaving[replica_id]
         if self._registry.takes_requests(replica_id):  # it stays
             return
-        leaving = list(self._on_replica[replica_id].values())
+        leaving = list(self._on_replica.get(replica_id, {}).values())
         for in_flight in leaving:
             if self._open_replica_ids(in_flight):
                 in_flight.fail(RequestLeft(f"it takes no requests since {after_s:g} s", reason="ending"))
@@ -427,7 +429,7 @@ class Fleet:
         if now < self._relieved_at.get(replica_id, -inf) + _RELIEVE_EVERY_S:
             return
         self._relieved_at[replica_id] = now
-        for in_flight in reversed(self._on_replica[replica_id].values()):
+        for in_flight in reversed(self._on_replica.get(replica_id, {}).values()):
             may_leave = in_flight.prefixes_at is not None and in_flight.num_times_short < _MAX_TIMES_SHORT
             if not (in_flight.num_tokens and may_leave):
                 continue
@@ -439,7 +441,7 @@ class Fleet:
                 return
 
     def _close_if_idle(self, replica_id: str) -> None:
-        if not self._on_replica[replica_id]:
+        if replica_id not in self._on_replica:
             self._close_connection(replica_id)
 
     def _close_connection(self, replica_id: str) -> None:
@@ -447,8 +449,6 @@ class Fleet:
             self._connections.pop(replica_id).close()
             self._open_changed()
             self._relieved_at.pop(replica_id, None)
-            if not self._on_replica[replica_id]:
-                del self._on_replica[replica_id]
             if replica_id in self._leaving:
                 self._leaving.pop(replica_id).cancel()
 

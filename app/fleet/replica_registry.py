@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -104,8 +104,7 @@ class ReplicaRegistry:
         cached = self._prefixes.match(chain)
         session_replica_id = self._sessions.replica_of(session) if session else None
         considered: Sequence[Candidate] = ()
-        near = [*islice(cached, NUM_NEAR), *filter(None, [session_replica_id])]
-        for looked_at in self._looked_at(request, replica_ids, near, has_groups=bool(group) or self.has_roles):
+        for looked_at in self._looked_at(request, replica_ids, cached, has_groups=bool(group) or self.has_roles):
             candidates = self._ledger.candidates(
                 looked_at if request.adapter is None else filter(self._adapts, looked_at),
                 now=self._clock(),
@@ -141,20 +140,20 @@ class ReplicaRegistry:
         return decision
 
     def _looked_at(
-        self, request: Request, replica_ids: Sequence[str], near: list[str], *, has_groups: bool
+        self, request: Request, replica_ids: Sequence[str], cached: Iterable[str], *, has_groups: bool
     ) -> Iterator[Sequence[str]]:
         """The replicas to choose from: in a small fleet all; in a large fleet some, then more, then all.
 
-        The caller asks for more if none of these takes the request. near: replicas with the session or the prefix.
+        The caller asks for more if none of these takes the request. cached: replicas with the prefix, the best first.
         """
         if len(replica_ids) <= SMALL_FLEET:
             yield replica_ids
             return
-        if request.call:
-            near += filter(None, [self._calls.replica_of(request.call)])
+        near = {*islice(cached, NUM_NEAR), self._sessions.replica_of(request.session)}
+        near.add(self._calls.replica_of(request.call))
         if request.adapter is not None:
-            near += islice(self._with_adapter.get(request.adapter.digest, ()), NUM_NEAR)
-        there = {each for each in near if _is_among(replica_ids, each)}
+            near.update(islice(self._with_adapter.get(request.adapter.digest, ()), NUM_NEAR))
+        there = {each for each in near if each is not None and _is_among(replica_ids, each)}
         for number in (MANY,) if has_groups else (SOME, MANY):
             yield list(there.union(self._policy.some(replica_ids, number)))
         yield replica_ids
@@ -304,7 +303,8 @@ class ReplicaRegistry:
             self._note_adapters(replica_id, set((before and before.adapters) or ()), set(report.adapters or ()))
         if before is None or before.weights != report.weights:
             self._num_of_weights[report.weights] += 1
-            self._num_of_weights[0 if before is None else before.weights] -= before is not None
+            if before is not None:
+                self._num_of_weights[before.weights] -= 1
         self._ledger.note(replica_id, report, now=self._clock())
         if report.weights != self._weights:
             self._note_weights(replica_id, report.weights)

@@ -18,14 +18,14 @@ from app.errors import InvalidSetup
 DELIMITERS = {"csv": ",", "tsv": "\t"}  # by format
 
 
-class Place(NamedTuple):
+class Border(NamedTuple):
     """A border between two lines of a file."""
 
     offset: int = 0  # the bytes before the border
     line: int = 1  # the number of the line behind the border, from 1
 
 
-START = Place()
+START = Border()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +33,8 @@ class CsvRow:
     """The header, or a row with a cell that is not empty."""
 
     cells: list[str]
-    begin: Place
-    end: Place  # a cell in quotes may have line ends
+    begin: Border
+    end: Border  # a cell in quotes may have line ends
 
 
 def read_csv_rows(
@@ -42,7 +42,7 @@ def read_csv_rows(
     delimiter: str,
     *,
     name: str,
-    begin: Place = START,
+    begin: Border = START,
     on_bytes: Callable[[bytes], object] = lambda _: None,
 ) -> Iterator[CsvRow]:
     """The rows of a stream of UTF-8, in order, the header as well.
@@ -81,7 +81,7 @@ def read_csv_rows(
 class _Lines:
     """The lines of a stream with their ends, and how far they were read."""
 
-    def __init__(self, stream: BinaryIO, name: str, begin: Place, on_bytes: Callable[[bytes], object]) -> None:
+    def __init__(self, stream: BinaryIO, name: str, begin: Border, on_bytes: Callable[[bytes], object]) -> None:
         self._stream = stream
         self._name = name
         self._on_bytes = on_bytes
@@ -107,5 +107,5 @@ class _Lines:
                 f"Excel wrote it: iconv -f WINDOWS-1252 -t UTF-8"
             ) from None
         self._on_bytes(data)
-        self.place = Place(self.place.offset + len(data), self.place.line + 1)
+        self.place = Border(self.place.offset + len(data), self.place.line + 1)
         return text

@@ -29,7 +29,7 @@ from pyarrow import fs, parquet
 
 from app.batches import PIECE_BYTES
 from app.errors import InvalidSetup
-from app.jobs.csv_rows import DELIMITERS, START, CsvRow, Place, read_csv_rows
+from app.jobs.csv_rows import DELIMITERS, START, Border, CsvRow, read_csv_rows
 from app.jobs.items import (
     Row,
     RowSettings,
@@ -172,17 +172,17 @@ def _line_pieces(file: InputFile, first_number: int, digest: hashlib.blake2b) ->
         yield from _pieces_between(file, first_number, START, _ends_of_lines(stream, digest))
 
 
-def _ends_of_lines(stream: BinaryIO, digest: hashlib.blake2b) -> Iterator[Place]:
+def _ends_of_lines(stream: BinaryIO, digest: hashlib.blake2b) -> Iterator[Border]:
     """The places behind the lines that are rows."""
     offset = 0
     for line_number, line in enumerate(stream, start=1):
         digest.update(line)
         offset += len(line)
         if _is_row(without_bom(line, line_number)):
-            yield Place(offset, line_number + 1)
+            yield Border(offset, line_number + 1)
 
 
-def _pieces_between(file: InputFile, first_number: int, begin: Place, ends: Iterable[Place]) -> Iterator[InputPiece]:
+def _pieces_between(file: InputFile, first_number: int, begin: Border, ends: Iterable[Border]) -> Iterator[InputPiece]:
     """The pieces of a file of text from the places behind its rows; the first row begins at `begin` or later."""
     num_rows = 0
     for end in ends:
@@ -194,7 +194,7 @@ def _pieces_between(file: InputFile, first_number: int, begin: Place, ends: Iter
         yield _text_piece(file, first_number, num_rows, begin)
 
 
-def _text_piece(file: InputFile, first_number: int, num_rows: int, begin: Place) -> InputPiece:
+def _text_piece(file: InputFile, first_number: int, num_rows: int, begin: Border) -> InputPiece:
     return InputPiece(
         file=file, first_number=first_number, num_rows=num_rows, first_line=begin.line, offset=begin.offset
     )
@@ -202,10 +202,9 @@ def _text_piece(file: InputFile, first_number: int, num_rows: int, begin: Place)
 
 def _csv_pieces(file: InputFile, first_number: int, digest: hashlib.blake2b) -> Iterator[InputPiece]:
     with _open(file) as stream:
-        kind = _kind_in_bytes(stream.read(4), file)
-    if kind:
-        raise InvalidSetup(f"{file.uri}: {kind}")
-    with _open(file) as stream:
+        if kind := _kind_in_bytes(stream.read(4), file):
+            raise InvalidSetup(f"{file.uri}: {kind}")
+        stream.seek(0)
         rows = _csv_rows(file, stream, on_bytes=digest.update)
         header = next(rows, None)
         if header is None:
@@ -260,7 +259,7 @@ def _read_csv(piece: InputPiece) -> Iterator[Row]:
     with _open(piece.file) as stream:
         names = _names(next(_csv_rows(piece.file, stream)))
     with _open(piece.file, piece.offset) as stream:
-        rows = _csv_rows(piece.file, stream, begin=Place(piece.offset, piece.first_line))
+        rows = _csv_rows(piece.file, stream, begin=Border(piece.offset, piece.first_line))
         for number, row in enumerate(islice(rows, piece.num_rows), start=piece.first_number):
             yield row_from_cells(names, row.cells, number=number, place=f"{piece.file.name}:{row.begin.line}")
 

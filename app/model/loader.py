@@ -38,7 +38,7 @@ from app.model.host_memory import taking_host_memory
 from app.model.kv_cache import block_bytes, num_blocks_that_fit, num_state_slots_that_fit
 from app.model.language_model import check_files_of_text
 from app.model.location import resolve_model_path
-from app.model.memory import is_out_of_memory, refusing_to_run_short, state_bytes
+from app.model.memory import is_out_of_memory, loading_weights, refusing_to_run_short, state_bytes
 from app.model.parallel.group import RankGroup
 from app.model.runner import TorchModelRunner
 from app.model.source import ModelSource, module_without_weights, refusing_what_fails
@@ -189,8 +189,7 @@ def _num_state_slots(config: EngineConfig, states: Sequence[StateShape], gpu_byt
 
 
 def _load(config: EngineConfig, group: RankGroup | None) -> LoadedModel:
-    tell("loading the weights")
-    with refusing_to_run_short("the weights", "Serve a smaller model, or set model.dtype: bfloat16"):
+    with loading_weights():
         return load_model(
             config.model,
             resolve_model_path(config.model.path),

@@ -15,6 +15,7 @@ import torch
 from app.config import GIB
 from app.errors import TooLittleMemory, first_line
 from app.model.attention import StateShape
+from app.progress import tell
 
 # The CUDA context with the code of all kernels, outside of torch's allocator: 0.5 GiB on an A100 (the baseline in
 # https://github.com/JBjoernskov/Twin4Build/issues/134), and some for kernels that are compiled later.
@@ -117,6 +118,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
     )
+
+
+@contextmanager
+def loading_weights() -> Iterator[None]:
+    """Around the load of a model's weights. Raises TooLittleMemory as `refusing_to_run_short`."""
+    tell("loading the weights")
+    with refusing_to_run_short("the weights", "Serve a smaller model, or set model.dtype: bfloat16"):
+        yield
 
 
 @contextmanager

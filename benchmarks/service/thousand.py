@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import random
 import sys
 import time
@@ -37,8 +38,9 @@ from app.engine.request import Request, SamplingParams
 from app.fleet import ReplicaRegistry, replica_registry
 from app.fleet.dispatch import GroupChooser, PrefixChanges, ReplicaReport, make_policy
 from benchmarks.harness.command import command_parser, positive, run_command, tell
+from benchmarks.harness.processes import resident_mib
 from benchmarks.service import prefixes
-from benchmarks.service.thousand_sockets import resident_bytes, sockets_figures
+from benchmarks.service.thousand_sockets import sockets_figures
 from deployments.plan.simulation import FleetSimulation
 
 POLICIES = ("round_robin", "least_loaded", "prefix_affinity")
@@ -79,11 +81,11 @@ def dispatch_figures(num_replicas: int, seed: int) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for policy in POLICIES:
         gc.collect()
-        before = resident_bytes()
+        before_mib = resident_mib(os.getpid())
         rng = random.Random(seed)
         registry, chains = filled_registry(policy, num_replicas, rng)
         gc.collect()
-        memory = resident_bytes() - before
+        memory = (resident_mib(os.getpid()) - before_mib) * 2**20
         times = np.array(list(_decided(registry, chains, rng))) * 1e6
         figures[policy] = {
             "p50_us": round(float(np.median(times)), 1),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
-import resource
 import subprocess
 import time
 from collections import Counter
@@ -22,7 +22,9 @@ from app.engine.request import Address, Request, SamplingParams
 from app.fleet import FailoverLimits, Fleet, FrameReader, ReplicaRegistry, connect
 from app.fleet.dispatch import GroupChooser, make_policy
 from app.metrics import ModelMetrics
+from benchmarks.harness import machine
 from benchmarks.harness.command import BenchmarkError, tell
+from benchmarks.harness.processes import resident_mib
 from deployments.open_files import allow_many_files
 from deployments.serve.process import freeze_loaded
 
@@ -106,7 +108,7 @@ async def _measured(
     registry = ReplicaRegistry(
         make_policy("least_loaded", random.Random(seed)), GroupChooser([]), block_size=16, clock=time.monotonic
     )
-    transport, memory = LocalTransport(by_id), resident_bytes()
+    transport, memory_mib = LocalTransport(by_id), resident_mib(os.getpid())
     fleet = Fleet(transport, registry, limits, ModelMetrics(time.monotonic))
     began = time.perf_counter()
     registry.set_replicas(list(by_id))
@@ -114,12 +116,12 @@ async def _measured(
         await asyncio.sleep(0.05)
     figures: dict[str, Any] = {
         "connected_after_s": round(time.perf_counter() - began, 2),
-        "kb_per_replica": round((resident_bytes() - memory) / len(by_id) / 1e3, 1),
+        "kb_per_replica": round((resident_mib(os.getpid()) - memory_mib) * 2**20 / len(by_id) / 1e3, 1),
     }
-    num_bytes, cpu_s = transport.num_bytes, _cpu_s()
+    num_bytes, cpu_s = transport.num_bytes, machine.own_cpu_s()
     await asyncio.sleep(IDLE_S)
     freeze_loaded()  # as an ingress does
-    figures["idle_cpu_of_a_core"] = round((_cpu_s() - cpu_s) / IDLE_S, 4)
+    figures["idle_cpu_of_a_core"] = round((machine.own_cpu_s() - cpu_s) / IDLE_S, 4)
     figures["idle_bytes_per_replica_s"] = round((transport.num_bytes - num_bytes) / len(by_id) / IDLE_S, 1)
     tell(f"{len(by_id)} replicas: {figures}")
     usual = await _streamed(fleet, num_streams)
@@ -161,10 +163,10 @@ async def _streamed(fleet: Fleet, num_streams: int) -> Played:
             await asyncio.sleep(_LOOK_S)
             longest = max(longest, loop.time() - before - _LOOK_S)
 
-    watching, cpu_s = asyncio.create_task(watch()), _cpu_s()
+    watching, cpu_s = asyncio.create_task(watch()), machine.own_cpu_s()
     streams = await asyncio.gather(*(_stream(fleet, number, num_streams) for number in range(num_streams)))
     watching.cancel()
-    return Played(streams=streams, longest_stall_s=longest, cpu_s=_cpu_s() - cpu_s)
+    return Played(streams=streams, longest_stall_s=longest, cpu_s=machine.own_cpu_s() - cpu_s)
 
 
 async def _stream(fleet: Fleet, number: int, num_streams: int) -> Stream:
@@ -207,13 +209,3 @@ def _num_different(streams: Sequence[Stream]) -> int:
     for each in streams:
         by_prompt.setdefault(each.prompt, Counter())[tuple(each.tokens)] += not each.error
     return sum(sum(texts.values()) - max(texts.values()) for texts in by_prompt.values())
-
-
-def _cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
-def resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()

@@ -23,15 +23,15 @@ from ray.serve.schema import ApplicationStatus, DeploymentStatusOverview, ServeD
 from app import progress
 from app.errors import InvalidSetup
 from app.model.location import has_chat_template
+from deployments.chat import DEFAULT_URL
 from deployments.launcher.checks import check_port
 from deployments.launcher.terminal import StatusLines
 from deployments.ray_internals import deploy
-from deployments.serve.settings import LOOPBACK, ServeFile, asked_threads, read_serve_file
+from deployments.serve.settings import ServeFile, asked_threads, read_serve_file
 from deployments.threads import excess
 
 READY = "ready"
 SERVICE = "the HTTP service"
-DEFAULT_PORT = 8000
 
 
 def roll_out(path: Path, lines: StatusLines) -> NoReturn:
@@ -170,7 +170,7 @@ def _welcome(config: ServeFile, ready_s: float) -> str:
     application = next(iter(config.applications.values()))
     model, needs_key = application.models[0].name, application.api.keys_file
     key = " -H 'Authorization: Bearer <key>'" if needs_key else ""
-    url = "" if config.port == DEFAULT_PORT and config.host in LOOPBACK else f" --url {_address(config)}"
+    url = "" if f"http://{config.host}:{config.port}" == DEFAULT_URL else f" --url {_address(config)}"
     chat = f"or, in another terminal{', with the key in CAROUSEL_API_KEY' * bool(needs_key)}: carousel chat{url}\n"
     endpoint, asked = "chat/completions", '"messages": [{"role": "user", "content": "Count from 3 to 9."}]'
     if not has_chat_template(application.models[0].engine.model.path):

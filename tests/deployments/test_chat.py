@@ -22,7 +22,7 @@ from app.engine.request import Request
 from app.text import ReasoningMarks, Tokenizer
 from deployments import chat
 from tests.benchmarks.servers import serving, told_server
-from tests.kit.service import WAIT, Service, Step, entry, say
+from tests.kit.service import WAIT, Script, Service, Step, entry, say
 from tests.waiting import eventually
 
 
@@ -177,14 +177,14 @@ def test_a_reader_that_has_read_enough_ends_it_silently(tokenizer: Tokenizer) ->
     assert (done.stdout, done.stderr) == ("1 2 3\n", "")
 
 
+def endless(tokenizer: Tokenizer, text: str) -> Script:
+    """Says the text, and then nothing more until its client hangs up."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return lambda request: [*((each,) for each in ids), WAIT]
+
+
 def test_ctrl_c_ends_one_answer_with_its_own_status(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("1 2 3", add_special_tokens=False)
-
-    def script(request: Request) -> Iterable[Step]:
-        yield from ((each,) for each in ids)
-        yield WAIT
-
-    service = Service(tokenizer, script)
+    service = Service(tokenizer, endless(tokenizer, "1 2 3"))
     with serving(service.app) as url:
         command = [sys.executable, "-m", "deployments.cli", "chat", "--url", url, "Hi"]
         asking = subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
@@ -276,13 +276,7 @@ def test_a_chat_remembers_and_obeys_its_commands(tokenizer: Tokenizer) -> None:
 
 
 def test_ctrl_c_stops_an_answer_and_keeps_what_came(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("1 2 3", add_special_tokens=False)
-
-    def script(request: Request) -> Iterable[Step]:
-        yield from ((each,) for each in ids)
-        yield WAIT
-
-    service = Service(tokenizer, script)
+    service = Service(tokenizer, endless(tokenizer, "1 2 3"))
     with serving(service.app) as url, terminal(url) as chatting:
         chatting.until(">>> ")
         chatting.type("Count.\n")

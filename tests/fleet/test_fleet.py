@@ -73,6 +73,19 @@ async def test_killing_replicas_in_mid_stream_changes_no_token(seed: int) -> Non
         assert local.counts.resumes.total() >= 2
 
 
+async def test_nothing_is_kept_of_replicas_that_are_lost_with_requests_and_gone() -> None:
+    requests = mixed(16, 1)
+    async with LocalFleet(3) as local:
+        doomed = local.replicas[0]
+        local.hold(doomed)
+        answers = local.start(requests)
+        await local.held(doomed)
+        local.transport.leave(doomed.replica_id)
+        doomed.kill()
+        await check(requests, answers)
+        assert local.fleet._on_replica == {}
+
+
 @pytest.mark.parametrize("dispatch", ["least_loaded", "round_robin"])
 @pytest.mark.parametrize("num_others", [3, 8, 30])
 async def test_the_beginning_of_a_call_is_computed_once(num_others: int, dispatch: str) -> None:

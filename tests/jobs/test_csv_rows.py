@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from app.batches import MAX_REQUEST_BYTES
 from app.errors import InvalidSetup
-from app.jobs.csv_rows import START, CsvRow, Place, read_csv_rows
+from app.jobs.csv_rows import START, Border, CsvRow, read_csv_rows
 
 CELL = st.text(st.sampled_from('ab"," \t\'\\é€😀\u2028\u0085\x1c;|\0') | st.sampled_from("\n\r"), max_size=8)
 TABLES = st.integers(1, 4).flatmap(lambda width: st.lists(st.lists(CELL, min_size=width, max_size=width), max_size=8))
@@ -26,7 +26,7 @@ def written(rows: list[list[str]], delimiter: str = ",", line_end: str = "\n") -
     return file.getvalue().encode()
 
 
-def rows_of(content: bytes, delimiter: str = ",", begin: Place = START) -> list[CsvRow]:
+def rows_of(content: bytes, delimiter: str = ",", begin: Border = START) -> list[CsvRow]:
     return list(read_csv_rows(io.BytesIO(content), delimiter, name="t.csv", begin=begin))
 
 

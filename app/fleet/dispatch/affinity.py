@@ -7,6 +7,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import msgspec
 
@@ -24,17 +25,19 @@ class PrefixChanges(msgspec.Struct, frozen=True, array_like=True):
     address: tuple[str, int, str] | None = None
 
 
-FEW_BLOCKS = 4
+_FEW_BLOCKS = 4
 _MIN_PREFIXES = 1_500  # of a replica that are kept, however many replicas there are
 
 
 def is_indexed(num_blocks: int) -> bool:
     """Whether ingresses know the prefixes with so many blocks: all short ones, and every fourth of the longer ones."""
-    return num_blocks <= FEW_BLOCKS or num_blocks % FEW_BLOCKS == 0
+    return num_blocks <= _FEW_BLOCKS or num_blocks % _FEW_BLOCKS == 0
 
 
-def _indexed(chain: Sequence[int]) -> Sequence[int]:
-    return (*chain[:FEW_BLOCKS], *chain[2 * FEW_BLOCKS - 1 :: FEW_BLOCKS])
+@lru_cache(maxsize=256)
+def _indexed_numbers(most: int) -> tuple[int, ...]:
+    """The numbers of blocks, from 1 to `most`, with which prefixes are indexed."""
+    return tuple(filter(is_indexed, range(1, most + 1)))
 
 
 class PrefixIndex:
@@ -87,7 +90,7 @@ class PrefixIndex:
         """A request with this chain goes to a replica."""
         if request_id in self._under_way:  # it goes on elsewhere
             self.end(request_id)
-        indexed = _indexed(chain)
+        indexed = [chain[num_blocks - 1] for num_blocks in _indexed_numbers(len(chain))]
         self._under_way[request_id] = replica_id, indexed
         self._num_under_way[replica_id] += 1
         for digest in indexed:
@@ -113,10 +116,9 @@ class PrefixIndex:
         if most <= self._max_matches:
             most = len(self._of_replica.keys() | self._num_under_way.keys())
         found: dict[str, int] = {}
-        indexed = _indexed(chain)
-        for at in range(len(indexed) - 1, -1, -1):
-            num_blocks = at + 1 if at < FEW_BLOCKS else FEW_BLOCKS * (at - FEW_BLOCKS + 2)
-            for holders in (self._held.of(indexed[at]), self._sent.of(indexed[at])):
+        for num_blocks in reversed(_indexed_numbers(len(chain))):
+            digest = chain[num_blocks - 1]
+            for holders in (self._held.of(digest), self._sent.of(digest)):
                 if len(holders) > self._max_matches:
                     holders = self._random.sample(list(holders), self._max_matches)
                 for replica_id in holders:

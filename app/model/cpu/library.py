@@ -17,9 +17,8 @@ import shutil
 import subprocess
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -27,7 +26,7 @@ from typing import Any
 
 import torch
 
-from app.disk import cache_folder, locked
+from app.disk import cache_folder, locked_if_possible
 from app.errors import InvalidSetup
 from app.progress import step_within
 
@@ -419,22 +418,15 @@ def _source_texts() -> list[bytes]:
 def _kept(compiler: str, flags: Sequence[str], target: Path) -> Path:
     if target.exists():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with step_within("building native code (once, about half a minute)"), _alone(target.with_suffix(".lock")):
+    lock = locked_if_possible(
+        target.with_suffix(".lock"), without="several processes may build the native code at once"
+    )
+    with step_within("building native code (once, about half a minute)"), lock:
         if not target.exists():
             with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
                 _build(compiler, flags, Path(scratch) / target.name).replace(target)
             logger.info("built %s", target)
     return target
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """While no other process builds the same. If a lock cannot be had, several may."""
-    with ExitStack() as stack:
-        with suppress(OSError):  # a file system without locks
-            stack.enter_context(locked(path))
-        yield
 
 
 def _build(compiler: str, flags: Sequence[str], target: Path) -> Path:

@@ -26,7 +26,7 @@ import torch
 
 from app.config import GIB
 from app.cores import own_nodes
-from app.disk import take_lock
+from app.disk import locked_if_possible
 from app.model.cpu.library import in_large_pages
 from app.model.cpu.weights import Allocate, NativeWeights, weights_at
 from app.progress import step_within
@@ -74,7 +74,8 @@ def shared_weights(pack: Pack, sharing: Sharing | None) -> NativeWeights:
 def _found_or_packed(pack: Pack, sharing: Sharing) -> int:
     """A descriptor of a whole file, for processes on one NUMA node of its own."""
     name = "-".join(filter(None, (_NAME, sharing.digest, own_nodes())))
-    with _locked(sharing.folder / f"{name}.lock"):
+    without = "replicas that start at the same time do not share their weights"
+    with locked_if_possible(sharing.folder / f"{name}.lock", without=without, waiting=_waiting):
         found = _find(name)
         if found is None:
             return _packed(pack, name)
@@ -104,23 +105,10 @@ def _weights_in(descriptor: int) -> NativeWeights:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """While no other process packs the same; where no lock can be had, they may all pack, and the log says so."""
-    lock = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = take_lock(path)
-        if lock is None:
-            logger.info("weights: another process packs them; waiting for it")
-            with step_within("waiting for the weights, which another replica loads"):
-                lock = take_lock(path, waits=True)
-    except OSError as error:
-        logger.warning("replicas that start at the same time do not share their weights: %s: %s", path, error.strerror)
-    try:
+def _waiting() -> Iterator[None]:
+    logger.info("weights: another process packs them; waiting for it")
+    with step_within("waiting for the weights, which another replica loads"):
         yield
-    finally:
-        if lock is not None:
-            os.close(lock)
 
 
 class _Addresses:

@@ -76,11 +76,11 @@ def test_of_several_that_need_it_at_once_one_builds_it(tmp_path: Path, monkeypat
 
 
 def test_without_locks_it_is_built_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(path: Path) -> object:
+    def fail(path: Path, **_: object) -> object:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(library, "locked", fail)
+    monkeypatch.setattr("app.disk.take_lock", fail)
     assert library._built(str(compiler_that(': > "$2"', tmp_path))).is_file()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from app import disk
 from app.model.cpu import shared_weights
 from app.model.cpu.library import is_fast
 from app.model.cpu.shared_weights import LARGE_PAGE, _find, _GrowingFile
@@ -26,6 +27,7 @@ _HOLDER = """
 import sys
 from pathlib import Path
 from app.config import ModelConfig
+from app import disk
 from app.model.cpu import shared_weights
 from app.model.loader import load_model
 path, cache, state = sys.argv[1:]
@@ -109,14 +111,14 @@ def test_a_process_waits_for_one_that_packs_and_takes_over_where_that_is_killed(
     expected = logits_of(load(model_path, checks=tmp_path))
     with other_process(model_path, tmp_path, "packs") as process:
         assert _find(next(tmp_path.glob("carousel-weights-*.lock")).stem) is None
-        take_lock = shared_weights.take_lock
+        take_lock = disk.take_lock
 
         def kill_it_and_wait(path: Path, *, waits: bool = False) -> int | None:
             if waits:
                 process.kill()
             return take_lock(path, waits=waits)
 
-        monkeypatch.setattr(shared_weights, "take_lock", kill_it_and_wait)
+        monkeypatch.setattr(disk, "take_lock", kill_it_and_wait)
         with caplog.at_level("INFO"):
             model = load(model_path, checks=tmp_path)
     assert "another process packs them; waiting for it" in caplog.text
