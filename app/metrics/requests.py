@@ -211,6 +211,10 @@ class CallMetrics:
     Requests that have no end when it is left have failed, if an error leaves with it, or else were aborted.
     """
 
+    __slots__ = (
+        "_arrived_at", "_clock", "_ended_at", "_first_at", "_is_background", "_model", "_num_open", "_requests",
+    )  # fmt: skip
+
     def __init__(
         self, model: ModelMetrics, prompt_tokens: Sequence[int], *, arrived_at: float, is_background: bool = False
     ) -> None:

@@ -28,6 +28,8 @@ class Detokenizer:
         text     [ handed out: num_shown characters                                             | held back           ]
     """
 
+    __slots__ = ("_are_independent", "_hidden", "_num_settled", "_num_shown", "_tokenizer", "_window")
+
     def __init__(
         self,
         tokenizer: Tokenizer,

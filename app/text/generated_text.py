@@ -38,6 +38,11 @@ class GeneratedText:
     first `min_tokens` tokens, and not in reasoning.
     """
 
+    __slots__ = (
+        "_detokenizer", "_include_stop", "_min_tokens", "_num_tokens", "_num_undecided_tokens", "_signs", "_splitter",
+        "_stop", "_stop_strings", "_unsigned",
+    )  # fmt: skip
+
     def __init__(
         self,
         tokenizer: Tokenizer,
@@ -71,6 +76,11 @@ class GeneratedText:
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._num_tokens = 0
+
+    @property
+    def may_end_itself(self) -> bool:
+        """Whether the text may end before the last delta: with a stop string."""
+        return self._stop_strings is not None
 
     def push(self, delta: TokenDelta) -> TextDelta:
         """Take a delta; when a stop string is complete in it, the result says STOP and is the last one.

@@ -1,17 +1,23 @@
 """HTTP/1 as uvicorn speaks it for Ray Serve, but for two kinds of requests that it does not answer as HTTP says.
 
+Responses can also be sent without waiting, all that one moment brings together (`Connection`).
+
 Serve has no setting for the protocol. No upstream issues are known.
 """
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import httptools
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from app.api.http.sse import SEND_NOW
 
 
 class Protocol(HttpToolsProtocol):
@@ -46,7 +52,58 @@ class Protocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         knows_chunks = cycle.scope["http_version"] != "1.0"  # RFC 9112, 6.1
         given = app if knows_chunks else partial(_answer_without_chunks, cycle, app)
+        if knows_chunks:
+            cycle.scope["extensions"] = {SEND_NOW: Connection(cycle, self.loop)}
         HttpToolsProtocol._start_asgi_task(self, cycle, given)
+
+
+class Connection:
+    """See `app.api.http.sse.Connection`: sends pieces of one response.
+
+    Pieces of all connections go out together, after the work that makes them: while one follows the other, the proxy
+    that reads them is awake, and to wake a process takes several times as long as to send.
+    """
+
+    __slots__ = ("_cycle", "_flow", "_outbox", "is_blocked", "loop", "sent_at")
+
+    def __init__(self, cycle: RequestResponseCycle, loop: asyncio.AbstractEventLoop) -> None:
+        self._cycle = cycle
+        self._flow = cycle.flow
+        self._outbox = _outboxes.setdefault(loop, [])
+        self.loop = loop
+        self.is_blocked = True
+        self.sent_at = 0.0
+
+    def may_send(self) -> bool:
+        """Whether it is not blocked, and the client has read enough."""
+        return not (self.is_blocked or self._flow.write_paused)
+
+    def send(self, data: bytes) -> None:
+        """Send a piece of the body at the end of what the event loop does now."""
+        if not self._outbox:
+            self.loop.call_soon(_send_all, self._outbox, self.loop)
+        self._outbox.append((self, data))
+
+    def write(self, data: bytes, now: float) -> None:
+        """Write a piece to the socket, as a chunk."""
+        if not self._cycle.disconnected:
+            self.sent_at = now
+            self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """In another process it is nothing: Serve's own proxy sends the scope of a request to an ingress."""
+        return type(None), ()
+
+
+_Outbox = list[tuple[Connection, bytes]]
+_outboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, _Outbox] = WeakKeyDictionary()
+
+
+def _send_all(outbox: _Outbox, loop: asyncio.AbstractEventLoop) -> None:
+    pieces, now = outbox.copy(), loop.time()
+    outbox.clear()
+    for connection, data in pieces:
+        connection.write(data, now)
 
 
 async def _answer_without_chunks(

@@ -38,7 +38,7 @@ from app.api.http.guard import Routes
 from app.api.http.openapi import openapi_document
 from app.api.http.operations import RouteGroup
 from app.api.http.origins import OriginPolicy
-from app.api.http.sse import EventStream, WhileConnected
+from app.api.http.sse import EventStream, WhileConnected, connection_of
 from app.api.request_context import EXPLAIN_HEADER, asks_for, headers_of, with_deadline
 from app.api.request_trace import RequestTrace
 from app.api.schemas.parameters import STRICT_HEADER
@@ -181,11 +181,13 @@ class _Computed:
                 context.reservation.release_body()
                 response_headers = partial(response.headers, explain=asks_for(headers, EXPLAIN_HEADER))
                 if response.is_streamed:
+                    connection = connection_of(scope)
                     events = EventStream(
-                        response.events(),
+                        response.events(connection),
                         headers=response_headers,
                         heartbeat_s=handler.limits.heartbeat_s,
                         may_begin=response.open_if_queued,
+                        connection=connection,
                     )
                     await events.send_to(send)
                 else:

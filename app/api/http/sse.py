@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
 from types import TracebackType
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -16,6 +17,7 @@ HEARTBEAT = b": still here\n\n"  # a comment: clients skip it
 # A message that the client's connection has not taken for so long ends the stream: a client that does not read would
 # keep its request on a replica, and all that comes of it in memory.
 UNREAD_S = 60.0
+SEND_NOW = "carousel.send_now"  # the extension of ASGI whose value in the scope is a `Connection`
 
 
 class WhileConnected:
@@ -58,6 +60,29 @@ class WhileConnected:
         self._task.cancel()
 
 
+class Connection(Protocol):
+    """Sends events of an `EventStream` without a task, between those that the stream itself sends.
+
+    Servers that can have it in the scope of a request, as the extension `SEND_NOW` of ASGI.
+    """
+
+    loop: asyncio.AbstractEventLoop  # that alone may use it
+    is_blocked: bool  # the stream has not begun, sends a comment or has ended
+    sent_at: float  # when an event went out, by the event loop's clock
+
+    def may_send(self) -> bool:
+        """Whether an event may go out now: the connection is not blocked, and the client has read enough."""
+
+    def send(self, data: bytes) -> None:
+        """Send one event, or more."""
+
+
+def connection_of(scope: Scope) -> Connection | None:
+    """None: the server has no such extension, or it runs in another event loop."""
+    connection: Connection | None = scope.get("extensions", {}).get(SEND_NOW)
+    return connection if connection is not None and connection.loop is asyncio.get_running_loop() else None
+
+
 class EventStream:
     """A response of server-sent events, sent as they come."""
 
@@ -68,6 +93,7 @@ class EventStream:
         headers: Callable[[], Mapping[str, str]],
         heartbeat_s: float,
         may_begin: Callable[[], bool],
+        connection: Connection | None = None,
     ) -> None:
         """No byte goes out before the first event, so that an error before it can still have a status of its own.
 
@@ -75,11 +101,13 @@ class EventStream:
         request is queued: the client, and proxies before it, would close a connection that stays silent. From then on a
         comment goes out whenever nothing else has for `heartbeat_s`. It also finds out clients that have vanished.
         `headers` are asked for when the stream begins. A client that takes nothing for `UNREAD_S` counts as gone.
+        `connection` may send events while the next of `events` is waited for.
         """
         self._events = events
         self._headers = headers
         self._heartbeat_s = heartbeat_s
         self._may_begin = may_begin
+        self._connection = connection
         self._has_begun = False
         self._sent_at = 0.0  # when the last message was given to the server, by the event loop's clock
         self._is_taken = True  # the server has taken it: the client has read enough of those before
@@ -109,6 +137,7 @@ class EventStream:
                 raise ClientGone from None
             raise
         finally:
+            self._block_connection(True)
             self._timer.cancel()
             del self._sending  # else an error's traceback and this object would be in a circle
             if self._beating is not None:
@@ -145,6 +174,15 @@ class EventStream:
         }
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": 200, "headers": raw})
+        self._block_connection(self._is_beating)
+
+    @property
+    def _is_beating(self) -> bool:
+        return self._beating is not None and not self._beating.done()
+
+    def _block_connection(self, is_blocked: bool) -> None:
+        if self._connection is not None:
+            self._connection.is_blocked = is_blocked
 
     def _beat(self) -> None:
         """Send a comment if nothing was sent for a while. One timer a heartbeat, whatever goes out meanwhile."""
@@ -153,11 +191,13 @@ class EventStream:
             self._is_unread = True
             self._sending.cancel()
             return
-        wait_s = self._sent_at + self._heartbeat_s - loop.time()
+        sent_at = max(self._sent_at, 0.0 if self._connection is None else self._connection.sent_at)
+        wait_s = sent_at + self._heartbeat_s - loop.time()
         if wait_s <= 0:
             wait_s = self._heartbeat_s
             if self._is_taken and (self._has_begun or self._may_begin()):
                 self._sent_at, self._is_taken = loop.time(), False
+                self._block_connection(True)
                 self._beating = asyncio.create_task(self._send_heartbeat())
         self._timer = loop.call_later(wait_s, self._beat)
 
@@ -167,6 +207,7 @@ class EventStream:
                 await self._begin()
             await self._send({"type": "http.response.body", "body": HEARTBEAT, "more_body": True})
         self._is_taken = True
+        self._block_connection(False)
 
 
 class EventResponse(Response):

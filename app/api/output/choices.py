@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 
 from msgspec import Struct, structs
 
+from app.api.http.sse import Connection
 from app.api.output.token_details import LogprobsCollector, TokenDetails
 from app.api.output.tool_calls import ToolCallDelta, ToolUse
 from app.api.prepared_request import PreparedRequest
@@ -108,11 +110,53 @@ def _join(last: ChoiceDelta, delta: ChoiceDelta) -> None:
     last.details = delta.details if last.details is None else last.details.joined(delta.details)
 
 
-def generate_choices(prepared: PreparedRequest) -> AsyncGenerator[ChoiceDelta, None]:
+class DirectPath:
+    """How the middle of an answer goes to its client: from the frame of a replica to the connection, in one call.
+
+    A task for each stream, which wakes up for each token and passes all generators between, takes twice as long. The
+    task of the stream sends the beginning and the end, and everything while the client's connection takes no more.
+    """
+
+    __slots__ = ("_add", "_connection", "_write")
+
+    def __init__(self) -> None:
+        self.close()
+
+    def open(
+        self,
+        connection: Connection,
+        add: Callable[[ChoiceDelta], object],
+        write: Callable[[ChoiceDelta], Iterable[bytes]],
+    ) -> None:
+        """Each delta is from now on given to `add`, and the events that `write` makes of it to the connection."""
+        self._connection, self._add, self._write = connection, add, write
+
+    def close(self) -> None:
+        """Take nothing more."""
+        self._connection: Connection | None = None
+
+    def may_take(self) -> bool:
+        """Whether the client takes an event now."""
+        return self._connection is not None and self._connection.may_send()
+
+    def take(self, piece: ChoiceDelta) -> None:
+        """Send a delta on its way, if `may_take`."""
+        assert self._connection is not None
+        self._add(piece)
+        for written in self._write(piece):
+            self._connection.send(written)
+
+
+def generate_choices(prepared: PreparedRequest, direct: DirectPath | None = None) -> AsyncGenerator[ChoiceDelta, None]:
     """Run all requests of a call and yield their deltas as they come.
 
     Close it to abort those that still run. The first error of any choice ends all of them and is raised here.
+
+    Deltas that `direct` takes are not yielded. Those are the deltas in the middle of the only choice of a call, when
+    only its last token can end it.
     """
+    if prepared.tools is None and len(prepared.requests) == 1:
+        return _choice_pieces(prepared, 0, direct)
     choices = [_choice_pieces(prepared, index) for index in range(len(prepared.requests))]
     if prepared.tools is not None:
         choices = [_with_calls(choice, prepared.tools) for choice in choices]
@@ -122,47 +166,73 @@ def generate_choices(prepared: PreparedRequest) -> AsyncGenerator[ChoiceDelta, N
     return _merge(choices, at_once=at_once, first_goes_ahead=prepared.first_goes_ahead)
 
 
-async def _choice_pieces(prepared: PreparedRequest, index: int) -> AsyncGenerator[ChoiceDelta, None]:
-    request, options = prepared.requests[index], prepared.detail_options
-    text = GeneratedText(
-        prepared.model.tokenizer,
-        stop=prepared.stop,
-        stop_tokens=prepared.stop_tokens,
-        min_tokens=request.sampling.min_tokens,
-        skip_special_tokens=prepared.skip_special_tokens,
-        shown_token_ids=prepared.tools.token_ids if prepared.tools else frozenset(),
-        include_stop=prepared.include_stop,
-        reasoning=prepared.reasoning,
-    )
-    collector = None if options is None else LogprobsCollector(prepared, options, index)
-    async with token_deltas(prepared.model.generate, request) as deltas:
+async def _choice_pieces(
+    prepared: PreparedRequest, index: int, direct: DirectPath | None = None
+) -> AsyncGenerator[ChoiceDelta, None]:
+    choice = _Choice(prepared, index)
+    async with token_deltas(prepared.model.generate, choice.request) as deltas:
+        # A fleet's streams can deliver; of other iterators all deltas are read.
+        deliver_to = getattr(deltas, "deliver_to", None)
+        if direct is not None and deliver_to is not None and not choice.text.may_end_itself:
+            deliver_to(partial(choice.pass_on, direct))
         async for whole in deltas:
-            is_short = len(whole.token_ids) <= MAX_TOKENS_AT_ONCE and not whole.prompt_logprobs
-            for delta in (whole,) if is_short else _parts(whole):
+            for delta in (whole,) if _is_short(whole) else _parts(whole):
                 if delta is not whole:
                     await asyncio.sleep(0)  # what has accumulated may be a context's worth of work
                 if delta.finish_reason is FinishReason.ABORT:
                     raise Unavailable("the server stopped this generation before its end; try again")
-                added = text.push(delta)
-                piece = ChoiceDelta(
-                    index,
-                    added.text,
-                    added.num_tokens,
-                    delta.num_cached_tokens,
-                    queued=delta.queued,
-                    times=delta.times,
-                    reasoning=added.reasoning,
-                    num_reasoning_tokens=added.num_reasoning_tokens,
-                    num_accepted=delta.num_accepted,
-                    num_rejected=delta.num_rejected,
-                    ignored=delta.ignored,
-                )
-                if added.finish_reason is not None:
-                    _end(piece, delta, added, request)
-                yield piece if collector is None else _with_details(piece, collector, delta)
-                if added.finish_reason is not None:
+                piece = choice.piece_of(delta)
+                yield piece
+                if piece.finish_reason is not None:
                     return
-    raise Failure(f"the token stream of {request.request_id} ended without a finish reason")
+    raise Failure(f"the token stream of {choice.request.request_id} ended without a finish reason")
+
+
+class _Choice:
+    """Makes text of the deltas of one request."""
+
+    __slots__ = ("_collector", "_index", "request", "text")
+
+    def __init__(self, prepared: PreparedRequest, index: int) -> None:
+        self._index = index
+        self.request = prepared.requests[index]
+        self.text = GeneratedText(
+            prepared.model.tokenizer,
+            stop=prepared.stop,
+            stop_tokens=prepared.stop_tokens,
+            min_tokens=self.request.sampling.min_tokens,
+            skip_special_tokens=prepared.skip_special_tokens,
+            shown_token_ids=prepared.tools.token_ids if prepared.tools else frozenset(),
+            include_stop=prepared.include_stop,
+            reasoning=prepared.reasoning,
+        )
+        options = prepared.detail_options
+        self._collector = None if options is None else LogprobsCollector(prepared, options, index)
+
+    def pass_on(self, direct: DirectPath, delta: TokenDelta) -> bool:
+        """Whether a delta in the middle of the choice has gone the direct path."""
+        if not direct.may_take() or not _is_short(delta):
+            return False
+        direct.take(self.piece_of(delta))
+        return True
+
+    def piece_of(self, delta: TokenDelta) -> ChoiceDelta:
+        """What a delta adds to the choice."""
+        added = self.text.push(delta)
+        piece = ChoiceDelta(self._index, added.text, added.num_tokens, delta.num_cached_tokens)
+        if added.num_reasoning_tokens or added.reasoning:
+            piece.reasoning, piece.num_reasoning_tokens = added.reasoning, added.num_reasoning_tokens
+        if delta.num_accepted or delta.num_rejected:
+            piece.num_accepted, piece.num_rejected = delta.num_accepted, delta.num_rejected
+        if delta.queued is not None or delta.times is not None:
+            piece.queued, piece.times, piece.ignored = delta.queued, delta.times, delta.ignored
+        if added.finish_reason is not None:
+            _end(piece, delta, added, self.request)
+        return piece if self._collector is None else _with_details(piece, self._collector, delta)
+
+
+def _is_short(delta: TokenDelta) -> bool:
+    return len(delta.token_ids) <= MAX_TOKENS_AT_ONCE and not delta.prompt_logprobs
 
 
 def _parts(delta: TokenDelta) -> Iterator[TokenDelta]:

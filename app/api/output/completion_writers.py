@@ -168,6 +168,8 @@ def _best(facts: AnswerFacts, details: DetailsWriter) -> list[int]:
 class ChunkWriter:
     """The chunks of one streamed response."""
 
+    __slots__ = ("_answer", "_around_text", "_begun", "_details", "_envelope", "_events_differ", "_facts", "_form")
+
     def __init__(self, answer: Answer, form: Format) -> None:
         self._answer = answer
         self._form = form

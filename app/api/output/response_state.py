@@ -11,8 +11,9 @@ from types import MappingProxyType
 from typing import ClassVar, Protocol
 
 from app.api.http.errors import log_error
+from app.api.http.sse import Connection
 from app.api.output.answer import Answer, ChoiceOutput
-from app.api.output.choices import ChoiceDelta, generate_choices
+from app.api.output.choices import ChoiceDelta, DirectPath, generate_choices
 from app.api.prepared_request import AnswerFacts, PreparedRequest
 from app.api.request_context import RequestContext
 from app.api.request_trace import RequestTrace
@@ -35,6 +36,7 @@ class ResponseState(Answer):
     prepared: PreparedRequest
     metrics: CallMetrics
     pieces: AsyncGenerator[ChoiceDelta, None]
+    direct: DirectPath = field(default_factory=DirectPath)  # takes some of the pieces once it is open
     queued: Queued | None = None  # the place of the first request
     times: EngineTimes | None = None  # of the request with the first token
     extra_usage: Callable[[], Json] = dict  # further fields of `usage`, by now
@@ -65,7 +67,7 @@ class ResponseState(Answer):
             arrived_at=context.arrived_at,
             is_background=prepared.requests[0].is_background,
         )
-        is_new = pieces is None
+        is_new, direct = pieces is None, DirectPath()
         state = cls(
             facts=prepared.facts(),
             outputs=[ChoiceOutput() for _ in prepared.requests],
@@ -73,7 +75,8 @@ class ResponseState(Answer):
             prepared=prepared,
             request_id=context.request_id,
             metrics=of_call,
-            pieces=generate_choices(prepared) if pieces is None else pieces,
+            pieces=generate_choices(prepared, direct) if pieces is None else pieces,
+            direct=direct,
             trace=context.trace if is_new else None,
         )
         if not is_new:
@@ -89,14 +92,16 @@ class ResponseState(Answer):
         assert self.writer is not None, "a client sees it"
         return await self.writer.full_response(self)
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    async def events(self, connection: Connection | None = None) -> AsyncGenerator[bytes, None]:
         """The response as server-sent events.
 
         An error before the first event is raised, so that it can have a status of its own; a later one becomes an
-        event.
+        event. In the middle of the answer, events go to `connection` when their tokens come, while it may send.
         """
         assert self.writer is not None, "a client sees it"
         writer = self.writer.event_writer(self)
+        if connection is not None:
+            self.direct.open(connection, self._added, writer.write)
         try:
             with self.metrics:
                 async with aclosing(self.pieces):
@@ -113,8 +118,14 @@ class ResponseState(Answer):
             if self.trace is not None:
                 self.trace.error = error
             last = writer.fail(error)
+        finally:
+            self.direct.close()  # it refers to this response
         for written in last:
             yield written
+
+    def _added(self, piece: ChoiceDelta) -> ChoiceDelta:
+        self.add(piece, keep_text=False)
+        return piece
 
     def headers(self, *, explain: bool) -> dict[str, str]:
         """Where the request went and how long that took, as far as it is known by now.
