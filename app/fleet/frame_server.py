@@ -38,7 +38,9 @@ MAX_HELLO_BYTES = 1024
 # After so long without any sign that an ingress takes what was sent, its connection is closed and its requests end: its
 # machine is gone, or its process stands still. Heartbeats see to it that there is always something that was sent.
 UNREAD_TIMEOUT_S = 60.0
-METRICS_HOLD_S = 1.0  # for which what is measured answers all ingresses: to write it takes a millisecond or two
+# For which what is measured answers all ingresses. To write it takes a millisecond or two, and a scrape after a request
+# should have the request.
+METRICS_HOLD_S = 0.05
 
 
 class Hello(NamedTuple):
@@ -69,7 +71,7 @@ class FrameServer:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`engine` serves the requests, `report` is called for each frame, `metrics` at most once a second."""
+        """`engine` serves the requests, `report` is called for each frame, `metrics` for ingresses that ask."""
         self._host = host
         self._engine = engine
         self._report = report
