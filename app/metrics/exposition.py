@@ -26,6 +26,7 @@ from app.metrics.requests import Latencies, ModelSnapshot, Snapshot, merge, with
 from app.metrics.vllm_names import ModelReport, vllm_families
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+_PIECE_BYTES = 256 * 1024  # at least; a histogram of a thousand replicas has 3 MB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +53,20 @@ def exposition(scrape: Scrape) -> bytes:
 
 
 def pieces(scrape: Scrape) -> Iterator[bytes]:
-    """The same family by family, so that an event loop can do other work between two of them."""
+    """The same in pieces of some families, so that an event loop can do other work between two of them."""
     reports = [each for several in scrape.replicas.values() for each in several]
+    piece: list[bytes] = []
+    num_bytes = 0
     for family in _families(scrape):
-        yield _text(family)
-        if family.name in _OF_REPLICAS:
-            yield b"".join([each.lines[family.name] for each in reports if family.name in each.lines])
+        name, text = family.name, _text(family)
+        if name in _OF_REPLICAS:
+            text = b"".join([text, *(each.lines[name] for each in reports if name in each.lines)])
+        piece.append(text)
+        num_bytes += len(text)
+        if num_bytes >= _PIECE_BYTES:
+            yield b"".join(piece)
+            piece, num_bytes = [], 0
+    yield b"".join(piece)
 
 
 def replica_metrics(model_name: str, report: EngineReport, use: Mapping[str, float]) -> ReplicaMetrics:

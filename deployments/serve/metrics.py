@@ -159,13 +159,13 @@ class MetricsCollector:
             senders=self._known_senders.beyond(known.senders),
         )
 
-    async def _expose(self) -> bytes:
-        """The text of /metrics, summed over all ingresses and replicas that answer in time."""
+    async def _expose(self) -> list[bytes]:
+        """The text of /metrics in pieces, summed over all ingresses and replicas that answer in time."""
         text = []
         for piece in pieces(await self._scrape()):
             text.append(piece)
             await asyncio.sleep(0)
-        return b"".join(text)
+        return text
 
     async def _wanted_replicas(self) -> list[Json]:
         """Of each model with autoscaling how many replicas there are and should be, and why."""

@@ -120,7 +120,7 @@ class Service:
         }
 
     async def scrape(self, ingress: int = 0) -> bytes:
-        return await self.ingresses[ingress].expose()
+        return b"".join(await self.ingresses[ingress].expose())
 
 
 class LocalSenders:
@@ -225,7 +225,7 @@ async def test_many_reports_are_read_in_turns_of_the_event_loop() -> None:
     text = await service.scrape()
     counting.cancel()
     assert len(parsed(text)["carousel_slots"].samples) == 500
-    assert num_turns > 60, "one for each family, and for some reports"
+    assert num_turns > 20, "some for reports, and some for families"
 
 
 @pytest.mark.usefixtures("_looks_at_no_loop")
