@@ -44,7 +44,6 @@ from app.fleet.dispatch import GroupChooser, PrefixChanges, ReplicaReport, make_
 from benchmarks.harness.command import command_parser, positive, run_command, tell
 from benchmarks.harness.processes import resident_mib
 from benchmarks.service import prefixes
-from benchmarks.service.thousand_metrics import metrics_figures
 from benchmarks.service.thousand_sockets import sockets_figures
 from deployments.plan.simulation import FleetSimulation
 
@@ -74,9 +73,15 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         "dispatch": lambda number: dispatch_figures(number, given.seed),
         "quality": lambda number: quality_figures(number, given),
         "sockets": lambda number: sockets_figures(number, given.streams or 20 * number, given.seed),
-        "metrics": lambda number: metrics_figures(number, given.seed),
+        "metrics": lambda number: _metrics_figures(number, given.seed),
     }
     return {part: {f"{number} replicas": parts[part](number) for number in given.replicas} for part in given.part}
+
+
+def _metrics_figures(num_replicas: int, seed: int) -> dict[str, Any]:
+    from benchmarks.service.thousand_metrics import metrics_figures  # imports Ray, which the other parts do without
+
+    return metrics_figures(num_replicas, seed)
 
 
 # ---------------------------------------------------------------------- dispatch

@@ -22,7 +22,6 @@ from app.fleet import FrameServer, report_of_engine
 from app.metrics import EngineReport, LoopSnapshot, encoded, replica_metrics
 from benchmarks.harness.command import command_parser, positive
 from deployments.open_files import allow_many_files
-from deployments.serve.autoscaling import use_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,9 +56,8 @@ async def serve(config: EngineConfig, number: int) -> None:
 
 def metrics(engine: AsyncEngine, replica_id: str) -> bytes:
     """As a replica sends them."""
-    stats, measurements = engine.stats(), engine.measurements()
-    report = EngineReport(replica_id=replica_id, stats=stats, measurements=measurements, loop=_LOOP)
-    return encoded(replica_metrics("demo", report, use_of(stats, measurements)))
+    report = EngineReport(replica_id=replica_id, stats=engine.stats(), measurements=engine.measurements(), loop=_LOOP)
+    return encoded(replica_metrics("demo", report, {}))
 
 
 # All replicas of this process share its event loop, but their reports are as long as those of others.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import warnings
 from functools import partial
 
 import pytest
@@ -11,7 +12,6 @@ import pytest
 from app.engine.async_engine import AsyncEngine
 from app.fleet import FrameServer, replica_registry, report_of_engine
 from benchmarks.service.thousand import POLICIES, dispatch_figures, filled_registry, looking_at_all, quality_figures
-from benchmarks.service.thousand_metrics import _measured
 from benchmarks.service.thousand_replicas import metrics
 from benchmarks.service.thousand_sockets import Played, Stream, _figures_of, _num_different
 from tests.kit.engine import build_fake_engine
@@ -55,8 +55,11 @@ def test_streams_that_lack_tokens_or_have_others_are_counted() -> None:
 
 
 async def test_metrics_are_those_of_all_replicas_with_and_without_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Using extra keyword arguments on `Field`")
+        from benchmarks.service.thousand_metrics import _measured
     monkeypatch.setattr("benchmarks.service.thousand_metrics.PAUSE_S", 0.01)
-    engines = [AsyncEngine(build_fake_engine()) for _ in range(3)]
+    engines = [AsyncEngine(build_fake_engine(), max_requests=8) for _ in range(3)]
     servers = [
         FrameServer("127.0.0.1", engine, partial(report_of_engine, engine), partial(metrics, engine, f"r{number}"))
         for number, engine in enumerate(engines)
