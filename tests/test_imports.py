@@ -70,7 +70,7 @@ ALLOWED = {
     },
     "app.metrics": {
         "app.errors", "app.engine.histogram", "app.engine.stats", "app.engine.tuner", "app.engine.request",
-        "prometheus_client",
+        "msgspec", "prometheus_client",
     },
     "app.webhooks": {"app.config", "app.disk", "app.errors", "aiohttp", "yarl"},
     # What the API needs of it sends nothing.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import fsum
 
 # From a millisecond to an hour: the same bounds for all times, so that any two histograms can be compared.
 SECONDS = (
@@ -43,7 +44,12 @@ class Distribution:
 
 def sum_distributions(distributions: Iterable[Distribution], bounds: Bounds) -> Distribution:
     """The sum of distributions that all have these bounds."""
-    return sum(distributions, start=Distribution.empty(bounds))
+    several = list(distributions)
+    assert all(each.bounds == bounds for each in several), f"bounds differ from {bounds}"
+    if not several:
+        return Distribution.empty(bounds)
+    counts = tuple(map(sum, zip(*(each.counts for each in several), strict=True)))
+    return Distribution(bounds, counts, fsum(each.total for each in several))
 
 
 class Histogram:
@@ -62,5 +68,10 @@ class Histogram:
         self._total += value * times
 
     def snapshot(self) -> Distribution:
-        """The distribution of the values so far."""
-        return Distribution(self._bounds, tuple(self._counts), self._total)
+        """The distribution of the values so far.
+
+        Its total is a multiple of 2^-20. Sums of such totals are exact up to 2^33, so the sum over some processes is
+        the same in whatever order they come. Prometheus takes a counter that falls, if only by its last bit, for one
+        that has begun again.
+        """
+        return Distribution(self._bounds, tuple(self._counts), round(self._total * 2**20) / 2**20)

@@ -170,13 +170,14 @@ class FrameReader(asyncio.Protocol):
         on_begun: Callable[[], object] = lambda: None,
         on_ended: Callable[[], object] = lambda: None,
         on_view: Callable[[EngineSnapshot], object] = lambda view: None,
+        on_metrics: Callable[[bytes], object] = lambda metrics: None,
         on_short: Callable[[], object] = lambda: None,
     ) -> None:
         """`in_flight` are the requests of this process by the id of their current attempt.
 
         `on_begun` is called at the first frame, with which the replica says that it serves requests, `on_ended` when
-        the stream has ended, `on_view` for each view that comes, `on_short` for each report with too little free KV
-        memory for what runs.
+        the stream has ended, `on_view` for each view that comes, `on_metrics` for each answer to AskMetrics, `on_short`
+        for each report with too little free KV memory for what runs.
         """
         self._replica_id = replica_id
         self._registry = registry
@@ -186,6 +187,7 @@ class FrameReader(asyncio.Protocol):
         self._on_begun = on_begun
         self._on_ended = on_ended
         self._on_view = on_view
+        self._on_metrics = on_metrics
         self._on_short = on_short
         self._decoder = frame_decoder()
         self._next_number = 0
@@ -236,6 +238,8 @@ class FrameReader(asyncio.Protocol):
                         self._registry.progress(delta.request_id, len(delta.token_ids))
                 if frame.view is not None:
                     self._on_view(frame.view)
+                if frame.metrics is not None:
+                    self._on_metrics(frame.metrics)
         except Exception as error:
             self.end(error)
         if is_first and self._next_number and not self._ended.done():

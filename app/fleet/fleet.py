@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -18,7 +18,7 @@ from app.engine.request import ALL_BLOCKS, Address, PrefixAt, Queued, Request, T
 from app.engine.snapshot import EngineSnapshot
 from app.errors import Cancelled, DeadlineMissed, Overloaded, ReplicasLost, Unavailable
 from app.fleet.connection import FailoverLimits, FleetMetrics, FrameReader, ReplicaConnection
-from app.fleet.frames import AbortRequest, SubmitRequest, WatchEngine
+from app.fleet.frames import AbortRequest, AskMetrics, SubmitRequest, WatchEngine
 from app.fleet.in_flight import InFlightRequest, ReplicaLost, RequestLeft
 from app.fleet.replica_registry import ReplicaRegistry
 
@@ -28,6 +28,9 @@ _LONGEST_PAUSE_S = 1.0  # between two tries to go on where all replicas are full
 _RELIEVE_EVERY_S = 0.25  # until a replica's reports tell what the last request that left has brought
 _RESUME_EVERY_S = 0.0002  # the event loop needs nearly as long to place and send one request
 _MAX_TIMES_SHORT = 3  # that one request leaves a replica that is short of memory
+# Replicas are asked for their metrics in turns, so that many answers at once do not hold the event loop.
+_ASKED_IN_A_TURN = 25
+_TURN_S = 0.005
 
 
 class ReplicaTransport(Protocol):
@@ -108,6 +111,7 @@ class Fleet:
         self._leaving: dict[str, asyncio.TimerHandle] = {}  # replicas that take no more requests and have some
         self._changed = asyncio.Event()  # set for a moment when a connection opens or the replicas change
         self._on_view: Callable[[str, EngineSnapshot], None] | None = None  # while views are wanted
+        self._questions: set[_Question] = set()
         registry.on_replicas = self._replicas_changed
         self._replicas_changed(registry.replica_ids)
 
@@ -184,6 +188,35 @@ class Fleet:
         self._on_view = on_view
         for replica_id in self._connections:
             self._tell_watching(replica_id)
+
+    async def ask_metrics(self, timeout_s: float) -> dict[str, bytes | None]:
+        """What each replica that takes requests has measured; None: it has not answered in time."""
+        question = _Question(self._registry.replica_ids)
+        self._questions.add(question)
+        try:
+            for number, replica_id in enumerate([*question.open]):
+                if number and number % _ASKED_IN_A_TURN == 0:
+                    await asyncio.sleep(_TURN_S)
+                if self._sends_metrics(replica_id):
+                    self._connections[replica_id].send(AskMetrics())
+                else:
+                    question.close(replica_id)
+            await asyncio.wait({question.ended}, timeout=timeout_s)
+        finally:
+            self._questions.discard(question)
+        return question.answers
+
+    def _sends_metrics(self, replica_id: str) -> bool:
+        is_there = self._registry.takes_requests(replica_id) and self._is_open(replica_id)
+        return is_there and self._registry.sends_metrics(replica_id)
+
+    def _no_metrics_come(self, replica_id: str) -> None:
+        for question in self._questions:
+            question.close(replica_id)
+
+    def _metrics_came(self, replica_id: str, metrics: bytes) -> None:
+        for question in self._questions:
+            question.close(replica_id, metrics)
 
     def describe(self) -> list[dict[str, Any]]:
         """All replicas, for people: those that take requests, and those that leave and still have some."""
@@ -429,6 +462,7 @@ class Fleet:
                 on_begun=partial(self._begun, replica_id),
                 on_ended=self._open_changed,
                 on_view=partial(self._view_came, replica_id),
+                on_metrics=partial(self._metrics_came, replica_id),
                 on_short=partial(self._relieve, replica_id),
             ),
             lambda reader: self._transport.connect(replica_id, reader, heartbeat_s=self._limits.heartbeat_s),
@@ -478,13 +512,37 @@ class Fleet:
         if replica_id in self._connections:
             self._connections.pop(replica_id).close()
             self._open_changed()
+            self._no_metrics_come(replica_id)
             self._relieved_at.pop(replica_id, None)
             if replica_id in self._leaving:
                 self._leaving.pop(replica_id).cancel()
 
     def _on_lost(self, replica_id: str, lost: ReplicaLost) -> None:
         self._registry.suspect(replica_id)
+        self._no_metrics_come(replica_id)
         for in_flight in self._on_replica.get(replica_id, {}).values():
             in_flight.fail(lost)
         if not self._registry.takes_requests(replica_id):
             self._close_connection(replica_id)
+
+
+class _Question:
+    """A question to some replicas, of which some have not answered yet."""
+
+    def __init__(self, replica_ids: Iterable[str]) -> None:
+        self.answers: dict[str, bytes | None] = dict.fromkeys(replica_ids)
+        self.open = dict.fromkeys(self.answers)  # replicas whose answer may come, in order
+        self.ended = asyncio.get_running_loop().create_future()
+        self._check_ended()
+
+    def close(self, replica_id: str, answer: bytes | None = None) -> None:
+        """A replica has answered, or will not. Only the first answer counts."""
+        if replica_id not in self.open:
+            return
+        del self.open[replica_id]
+        self.answers[replica_id] = answer
+        self._check_ended()
+
+    def _check_ended(self) -> None:
+        if not self.open and not self.ended.done():
+            self.ended.set_result(None)

@@ -8,16 +8,19 @@ import json
 import logging
 import secrets
 import socket
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from math import inf
 from typing import NamedTuple, cast
 
 from app.engine.async_engine import AsyncEngine
 from app.engine.request import Address
-from app.errors import EngineStopped
+from app.errors import EngineStopped, traceback_of
 from app.fleet.dispatch import ReplicaReport
 from app.fleet.frames import (
     AbortRequest,
+    AskMetrics,
     Frame,
     InvalidFrame,
     SubmitRequest,
@@ -35,6 +38,9 @@ MAX_HELLO_BYTES = 1024
 # After so long without any sign that an ingress takes what was sent, its connection is closed and its requests end: its
 # machine is gone, or its process stands still. Heartbeats see to it that there is always something that was sent.
 UNREAD_TIMEOUT_S = 60.0
+# For which what is measured answers all ingresses. To write it takes a millisecond or two, and a scrape after a request
+# should have the request.
+METRICS_HOLD_S = 0.05
 
 
 class Hello(NamedTuple):
@@ -56,11 +62,22 @@ class FrameServer:
     much as a message on it.
     """
 
-    def __init__(self, host: str, engine: AsyncEngine, report: Callable[[], ReplicaReport]) -> None:
-        """`engine` serves the requests, `report` is called for each frame."""
+    def __init__(
+        self,
+        host: str,
+        engine: AsyncEngine,
+        report: Callable[[], ReplicaReport],
+        metrics: Callable[[], bytes] = bytes,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`engine` serves the requests, `report` is called for each frame, `metrics` for ingresses that ask."""
         self._host = host
         self._engine = engine
         self._report = report
+        self._metrics = metrics
+        self._clock = clock
+        self._measured = (-inf, b"")  # when `metrics` was called last, and its result
         self._secret = secrets.token_hex(16)
         self._opening: asyncio.Task[asyncio.Server] | None = None
         self._unidentified: set[_Connection] = set()
@@ -155,6 +172,17 @@ class FrameServer:
         if self._showing is None or self._showing.done():
             self._showing = asyncio.get_running_loop().create_task(self._show())
 
+    def measured(self) -> bytes:
+        """What is measured here; empty where that fails."""
+        now = self._clock()
+        if self._measured[0] <= now - METRICS_HOLD_S:
+            try:
+                self._measured = (now, self._metrics())
+            except Exception as error:
+                logger.error("the metrics could not be written: %s", traceback_of(error))
+                self._measured = (now, b"")
+        return self._measured[1]
+
     async def _show(self) -> None:
         """Send views until none watches."""
         clock = asyncio.get_running_loop().time
@@ -228,6 +256,8 @@ class _Connection(asyncio.Protocol):
                     session.abort(message.request_id)
                 case WatchEngine():
                     self._server.watch(self, is_watched=message.is_watched)
+                case AskMetrics():
+                    session.send_metrics(self._server.measured())
 
     def _take_hello(self, data: bytes) -> bytes:
         """Read the first line; returns what follows it."""

@@ -45,6 +45,7 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     view: EngineSnapshot | None = None  # while its ingress watches
     prefixes: PrefixChanges | None = None  # since the frame before; all of them in the first
     known_fields: tuple[str, ...] = ()  # of requests, as in `REQUEST_FIELDS`; only in the first, for it is long
+    metrics: bytes | None = None  # in the answer to AskMetrics; what they are is between other modules
 
 
 class SubmitRequest(msgspec.Struct, frozen=True, array_like=True, tag=0):
@@ -65,7 +66,11 @@ class WatchEngine(msgspec.Struct, frozen=True, array_like=True, tag=2):
     is_watched: bool
 
 
-Message = SubmitRequest | AbortRequest | WatchEngine
+class AskMetrics(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """An ingress wants what the replica has measured, once. Only for replicas with `ReplicaReport.sends_metrics`."""
+
+
+Message = SubmitRequest | AbortRequest | WatchEngine | AskMetrics
 ReceivedT = TypeVar("ReceivedT", Frame, Message)
 
 
@@ -147,6 +152,7 @@ def report_of(
         weights=weights,
         adapters=adapters,
         sends_views=True,
+        sends_metrics=True,
         state=sleep.state,
         wake_s=sleep.expected_wake_s,
         backend="" if backend is None else backend.name,

@@ -63,7 +63,8 @@ class IngressSession:
         self._deltas: dict[str, UnreadDelta] = {}
         self._open: set[str] = set()  # the ids of the requests that the engine has
         self._preparing: dict[str, asyncio.Task[None]] = {}  # by request id, until grammar and adapter are ready
-        self._view: EngineSnapshot | None = None  # not sent yet
+        self._view: EngineSnapshot | None = None  # not sent yet, as the next
+        self._metrics: bytes | None = None
         self._next_number = 0  # of the next frame
         self._heartbeat_s = heartbeat_s
         self._queued_timer: asyncio.TimerHandle | None = None
@@ -189,13 +190,18 @@ class IngressSession:
         if not self._open:
             self.flush(even_without_deltas=True)
 
+    def send_metrics(self, metrics: bytes) -> None:
+        """Send what is measured here at once. A slow ingress gets the newest only."""
+        self._metrics = metrics
+        self.flush(even_without_deltas=True)
+
     def _send_frame(self) -> None:
         deltas, self._deltas = self._deltas, {}
         merged = tuple(map(as_delta, deltas.values()))
         report = structs.replace(self._report(), num_own=len(self._open))
         known_fields = () if self._next_number else tuple(sorted(REQUEST_FIELDS))
-        frame = Frame(self._next_number, report, merged, self._view, self._prefixes.take(), known_fields)
-        self._view = None
+        frame = Frame(self._next_number, report, merged, self._view, self._prefixes.take(), known_fields, self._metrics)
+        self._view = self._metrics = None
         self._next_number += 1
         self._sent_at = asyncio.get_running_loop().time()
         self._stream.send(frame)

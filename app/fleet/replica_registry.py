@@ -354,6 +354,11 @@ class ReplicaRegistry:
         report = self._ledger.replica(replica_id).report
         return report is not None and report.sends_views
 
+    def sends_metrics(self, replica_id: str) -> bool:
+        """Whether a replica understands AskMetrics."""
+        report = self._ledger.replica(replica_id).report
+        return report is not None and report.sends_metrics
+
     def _note_weights(self, replica_id: str, weights: int) -> None:
         if self._weights and weights and replica_id not in self._differing:
             self._differing = self._differing.intersection(self.replica_ids) | {replica_id}

@@ -1,12 +1,13 @@
 """What ingresses and replicas have measured, as Prometheus text.
 
 Two sets of names: vLLM's (`vllm_names.py`), with one value for each model; and our own, `carousel_*`, with one value
-for each replica of what replicas measure.
+for each replica of what replicas measure. A replica writes the samples with its own name itself (`replica_metrics`); an
+ingress declares their families and puts the lines of all replicas below (`pieces`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
@@ -19,12 +20,13 @@ from prometheus_client.registry import Collector
 from app.engine.stats import SleepState, SleepStats, StoreStats
 from app.engine.tuner import Tuning
 from app.metrics.event_loop import LoopSnapshot
-from app.metrics.families import Family, metrics_of
-from app.metrics.reports import EngineReport
+from app.metrics.families import Family, Labels, metrics_of
+from app.metrics.reports import EngineCounts, EngineReport, ReplicaMetrics, counts_of, gauges_of, sum_counts
 from app.metrics.requests import Latencies, ModelSnapshot, Snapshot, merge, without_requests
 from app.metrics.vllm_names import ModelReport, vllm_families
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+_PIECE_BYTES = 256 * 1024  # at least; a histogram of a thousand replicas has 3 MB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +34,11 @@ class Scrape:
     """What `/metrics` reports at one moment."""
 
     requests: Sequence[Snapshot]  # one for each ingress that answered
-    replicas: Mapping[str, Sequence[EngineReport]]  # by the model's name; those that answered
-    # Processes that have stopped, or did not answer: their counts remain.
-    gone: Mapping[str, Sequence[EngineReport]] = field(default_factory=dict)
-    gone_requests: Sequence[Snapshot] = ()
+    replicas: Mapping[str, Sequence[ReplicaMetrics]]  # by the model's name; those that answered
+    # By model what all its replicas have counted, also those that have stopped or did not answer, as items that add up.
+    # A model that is missing here has had no others.
+    ever: Mapping[str, Sequence[EngineCounts]] = field(default_factory=dict)
+    gone_requests: Sequence[Snapshot] = ()  # of ingresses that have stopped or did not answer
     loops: Mapping[tuple[str, str], LoopSnapshot] = field(default_factory=dict)  # by a process's kind and its id
     # `LocalBatchService.counts` of the one process that runs them; empty where none answered.
     batches: Mapping[str, int] = field(default_factory=dict)
@@ -46,40 +49,79 @@ class Scrape:
 
 def exposition(scrape: Scrape) -> bytes:
     """The text of `/metrics`."""
+    return b"".join(pieces(scrape))
+
+
+def pieces(scrape: Scrape) -> Iterator[bytes]:
+    """The same in pieces of some families, so that an event loop can do other work between two of them."""
+    reports = [each for several in scrape.replicas.values() for each in several]
+    piece: list[bytes] = []
+    num_bytes = 0
+    for family in _families(scrape):
+        name, text = family.name, _text(family)
+        if name in _OF_REPLICAS:
+            text = b"".join([text, *(each.lines[name] for each in reports if name in each.lines)])
+        piece.append(text)
+        num_bytes += len(text)
+        if num_bytes >= _PIECE_BYTES:
+            yield b"".join(piece)
+            piece, num_bytes = [], 0
+    yield b"".join(piece)
+
+
+def replica_metrics(model_name: str, report: EngineReport, use: Mapping[str, float]) -> ReplicaMetrics:
+    """What a replica sends for a scrape. `use` is for a policy of autoscaling."""
+    labels, measurements = (model_name, report.replica_id, report.group), report.measurements
+    tables: list[tuple[Sequence[Family[Any]], Labels, Labels, object]] = [
+        (_REPLICAS, _REPLICA, labels, report),
+        (_ADAPTERS, _REPLICA, labels, measurements.adapters),
+        (_STORES, _REPLICA, labels, measurements.store),
+        (_TUNING, _REPLICA, labels, measurements.tuning),
+        (_SLEEP, _REPLICA, labels, measurements.sleep),
+        (_LOOPS, _LOOP, ("replica", report.replica_id), report.loop),
+    ]
+    families = [
+        family
+        for table, names, values, source in tables
+        if source is not None
+        for family in metrics_of(table, names, [(values, source)])
+        if family.samples
+    ]
+    return ReplicaMetrics(
+        {family.name: _without_head(_text(family)) for family in families},
+        counts_of(report),
+        gauges_of(report),
+        dict(use),
+    )
+
+
+def _families(scrape: Scrape) -> Iterator[Metric]:
+    """All families, with the samples that are no replica's own."""
+    here = {name: [each.counts for each in several] for name, several in scrape.replicas.items()}
     models = [
-        ModelReport(name, requests, scrape.replicas.get(name, ()), scrape.gone.get(name, ()))
+        ModelReport(
+            name,
+            requests,
+            [each.gauges for each in scrape.replicas.get(name, ())],
+            sum_counts(scrape.ever.get(name, here.get(name, ()))),
+        )
         for name, requests in merge([*scrape.requests, *map(without_requests, scrape.gone_requests)]).items()
     ]
     requests = [((model.name,), model.requests) for model in models]
     named = [row for row in requests if row[0][0]]
     latencies = [((*labels, *kind), each) for labels, model in named for kind, each in model.latencies.items()]
-    replicas = [
-        ((name, each.replica_id, each.group), each) for name, several in scrape.replicas.items() for each in several
-    ]
-    tuned = [(labels, tuning) for labels, each in replicas if (tuning := each.measurements.tuning)]
-    sleeping = [(labels, sleep) for labels, each in replicas if (sleep := each.measurements.sleep)]
-    adapters = [(labels, stats) for labels, each in replicas if (stats := each.measurements.adapters)]
-    stores = [(labels, store) for labels, each in replicas if (store := each.measurements.store)]
-    loops = list(scrape.loops.items())
-    loops += [(("replica", each.replica_id), each.loop) for _, each in replicas if each.loop is not None]
-    families = [
-        *metrics_of(_CALLS, ("model_name",), requests),
-        *metrics_of(_LATENCIES, ("model_name", "group", "class"), latencies),
-        *metrics_of(_REQUESTS, ("model_name",), named),
-        *metrics_of(_SERVICE, (), [((), scrape)]),
-        *metrics_of(
-            _WANTED, ("model_name", "reason"), [((name, why), n) for name, (n, why, _) in scrape.wanted.items()]
-        ),
-        *metrics_of(_REPLICAS, _REPLICA, replicas),
-        *metrics_of(_ADAPTERS, _REPLICA, adapters),
-        *metrics_of(_STORES, _REPLICA, stores),
-        *metrics_of(_TUNING, _REPLICA, tuned),
-        *metrics_of(_SLEEP, _REPLICA, sleeping),
-        *metrics_of(_LOOPS, ("process", "id"), loops),
-        *(metrics_of(_BATCHES, (), [((), scrape.batches)]) if scrape.batches else ()),
-        *vllm_families(models),
-    ]
-    return generate_latest(_Families(families))
+    wanted = [((name, why), number) for name, (number, why, _) in scrape.wanted.items()]
+    yield from metrics_of(_CALLS, ("model_name",), requests)
+    yield from metrics_of(_LATENCIES, ("model_name", "group", "class"), latencies)
+    yield from metrics_of(_REQUESTS, ("model_name",), named)
+    yield from metrics_of(_SERVICE, (), [((), scrape)])
+    yield from metrics_of(_WANTED, ("model_name", "reason"), wanted)
+    for table in (_REPLICAS, _ADAPTERS, _STORES, _TUNING, _SLEEP):
+        yield from metrics_of(table, _REPLICA, [])
+    yield from metrics_of(_LOOPS, _LOOP, list(scrape.loops.items()))
+    if scrape.batches:
+        yield from metrics_of(_BATCHES, (), [((), scrape.batches)])
+    yield from vllm_families(models)
 
 
 class _Families(Collector):
@@ -92,7 +134,17 @@ class _Families(Collector):
         return self._families
 
 
+def _text(family: Metric) -> bytes:
+    return generate_latest(_Families([family]))
+
+
+def _without_head(text: bytes) -> bytes:
+    """The samples of one family, without the lines of its help and its type."""
+    return text.split(b"\n", 2)[2]
+
+
 _REPLICA = ("model_name", "replica", "group")
+_LOOP = ("process", "id")
 
 # What the ingresses measure, by model, where calls may have been refused before it was clear which model they meant.
 # Some of it has no vLLM name; the rest is there under vLLM's alone.
@@ -272,3 +324,8 @@ _BATCHES: Sequence[Family[Mapping[str, int]]] = (
         itemgetter("num_webhooks_pending")),
     Family("gauge", "carousel_batches_paused", "Batches that wait for their storage.", itemgetter("num_paused")),
 )  # fmt: skip
+
+# Families whose samples replicas send.
+_OF_REPLICAS = frozenset(
+    family.name for table in (_REPLICAS, _ADAPTERS, _STORES, _TUNING, _SLEEP, _LOOPS) for family in table
+)

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 
 from prometheus_client.metrics_core import Metric
 
-from app.engine.histogram import SECONDS, TOKENS, Bounds, Distribution, sum_distributions
-from app.engine.stats import EngineMeasurements, EngineStats
 from app.metrics.families import Family, Labels, metrics_of
-from app.metrics.reports import EngineReport
+from app.metrics.reports import EngineCounts, EngineGauges
 from app.metrics.requests import ModelSnapshot
 
 
@@ -24,25 +22,17 @@ class ModelReport:
 
     name: str
     requests: ModelSnapshot
-    replicas: Sequence[EngineReport]
-    gone: Sequence[EngineReport]
+    replicas: Sequence[EngineGauges]  # of those that are there
+    ever: EngineCounts  # of all that there have been
 
-    def now(self, value: Callable[[EngineStats], float]) -> float:
+    def now(self, value: Callable[[EngineGauges], int]) -> int:
         """A gauge, summed over the replicas that are there."""
-        return sum(value(report.stats) for report in self.replicas)
-
-    def ever(self, value: Callable[[EngineStats], float]) -> float:
-        """A counter, summed over all replicas there have been."""
-        return sum(value(report.stats) for report in (*self.replicas, *self.gone))
-
-    def distribution(self, value: Callable[[EngineMeasurements], Distribution], bounds: Bounds) -> Distribution:
-        """A distribution over all replicas there have been."""
-        return sum_distributions((value(report.measurements) for report in (*self.replicas, *self.gone)), bounds)
+        return sum(map(value, self.replicas))
 
     @property
     def kv_usage(self) -> float:
-        num_blocks = self.now(lambda stats: stats.num_blocks)
-        return 1.0 - self.now(lambda stats: stats.num_free_blocks) / num_blocks if num_blocks else 0.0
+        num_blocks = self.now(lambda engine: engine.num_blocks)
+        return 1.0 - self.now(lambda engine: engine.num_free_blocks) / num_blocks if num_blocks else 0.0
 
 
 def vllm_families(reports: Sequence[ModelReport]) -> Iterable[Metric]:
@@ -51,34 +41,26 @@ def vllm_families(reports: Sequence[ModelReport]) -> Iterable[Metric]:
 
 
 def _num_waiting(model: ModelReport) -> float:
-    return model.now(lambda stats: stats.num_waiting)
+    return model.now(lambda engine: engine.num_waiting)
 
 
 def _memory(model: ModelReport) -> dict[Labels, int]:
     """The different memories of its replicas."""
-    return dict.fromkeys(
-        (
-            (str(size), str(number))
-            for size, number in sorted(
-                {(each.measurements.block_size, each.stats.num_blocks) for each in model.replicas}
-            )
-        ),
-        1,
-    )
+    memories = sorted({(each.block_size, each.num_blocks) for each in model.replicas})
+    return dict.fromkeys(((str(size), str(number)) for size, number in memories), 1)
 
 
 def _adapters(model: ModelReport) -> dict[Labels, int]:
     """How many a replica may have loaded, the names of those that some replica has, and of those that wait."""
-    several = [stats for each in model.replicas if (stats := each.measurements.adapters)]
-    most = max((each.max_loaded for each in several), default=0)
-    loaded = sorted({name for each in several for name in each.names})
-    waiting = sorted({name for each in several for name in each.waiting_names})
+    most = max((each.max_adapters for each in model.replicas), default=0)
+    loaded = sorted({name for each in model.replicas for name in each.adapters})
+    waiting = sorted({name for each in model.replicas for name in each.waiting_adapters})
     return {(str(most), ",".join(loaded), ",".join(waiting)): 1}
 
 
 _FAMILIES: Sequence[Family[ModelReport]] = (
     Family("gauge", "vllm:num_requests_running", "Requests in the engines' batches.",
-        lambda model: model.now(lambda stats: stats.num_running)),
+        lambda model: model.now(lambda engine: engine.num_running)),
     Family("gauge", "vllm:num_requests_waiting", "Requests in the engines' queues.", _num_waiting),
     Family("gauge", "vllm:kv_cache_usage_perc", "Used share of the KV memory, 0 to 1.", lambda model: model.kv_usage),
     Family("gauge", "vllm:gpu_cache_usage_perc", "The older name of vllm:kv_cache_usage_perc.",
@@ -91,11 +73,11 @@ _FAMILIES: Sequence[Family[ModelReport]] = (
     Family("gauge", "vllm:lora_requests_info", "LoRA adapters: loaded at some replica, and waited for.", _adapters,
         ("max_lora", "running_lora_adapters", "waiting_lora_adapters")),
     Family("counter", "vllm:num_preemptions", "Times that a request's memory was taken back.",
-        lambda model: model.ever(lambda stats: stats.total_preemptions)),
+        lambda model: model.ever.num_preemptions),
     Family("counter", "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.",
-        lambda model: model.ever(lambda stats: stats.total_prompt_tokens)),
+        lambda model: model.ever.num_prompt_tokens),
     Family("counter", "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.",
-        lambda model: model.ever(lambda stats: stats.total_cached_tokens)),
+        lambda model: model.ever.num_cached_tokens),
     Family("counter", "vllm:prompt_tokens", "Prompt tokens of requests.",
         lambda model: model.requests.prompt_tokens.total),
     Family("counter", "vllm:generation_tokens", "Tokens generated.", lambda model: model.requests.num_generated_tokens),
@@ -103,11 +85,11 @@ _FAMILIES: Sequence[Family[ModelReport]] = (
         ("finished_reason",)),
     Family("counter", "vllm:admission_rejections", "Calls refused.", lambda model: model.requests.refused, ("reason",)),
     Family("histogram", "vllm:iteration_tokens_total", "Tokens in one step.",
-        lambda model: model.distribution(lambda engine: engine.step_tokens, TOKENS)),
+        lambda model: model.ever.step_tokens),
     Family("histogram", "vllm:request_queue_time_seconds", "From arrival to first step.",
-        lambda model: model.distribution(lambda engine: engine.queue_s, SECONDS)),
+        lambda model: model.ever.queue_s),
     Family("histogram", "vllm:request_prefill_time_seconds", "From first step to first token.",
-        lambda model: model.distribution(lambda engine: engine.prefill_s, SECONDS)),
+        lambda model: model.ever.prefill_s),
     Family("histogram", "vllm:request_decode_time_seconds", "From first token to end.",
         lambda model: model.requests.decode_s),
     Family("histogram", "vllm:time_to_first_token_seconds", "From arrival to first token.",

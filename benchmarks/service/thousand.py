@@ -1,6 +1,6 @@
 """The service's own code at the size of a large fleet: `python -m benchmarks.service.thousand`.
 
-Three parts, each for fleets of `--replicas`:
+Four parts, each for fleets of `--replicas`:
 
     dispatch   the registry of one ingress, with reports and cached prefixes of all replicas. Microseconds of one
                decision (p50, p99) by policy; of one report that comes with a frame; milliseconds when one replica is
@@ -13,6 +13,10 @@ Three parts, each for fleets of `--replicas`:
                processes. Seconds until all are connected, CPU of the idle ingress, bytes of each replica a second;
                then `--streams` at once, of which a tenth of the replicas is killed: the pause of the streams that go on
                elsewhere, and the longest time in which the ingress's event loop did nothing else
+    metrics    the same connections; the ingress is asked for /metrics, without Serve. Milliseconds of its CPU for one
+               exposition, and with its answer over HTTP; the longest time in which its event loop did nothing else,
+               and the most CPU that its thread had meanwhile (other processes take no part in that); bytes of text;
+               kilobytes that it keeps, and has at most
 
 Progress goes to stderr; the last line of stdout is one JSON object.
 """
@@ -44,7 +48,7 @@ from benchmarks.service.thousand_sockets import sockets_figures
 from deployments.plan.simulation import FleetSimulation
 
 POLICIES = ("round_robin", "least_loaded", "prefix_affinity")
-PARTS = ("dispatch", "quality", "sockets")
+PARTS = ("dispatch", "quality", "sockets", "metrics")
 _BLOCK = 16
 _PROMPT_TOKENS = 512
 _PREFIXES_OF_ONE = 1_500  # that ingresses know of a replica with some 6,000 blocks
@@ -69,8 +73,15 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         "dispatch": lambda number: dispatch_figures(number, given.seed),
         "quality": lambda number: quality_figures(number, given),
         "sockets": lambda number: sockets_figures(number, given.streams or 20 * number, given.seed),
+        "metrics": lambda number: _metrics_figures(number, given.seed),
     }
     return {part: {f"{number} replicas": parts[part](number) for number in given.replicas} for part in given.part}
+
+
+def _metrics_figures(num_replicas: int, seed: int) -> dict[str, Any]:
+    from benchmarks.service.thousand_metrics import metrics_figures  # imports Ray, which the other parts do without
+
+    return metrics_figures(num_replicas, seed)
 
 
 # ---------------------------------------------------------------------- dispatch

@@ -16,7 +16,10 @@ from functools import partial
 
 from app.build import build_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from app.engine.async_engine import AsyncEngine
+from app.engine.histogram import SECONDS, Distribution
 from app.fleet import FrameServer, report_of_engine
+from app.metrics import EngineReport, LoopSnapshot, encoded, replica_metrics
 from benchmarks.harness.command import command_parser, positive
 from deployments.open_files import allow_many_files
 
@@ -41,9 +44,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 async def serve(config: EngineConfig, number: int) -> None:
     """Serve so many replicas until nothing is to be read any more."""
     engines = [build_engine(config) for _ in range(number)]
-    servers = [FrameServer("127.0.0.1", engine, partial(report_of_engine, engine)) for engine in engines]
+    servers = [
+        FrameServer(
+            "127.0.0.1", engine, partial(report_of_engine, engine), partial(metrics, engine, f"{os.getpid()}-{at}")
+        )
+        for at, engine in enumerate(engines)
+    ]
     print(json.dumps([await server.open() for server in servers]), flush=True)
     await asyncio.to_thread(sys.stdin.read)
+
+
+def metrics(engine: AsyncEngine, replica_id: str) -> bytes:
+    """As a replica sends them."""
+    report = EngineReport(replica_id=replica_id, stats=engine.stats(), measurements=engine.measurements(), loop=_LOOP)
+    return encoded(replica_metrics("demo", report, {}))
+
+
+# All replicas of this process share its event loop, but their reports are as long as those of others.
+_LOOP = LoopSnapshot(
+    delay_s=Distribution.empty(SECONDS), num_stalls=0, stalled_s=0.0, num_tasks=9, queued={"default": 0}
+)
 
 
 if __name__ == "__main__":

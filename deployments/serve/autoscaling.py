@@ -17,7 +17,6 @@ from ray.serve import config as serve_config
 from app.config import AutoscalingConfig, ServedModelConfig
 from app.engine.stats import EngineMeasurements, EngineStats
 from app.fleet.autoscaling import AutoscalingLoad, WantedReplicas, decide
-from app.metrics import EngineReport
 
 # Seconds of too much load before there are more replicas: five reports, so that one burst starts none, and short beside
 # the time that a model takes to load.
@@ -31,6 +30,7 @@ REQUESTS = "num_requests"  # running and waiting
 KV_USE = "kv_use"  # share of its blocks that requests own, 0 to 1
 SPEED = "tokens_per_s"  # `EngineStats.speed`; 0: not measured yet
 MISSES = "misses_targets"  # 1 while it is busy and misses its targets at the best limits
+_NAMES = frozenset({TOKENS, REQUESTS, KV_USE, SPEED, MISSES})
 
 
 class TokenPolicy:
@@ -76,17 +76,17 @@ class TokenPolicy:
         return self._fewer[1]
 
 
-def advice(model: ServedModelConfig, reports: Sequence[EngineReport], num_in_flight: int) -> WantedReplicas | None:
-    """What the policy would say of these replicas; None where the model has no autoscaling.
+def advice(model: ServedModelConfig, uses: Sequence[Mapping[str, float]], num_in_flight: int) -> WantedReplicas | None:
+    """What the policy would say of replicas that report these `use_of`; None where the model has no autoscaling.
 
     num_in_flight: requests that ingresses are answering, of which the replicas report those that they have.
     """
     autoscaling = model.replicas.autoscaling
     if autoscaling is None:
         return None
-    uses = [use_of(report.stats, report.measurements) for report in reports]
+    num_there = len(uses) if model.replicas.is_elastic else model.replicas.num_replicas
+    uses = [use for use in uses if use.keys() >= _NAMES]  # a replica of another version may report others
     num_queued = max(0.0, num_in_flight - sum(use[REQUESTS] for use in uses))
-    num_there = len(reports) if model.replicas.is_elastic else model.replicas.num_replicas
     num_slots = model.engine.scheduler.max_running
     return decide(_load(uses, num_slots, target=num_there, num_running=num_there, num_queued=num_queued), autoscaling)
 
@@ -154,7 +154,7 @@ def _recent_uses(metrics: Mapping[str, Mapping[Any, Any]]) -> list[dict[str, flo
 
     `metrics` are time series by our names, then by replica.
     """
-    series = {name: metrics.get(name, {}) for name in (TOKENS, REQUESTS, KV_USE, SPEED, MISSES)}
+    series = {name: metrics.get(name, {}) for name in _NAMES}
     replicas = set.intersection(*(set(by_replica) for by_replica in series.values()))
     return [
         {name: by_replica[replica][-1].value for name, by_replica in series.items()}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
@@ -15,17 +15,24 @@ from ray.serve.handle import DeploymentHandle
 from app.api.endpoints.admin import Answers
 from app.config import ServedModelConfig
 from app.errors import described
+from app.fleet import Fleet
 from app.json_pieces import Json
 from app.metrics import (
-    EngineReport,
-    KnownReports,
+    EngineCounts,
+    InvalidReport,
+    Known,
+    Later,
     LoopMonitor,
     LoopSnapshot,
+    ProcessCounts,
+    ReplicaMetrics,
     RequestMetrics,
     Scrape,
     Snapshot,
-    exposition,
+    decoded,
     num_counted,
+    pieces,
+    sum_counts,
 )
 from app.metrics.requests import merge
 from deployments.ray_internals import begin_call_on_all_replicas
@@ -35,6 +42,7 @@ from deployments.serve.shared_look import SharedLook
 logger = logging.getLogger(__name__)
 
 SCRAPE_TIMEOUT_S = 2.0
+_READ_IN_A_TURN = 50  # reports of replicas, between which the event loop does other work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,18 +58,63 @@ class IngressReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownCounts:
-    """How much of each process is known somewhere, as the reports tell it: of replicas by model and id."""
+    """What an ingress knows of all counts there have been, in short."""
 
-    replicas: Mapping[str, Mapping[str, int]]
-    senders: Mapping[str, int]
+    replicas: Mapping[str, Known[EngineCounts]]  # by model
+    senders: Known[Snapshot]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaterReports:
-    """Reports of processes, most of them gone, that count more than another ingress knows."""
+class LaterCounts:
+    """What another ingress knows beyond that."""
 
-    replicas: Mapping[str, Mapping[str, EngineReport]]
-    senders: Mapping[str, Snapshot]
+    replicas: Mapping[str, Later[EngineCounts]]  # by model
+    senders: Later[Snapshot]
+
+
+class AllSenders(Protocol):
+    """All processes that send requests, as one of them reaches them: over Serve's handles, or in a test's process."""
+
+    @property
+    def itself(self) -> tuple[str, str]:
+        """The deployment and the id of this process."""
+        ...
+
+    async def reports(self) -> Answers[IngressReport]:
+        """The reports of those that answer in time; this process may be among them."""
+        ...
+
+    async def later_counts(self, known: KnownCounts) -> Answers[LaterCounts]:
+        """What each of those that answer scrapes knows beyond what this process does."""
+        ...
+
+
+class ServeSenders:
+    """`AllSenders` over Serve's handles."""
+
+    def __init__(self, others: Sequence[DeploymentHandle]) -> None:
+        """`others`: the deployments beside that of this process."""
+        self._others = others
+
+    @property
+    def itself(self) -> tuple[str, str]:
+        """See `AllSenders`."""
+        context = serve.get_replica_context()
+        return context.deployment, context.replica_id.unique_id
+
+    async def reports(self) -> Answers[IngressReport]:
+        """See `AllSenders`."""
+        asked = await asyncio.gather(
+            *(answers_of(handle, "metrics_report") for handle in (this_deployment(), *self._others))
+        )
+        return Answers(
+            reports=[report for each in asked for report in each.reports],
+            num_missing=sum(each.num_missing for each in asked),
+        )
+
+    async def later_counts(self, known: KnownCounts) -> Answers[LaterCounts]:
+        """See `AllSenders`."""
+        return await answers_of(this_deployment(), "later_counts", known)
 
 
 class MetricsCollector:
@@ -70,41 +123,51 @@ class MetricsCollector:
     def __init__(
         self,
         models: Sequence[ServedModelConfig],
-        handles: Mapping[str, DeploymentHandle],
-        other_senders: Sequence[DeploymentHandle] = (),
+        requests: RequestMetrics,
+        fleets: Mapping[str, Fleet],
+        senders: AllSenders,
     ) -> None:
-        """`handles` are the replica deployments by the model's name; `other_senders` send them requests, too."""
+        """`requests` are measured here; `fleets` are the replicas by the model's name."""
         self._models = models
-        self.requests = RequestMetrics(handles)
+        self.requests = requests
         self.loop = LoopMonitor()  # to be started
-        self._handles = handles
-        self._senders = other_senders
-        self._known = {name: KnownReports(_num_steps) for name in handles}
-        self._known_senders = KnownReports(num_counted)
+        self._fleets = fleets
+        self._senders = senders
+        self._known = {name: ProcessCounts(lambda counts: counts.num_counted, sum_counts) for name in fleets}
+        self._known_senders: ProcessCounts[Snapshot] = ProcessCounts(num_counted, merge)
+        self._present: dict[str, Collection[str]] = dict.fromkeys(fleets, ())  # the replicas that were asked last
+        self._unread: dict[str, Collection[str]] = dict.fromkeys(fleets, ())  # those whose answers could not be read
         self.expose = SharedLook(self._expose)
+        self.wanted_replicas = SharedLook(self._wanted_replicas)
 
     def report(self) -> IngressReport:
         """What this process has measured."""
-        context = serve.get_replica_context()
+        deployment, ingress_id = self._senders.itself
         return IngressReport(
-            deployment=context.deployment,
-            ingress_id=context.replica_id.unique_id,
+            deployment=deployment,
+            ingress_id=ingress_id,
             requests=self.requests.snapshot(),
             loop=self.loop.snapshot(),
         )
 
-    def later_reports(self, known: KnownCounts) -> LaterReports:
+    def later_counts(self, known: KnownCounts) -> LaterCounts:
         """What this process knows beyond what the one that asks does."""
-        return LaterReports(
-            replicas={name: here.beyond(known.replicas.get(name, {})) for name, here in self._known.items()},
+        return LaterCounts(
+            replicas={
+                name: here.beyond(known.replicas[name]) for name, here in self._known.items() if name in known.replicas
+            },
             senders=self._known_senders.beyond(known.senders),
         )
 
-    async def _expose(self) -> bytes:
-        """The text of /metrics, summed over all ingresses and replicas that answer in time."""
-        return await asyncio.to_thread(exposition, await self._scrape())
+    async def _expose(self) -> list[bytes]:
+        """The text of /metrics in pieces, summed over all ingresses and replicas that answer in time."""
+        text = []
+        for piece in pieces(await self._scrape()):
+            text.append(piece)
+            await asyncio.sleep(0)
+        return text
 
-    async def wanted_replicas(self) -> list[Json]:
+    async def _wanted_replicas(self) -> list[Json]:
         """Of each model with autoscaling how many replicas there are and should be, and why."""
         if all(model.replicas.autoscaling is None for model in self._models):
             return []
@@ -115,58 +178,92 @@ class MetricsCollector:
         ]
 
     async def _scrape(self) -> Scrape:
-        senders = [this_deployment(), *self._senders]
-        asked = await asyncio.gather(
-            *(answers_of(handle, "metrics_report") for handle in (*senders, *self._handles.values()))
-        )
-        ingresses = [report for each in asked[: len(senders)] for report in each.reports]
-        replicas = {name: each.reports for name, each in zip(self._handles, asked[len(senders) :], strict=True)}
-        self._learn(ingresses, replicas)
-        await self._learn_of_gone()
-        by_id = {report.ingress_id: report for report in (*ingresses, self.report())}
+        asking = asyncio.gather(*map(self._ask_replicas, self._fleets))
+        senders, replicas = await asyncio.gather(self._senders.reports(), asking)
+        answered = dict(zip(self._fleets, replicas, strict=True))
+        by_id = {report.ingress_id: report for report in (*senders.reports, self.report())}
+        self._known_senders.learn({ingress_id: report.requests for ingress_id, report in by_id.items()})
+        num_silent = await self._learn_of_gone(by_id)
         in_flight = merge([report.requests for report in by_id.values()])
+        uses = {name: [metrics.use for metrics in each.metrics] for name, each in answered.items()}
         wanted = {
             model.name: decision
             for model in self._models
-            if (decision := advice(model, replicas[model.name], in_flight[model.name].num_in_flight)) is not None
+            if (decision := advice(model, uses[model.name], in_flight[model.name].num_in_flight)) is not None
         }
         return Scrape(
             wanted=wanted,
-            requests=[report.requests for report in by_id.values()],
+            requests=self._known_senders.of(sorted(by_id)),
+            gone_requests=self._known_senders.without(by_id),
             loops={(report.deployment, ingress_id): report.loop for ingress_id, report in by_id.items()},
-            batches=next((report.batches for report in ingresses if report.batches), {}),
-            replicas=replicas,
-            gone_requests=self._known_senders.gone(by_id),
-            gone={
-                name: known.gone({each.replica_id for each in replicas[name]}) for name, known in self._known.items()
-            },
-            num_missing=sum(each.num_missing for each in asked),
+            batches=next((report.batches for report in by_id.values() if report.batches), {}),
+            replicas={name: each.metrics for name, each in answered.items()},
+            ever={name: known.without() for name, known in self._known.items()},
+            num_missing=senders.num_missing + num_silent + sum(each.num_missing for each in answered.values()),
         )
 
-    def _learn(self, ingresses: Sequence[IngressReport], replicas: Mapping[str, Sequence[EngineReport]]) -> None:
-        for name, known in self._known.items():
-            known.learn({report.replica_id: report for report in replicas[name]})
-        self._known_senders.learn({ingress.ingress_id: ingress.requests for ingress in ingresses})
+    async def _ask_replicas(self, model: str) -> _Answered:
+        """Ask the replicas of a model, and learn what they have counted."""
+        answers = await self._fleets[model].ask_metrics(SCRAPE_TIMEOUT_S)
+        found: dict[str, ReplicaMetrics] = {}
+        unread: dict[str, str] = {}
+        for number, replica_id in enumerate(answers):
+            if number % _READ_IN_A_TURN == 0:
+                await asyncio.sleep(0)
+            answer, answers[replica_id] = answers[replica_id], None  # a thousand of them have 20 MB
+            if answer is None:
+                continue
+            try:
+                found[replica_id] = decoded(answer)
+            except InvalidReport as error:
+                unread[replica_id] = str(error)
+        self._note_unread(model, unread)
+        self._known[model].learn({replica_id: each.counts for replica_id, each in found.items()})
+        self._present[model] = answers.keys()
+        return _Answered(list(found.values()), len(answers) - len(found))
 
-    async def _learn_of_gone(self) -> None:
-        """Ask the other ingresses for the last reports of processes that are gone. Only ingresses answer scrapes."""
-        counts = KnownCounts(
-            replicas={name: known.counts() for name, known in self._known.items()}, senders=self._known_senders.counts()
+    def _note_unread(self, model: str, unread: Mapping[str, str]) -> None:
+        """Log the replicas whose metrics cannot be read, when there are others than before."""
+        new = unread.keys() - self._unread[model]
+        self._unread[model] = frozenset(unread)
+        if new:
+            example = min(new)
+            logger.warning(
+                "the metrics of %d replicas of %s cannot be read, and /metrics is without them; replica %s: %s",
+                len(unread), model, example, unread[example],
+            )  # fmt: skip
+
+    async def _learn_of_gone(self, senders: Collection[str]) -> int:
+        """Ask the other ingresses for what they know of others and this one does not; returns how many are silent.
+
+        Only ingresses answer scrapes.
+        """
+        known = KnownCounts(
+            replicas={name: each.known() for name, each in self._known.items()}, senders=self._known_senders.known()
         )
-        for later in (await answers_of(this_deployment(), "later_reports", counts)).reports:
-            for name, known in self._known.items():
-                known.learn(later.replicas.get(name, {}))
-            self._known_senders.learn(later.senders)
+        answers = await self._senders.later_counts(known)
+        for later in answers.reports:
+            for name, each in later.replicas.items():
+                self._known[name].learn_later(each)
+            self._known_senders.learn_later(later.senders)
+        for name, each_known in self._known.items():
+            each_known.note_present(self._present[name])
+        self._known_senders.note_present(senders)
+        return answers.num_missing
+
+
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    """What the replicas of a model have answered."""
+
+    metrics: Sequence[ReplicaMetrics]
+    num_missing: int
 
 
 def this_deployment() -> DeploymentHandle:
     """The handle of the deployment that this process is a replica of."""
     context = serve.get_replica_context()
     return serve.get_deployment_handle(context.deployment, context.app_name)
-
-
-def _num_steps(report: EngineReport) -> int:
-    return report.stats.total_steps
 
 
 async def answers_of(handle: DeploymentHandle, method: str, *arguments: object) -> Answers[Any]:

@@ -17,7 +17,8 @@ from prometheus_client.samples import Sample
 from ray.util import metrics as ray_metrics
 
 from app.errors import described
-from app.metrics import EngineReport, RequestMetrics, Snapshot
+from app.metrics import EngineCounts, EngineReport, RequestMetrics, Snapshot
+from app.metrics.reports import counts_of, gauges_of
 from app.metrics.vllm_names import ModelReport, vllm_families
 
 logger = logging.getLogger(__name__)
@@ -37,14 +38,14 @@ _OF_ENGINES = (
 
 def families_of_requests(requests: Snapshot) -> list[Metric]:
     """What an ingress has measured."""
-    reports = [ModelReport(name, model, (), ()) for name, model in requests.items()]
+    reports = [ModelReport(name, model, (), EngineCounts()) for name, model in requests.items()]
     return [each for each in vllm_families(reports) if each.name in _OF_REQUESTS]
 
 
 def families_of_engine(model_name: str, report: EngineReport) -> list[Metric]:
     """What a replica has measured."""
     no_requests = RequestMetrics([model_name]).snapshot()[model_name]
-    reports = [ModelReport(model_name, no_requests, [report], ())]
+    reports = [ModelReport(model_name, no_requests, [gauges_of(report)], counts_of(report))]
     return [each for each in vllm_families(reports) if each.name in _OF_ENGINES]
 
 

@@ -26,7 +26,7 @@ from app.engine.stats import EngineStats
 from app.errors import InvalidSetup, UnsupportedAdapter
 from app.fleet import Address, Entry, FrameServer, Table, adapters_in, merged, report_of_engine
 from app.fleet.dispatch import group_of_rank
-from app.metrics import EngineReport, LoopMonitor
+from app.metrics import EngineReport, LoopMonitor, encoded, replica_metrics
 from app.model.adapter_files import adapter_at
 from app.model.weights_digest import digest_of_weights
 from deployments.ray_internals import StopsWithServe, keep_calls_on_loopback
@@ -63,7 +63,7 @@ class Replica(StopsWithServe):
         self._table = self._configured_adapters(model.adapters)
         report = partial(report_of_engine, self._engine, weights=digest_of_weights(model.engine))
         self._frame_server = FrameServer(
-            ray.util.get_node_ip_address(), self._engine, lambda: report(group=self._group)
+            ray.util.get_node_ip_address(), self._engine, lambda: report(group=self._group), self._metrics
         )
         freeze_loaded()
         progress.tell(progress.JOINING)
@@ -72,7 +72,7 @@ class Replica(StopsWithServe):
         self._loop = LoopMonitor()
         # Serve calls this on the loop. Without causes: the engine's thread would be interrupted for them.
         self._loop.start(names_causes=False)
-        to_ray = RayMetrics(lambda: families_of_engine(model.name, self.metrics_report()))
+        to_ray = RayMetrics(lambda: families_of_engine(model.name, self._engine_report()))
         self._handing_over = asyncio.create_task(to_ray.hand_over_for_ever())
 
     async def reconfigure(self, user_config: object, rank: ReplicaRank) -> None:
@@ -163,8 +163,12 @@ class Replica(StopsWithServe):
         """A snapshot of the engine."""
         return self._engine.stats()
 
-    def metrics_report(self) -> EngineReport:
-        """What the engine counts and measures, for /metrics."""
+    def _metrics(self) -> bytes:
+        """For /metrics: what the frame server sends to ingresses that ask."""
+        return encoded(replica_metrics(self._model.name, self._engine_report(), self.record_autoscaling_stats()))
+
+    def _engine_report(self) -> EngineReport:
+        """What the engine counts and measures."""
         return EngineReport(
             replica_id=serve.get_replica_context().replica_id.unique_id,
             stats=self._engine.stats(),

@@ -16,6 +16,7 @@ from app.api.auth.limits import SharedPools
 from app.api.endpoints.admin import Answers, ProcessReport, usage_of
 from app.config import ApplicationConfig
 from app.fleet import Table
+from app.metrics import RequestMetrics
 from app.usage import Owner, UsageExchange
 from app.usage.journal import JOURNALS
 from deployments.open_files import allow_many_files
@@ -25,8 +26,9 @@ from deployments.serve.keys_file import Keys
 from deployments.serve.metrics import (
     IngressReport,
     KnownCounts,
-    LaterReports,
+    LaterCounts,
     MetricsCollector,
+    ServeSenders,
     answers_of,
     this_deployment,
 )
@@ -58,11 +60,16 @@ class Sender:
         self._paths = paths
         self._keys = Keys(config.api, pools)
         self._other_senders = [] if batches is None else [batches]
-        self._metrics = MetricsCollector(config.models, handles, self._other_senders)
+        requests = RequestMetrics(handles)
         self._clients = {
-            model.name: ModelClient(model, handles[model.name], self._metrics.requests.model(model.name))
-            for model in config.models
+            model.name: ModelClient(model, handles[model.name], requests.model(model.name)) for model in config.models
         }
+        self._metrics = MetricsCollector(
+            config.models,
+            requests,
+            {name: client.fleet for name, client in self._clients.items()},
+            ServeSenders(self._other_senders),
+        )
         self._gossip = {
             name: ModelGossip(name, handles[name], client.transport, self._other_senders)
             for name, client in self._clients.items()
@@ -112,9 +119,9 @@ class Sender:
         """What this process has measured, for the ingress that answers the scrape."""
         return self._metrics.report()
 
-    def later_reports(self, known: KnownCounts) -> LaterReports:
+    def later_counts(self, known: KnownCounts) -> LaterCounts:
         """What this process knows of others beyond what the ingress that answers a scrape does."""
-        return self._metrics.later_reports(known)
+        return self._metrics.later_counts(known)
 
     def admin_report(self) -> ProcessReport:
         """What this process knows of keys and replicas, for the ingress that answers the admin."""

@@ -37,3 +37,5 @@ class SharedLook(Generic[T]):
             return await self._look()
         finally:
             self._holds_until = self._clock() + self._holds_s
+            if not self._holds_s:
+                self._task = None  # a result may be large

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from app.metrics import CallMetrics, EngineReport, RequestMetrics, Scrape, exposition
+from app.metrics import CallMetrics, EngineReport, RequestMetrics, Scrape, exposition, replica_metrics
 from benchmarks import groups
 from benchmarks.groups import Limits, Parts, arm_of, compared, critical_value, difference_of, read
 from tests.benchmarks.servers import serving
@@ -58,10 +58,11 @@ class Trial:
         ]  # fmt: skip
         return exposition(
             Scrape(
-                requests=[self._metrics.snapshot()], loops={}, batches=[], replicas={"demo": replicas},
-                gone={"demo": []}, num_missing=self.num_missing,
+                requests=[self._metrics.snapshot()],
+                replicas={"demo": [replica_metrics("demo", each, {}) for each in replicas]},
+                num_missing=self.num_missing,
             )
-        ).decode()  # fmt: skip
+        ).decode()
 
 
 @cache

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import warnings
+from functools import partial
 
 import pytest
 
-from app.fleet import replica_registry
+from app.engine.async_engine import AsyncEngine
+from app.fleet import FrameServer, replica_registry, report_of_engine
 from benchmarks.service.thousand import POLICIES, dispatch_figures, filled_registry, looking_at_all, quality_figures
+from benchmarks.service.thousand_replicas import metrics
 from benchmarks.service.thousand_sockets import Played, Stream, _figures_of, _num_different
+from tests.kit.engine import build_fake_engine
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -46,3 +52,27 @@ def test_streams_that_lack_tokens_or_have_others_are_counted() -> None:
     figures = _figures_of(Played(streams=streams, longest_stall_s=0.1, cpu_s=1.0))
     assert (figures["whole"], figures["not_whole"], figures["errors"]) == (3, 2, {"Lost: x": 1})
     assert _num_different(streams) == 2
+
+
+async def test_metrics_are_those_of_all_replicas_with_and_without_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Using extra keyword arguments on `Field`")
+        from benchmarks.service.thousand_metrics import _measured
+    monkeypatch.setattr("benchmarks.service.thousand_metrics.PAUSE_S", 0.01)
+    engines = [AsyncEngine(build_fake_engine(), max_requests=8) for _ in range(3)]
+    servers = [
+        FrameServer("127.0.0.1", engine, partial(report_of_engine, engine), partial(metrics, engine, f"r{number}"))
+        for number, engine in enumerate(engines)
+    ]
+    try:
+        figures = await _measured([await server.open() for server in servers], seed=1)
+        assert figures["bytes"] > 2 * len(metrics(engines[0], "r0"))
+        assert figures["exposition"].keys() == figures["with_http"].keys() == {
+            "cpu_ms", "time_ms", "longest_stall_ms", "longest_hold_cpu_ms"
+        }  # fmt: skip
+        assert 0 < figures["kept_kb"] < figures["peak_kb"]
+    finally:
+        for server in servers:
+            await server.close()
+        for engine in engines:
+            await asyncio.to_thread(engine.shutdown)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 from collections import Counter
 
 from hypothesis import given
@@ -51,3 +52,16 @@ def test_a_snapshot_stays_as_it_is_and_crosses_processes() -> None:
 def test_all_ladders_rise() -> None:
     for bounds in (SECONDS, TOKENS, SMALL_NUMBERS):
         assert list(bounds) == sorted(set(bounds))
+
+
+def test_the_sum_of_some_distributions_is_the_same_in_any_order_and_in_any_groups() -> None:
+    rng = random.Random(1)
+    spreads = [spread_of([rng.expovariate(1.0) for _ in range(20)]) for _ in range(30)]
+    totals = set()
+    for _ in range(50):
+        rng.shuffle(spreads)
+        at = rng.randrange(1, 29)
+        parts = [sum_distributions(part, BOUNDS) for part in (spreads[:at], spreads[at:])]
+        totals.add(sum(parts, start=Distribution.empty(BOUNDS)))
+        totals.add(sum_distributions(spreads, BOUNDS))
+    assert len(totals) == 1

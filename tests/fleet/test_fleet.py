@@ -30,7 +30,7 @@ from app.fleet.replica_registry import MIN_FETCHED_TOKENS
 from tests.engine.test_engine_logprobs import check as check_logprobs
 from tests.kit.engine import FakeClock, build_fake_engine, make_full_request, make_request, next_token, tokens_of
 from tests.kit.fleet import LocalFleet, LocalReplica, adapted_token, check
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 
 def alike(num_requests: int, *, max_tokens: int = 50) -> list[Request]:
@@ -826,3 +826,50 @@ async def test_a_replica_that_names_no_fields_has_those_of_the_last_version_that
         assert local.registry.unknown_field("r0", replace(make_request(), call="c", session="s")) is None
         unknown = local.registry.unknown_field("r0", request)
         assert unknown in newer if newer else unknown is None
+
+
+async def test_replicas_that_take_requests_are_asked_for_their_metrics() -> None:
+    async with LocalFleet(4) as local:
+        answering, silent, older, leaving = local.replicas
+        for each in local.replicas:
+            each.metrics = [each.replica_id.encode(), b"again"]
+        silent.metrics = []
+        older.reported = {"sends_metrics": False}
+        await local.answer(make_request())
+        answers = local.start([make_request(max_tokens=5) for _ in range(8)])  # reports come with frames
+        await asyncio.gather(*answers)
+        await until(lambda: not local.registry.sends_metrics("r2"))
+        local.transport.leave("r3")
+        found = await local.fleet.ask_metrics(0.05)
+        assert found == {"r0": b"r0", "r1": None, "r2": None}
+        assert [each.num_asked for each in local.replicas] == [1, 1, 0, 0]
+        assert answering.stream is not None
+        assert leaving.num_asked == 0
+
+
+async def test_the_loss_of_a_replica_ends_the_wait_for_its_metrics() -> None:
+    async with LocalFleet(2) as local:
+        silent, answering = local.replicas
+        answering.metrics = [b"measured"]
+        asking = [asyncio.create_task(local.fleet.ask_metrics(PATIENCE_S)) for _ in range(2)]
+        await until(lambda: silent.num_asked == answering.num_asked == 2)
+        assert not asking[0].done()
+        silent.kill()
+        for each in asking:
+            assert await each == {"r0": None, "r1": b"measured"}
+
+
+async def test_without_replicas_there_are_no_metrics() -> None:
+    async with LocalFleet(0) as local:
+        assert await local.fleet.ask_metrics(PATIENCE_S) == {}
+
+
+async def test_metrics_that_nobody_asked_for_are_passed_over() -> None:
+    async with LocalFleet(1) as local:
+        [replica] = local.replicas
+        assert replica.stream is not None
+        replica.stream.send_metrics(b"unasked")
+        request = make_request()
+        (await local.answer(request)).check(request)
+        replica.metrics = [b"asked"]
+        assert await local.fleet.ask_metrics(PATIENCE_S) == {"r0": b"asked"}

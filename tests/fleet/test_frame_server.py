@@ -21,13 +21,13 @@ from app.engine.snapshot import EngineSnapshot
 from app.engine.stats import SleepState
 from app.errors import Failure, InvalidRequest, Overloaded
 from app.fleet import Address, Frame, FrameServer, IngressSession, connect
-from app.fleet.frame_server import MAX_HELLO_BYTES, Hello
-from app.fleet.frames import AbortRequest, Message, SubmitRequest, WatchEngine, encode, frame_decoder
+from app.fleet.frame_server import MAX_HELLO_BYTES, METRICS_HOLD_S, Hello
+from app.fleet.frames import AbortRequest, AskMetrics, Message, SubmitRequest, WatchEngine, encode, frame_decoder
 from tests.engine.test_adapter_store import gated_store
 from tests.engine.test_async_engine import with_adapter
 from tests.engine.test_sleep_controller import dozing_service, turns_on
 from tests.fleet.test_frames import REPORT
-from tests.kit.engine import async_engine, build_fake_engine, expected_tokens, make_request
+from tests.kit.engine import FakeClock, async_engine, build_fake_engine, expected_tokens, make_request
 from tests.waiting import until
 
 
@@ -40,7 +40,15 @@ class Replica:
         self.refusal: Exception | None = None
         self.compiled = asyncio.Event()
         self.num_views = 0  # since they began
-        self.server = FrameServer("127.0.0.1", self, lambda: REPORT)
+        self.num_measured = 0
+        self.clock = FakeClock()
+        self.server = FrameServer("127.0.0.1", self, lambda: REPORT, self.measured, clock=self.clock)
+
+    def measured(self) -> bytes:
+        self.num_measured += 1
+        if self.num_measured == 3:
+            raise ValueError("no number")
+        return b"measured %d" % self.num_measured
 
     async def matcher_of(self, request: Request) -> object:
         await self.compiled.wait()
@@ -454,6 +462,37 @@ async def test_only_an_ingress_that_watches_gets_views() -> None:
         await other.submit("a")
         replica.put(TokenDelta("a", (5,)))
         assert (await other.next()).view is None
+
+
+async def test_what_is_measured_goes_to_those_that_ask_and_is_written_once_for_all() -> None:
+    async with (
+        a_replica() as (replica, address),
+        frames_from(address, "one") as one,
+        frames_from(address, "two") as two,
+    ):
+        for frames in (one, two):
+            assert (await frames.next()).metrics is None
+            frames.send(AskMetrics())
+            assert (await frames.next()).metrics == b"measured 1"
+        replica.clock.advance(METRICS_HOLD_S)
+        await one.submit("a")
+        one.send(AskMetrics())
+        assert (await one.next()).metrics == b"measured 2"
+        replica.put(TokenDelta("a", (5,)))
+        assert (await one.next()).metrics is None
+
+
+async def test_a_replica_that_cannot_write_its_metrics_serves_on(caplog: pytest.LogCaptureFixture) -> None:
+    async with a_replica() as (replica, address), frames_from(address, "one") as frames:
+        await frames.next()
+        await frames.submit("a")
+        for expected in (b"measured 1", b"measured 2", b"", b"measured 4"):
+            frames.send(AskMetrics())
+            assert (await frames.next()).metrics == expected
+            replica.clock.advance(METRICS_HOLD_S)
+        replica.put(TokenDelta("a", (5,)))
+        assert (await frames.next()).deltas
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
 
 
 async def test_without_viewers_no_view_is_made() -> None:

@@ -178,7 +178,7 @@ def test_fields_of_a_newer_replica_are_ignored() -> None:
     """A rolling update of code loses no stream: new fields are added at the end."""
     report = [*msgspec.to_builtins(REPORT), "new", 5]
     delta = [*msgspec.to_builtins(TokenDelta("one", (6, 7))), {"new": [1]}, 3]
-    assert frame_decoder().feed(framed([4, report, [delta], None, None, [], "new"])) == [
+    assert frame_decoder().feed(framed([4, report, [delta], None, None, [], None, "new"])) == [
         Frame(4, REPORT, (TokenDelta("one", (6, 7)),))
     ]
 

@@ -22,7 +22,15 @@ from app.engine.speculation.drafter import LookupDrafter
 from app.errors import UnsupportedAdapter
 from app.fleet import FailoverLimits, Fleet, Frame, FrameReader, IngressSession, ReplicaRegistry, report_of_engine
 from app.fleet.dispatch import Group, GroupChooser, ReplicaReport, make_policy
-from app.fleet.frames import FRAME_VERSION, AbortRequest, SubmitRequest, WatchEngine, encode, message_decoder
+from app.fleet.frames import (
+    FRAME_VERSION,
+    AbortRequest,
+    AskMetrics,
+    SubmitRequest,
+    WatchEngine,
+    encode,
+    message_decoder,
+)
 from app.fleet.prefix_feed import PrefixFeed
 from tests.kit.engine import VOCAB_SIZE, CountingRunner, Outcome, build_fake_engine
 from tests.waiting import until
@@ -98,6 +106,8 @@ class LocalReplica:
         self.stream: LocalStream | None = None
         self.is_watched: bool | None = None  # as it was told last
         self.sends_views = True
+        self.metrics: list[bytes] = []  # its answers to one AskMetrics
+        self.num_asked = 0
         self.known_fields: tuple[str, ...] | None = None  # in place of all that this version knows
         self.reported: dict[str, Any] = {}  # in place of what is so
 
@@ -188,9 +198,16 @@ class LocalStream(asyncio.Transport):
                         self._session.abort(message.request_id)
                     case WatchEngine():
                         self._replica.is_watched = message.is_watched
+                    case AskMetrics():
+                        self._replica.num_asked += 1
+                        for answer in self._replica.metrics:
+                            self._session.send_metrics(answer)
 
     def show(self, view: EngineSnapshot) -> None:
         self._session.show(view)
+
+    def send_metrics(self, metrics: bytes) -> None:
+        self._session.send_metrics(metrics)
 
 
 class LocalTransport:

@@ -6,13 +6,29 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
+from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from app.engine.adapter_store import AdapterStats
 from app.engine.histogram import SECONDS, Histogram
-from app.engine.stats import SleepState, SleepStats
-from app.metrics import CallMetrics, EngineReport, LoopSnapshot, RequestMetrics, Scrape, exposition
+from app.engine.stats import SleepState, SleepStats, StoreStats, TakenBackend
+from app.metrics import (
+    CallMetrics,
+    EngineReport,
+    LoopSnapshot,
+    ReplicaMetrics,
+    RequestMetrics,
+    Scrape,
+    decoded,
+    encoded,
+    exposition,
+    replica_metrics,
+)
+from app.metrics.exposition import _ADAPTERS, _LOOP, _LOOPS, _REPLICA, _REPLICAS, _SLEEP, _STORES, _TUNING, _Families
+from app.metrics.families import metrics_of
+from app.metrics.reports import counts_of
 from tests.kit.engine import FakeClock, TimedRunner, build_fake_engine, make_request
 
 # What tools outside look for, by family: the type, and the labels beside `model_name`.
@@ -55,12 +71,17 @@ def report(replica_id: str, num_requests: int, **engine: Any) -> EngineReport:
     return EngineReport(replica_id=replica_id, stats=fake.stats(), measurements=fake.measurements())
 
 
+def sent(*reports: EngineReport, model: str = "demo") -> list[ReplicaMetrics]:
+    """What replicas with these reports send, as it comes at an ingress."""
+    return [decoded(encoded(replica_metrics(model, each, {}))) for each in reports]
+
+
 def after_one_request() -> Scrape:
     metrics = RequestMetrics(["demo"])
     with CallMetrics(metrics.model("demo"), [3], arrived_at=metrics.clock()) as call:
         call.tokens(0, 2)
         call.finished(0, "stop")
-    return Scrape(requests=[metrics.snapshot()], replicas={"demo": [report("a", 1)]})
+    return Scrape(requests=[metrics.snapshot()], replicas={"demo": sent(report("a", 1))})
 
 
 def parsed(text: bytes) -> dict[str, Metric]:
@@ -110,7 +131,7 @@ def test_adapters_are_named_as_gateways_look_for_them() -> None:
             replace(each, measurements=replace(each.measurements, adapters=stats))
             for each, stats in zip(reports, several, strict=True)
         ]
-        scrape = Scrape(requests=[RequestMetrics(["demo"]).snapshot()], replicas={"demo": reports})
+        scrape = Scrape(requests=[RequestMetrics(["demo"]).snapshot()], replicas={"demo": sent(*reports)})
         [sample] = parsed(exposition(scrape))["vllm:lora_requests_info"].samples
         return {name: value for name, value in sample.labels.items() if name != "model_name"}
 
@@ -123,15 +144,16 @@ def test_adapters_are_named_as_gateways_look_for_them() -> None:
 
 
 def test_replicas_are_summed_under_vllms_names_and_told_apart_under_ours() -> None:
+    reports = [report("a", 3), report("b", 12, num_blocks=16)]
     scrape = Scrape(
         requests=[RequestMetrics(["demo", "idle"]).snapshot()],
-        replicas={"demo": [report("a", 3), report("b", 12, num_blocks=16)]},
+        replicas={"demo": sent(*reports)},
         num_missing=2,
         wanted={"demo": (4, "kv", "full")},
     )
     text = exposition(scrape)
-    running = [each.stats.num_running for each in scrape.replicas["demo"]]
-    free = [each.stats.num_free_blocks for each in scrape.replicas["demo"]]
+    running = [each.stats.num_running for each in reports]
+    free = [each.stats.num_free_blocks for each in reports]
     assert value(text, "vllm:num_requests_running", model_name="demo") == sum(running)
     assert value(text, "vllm:num_requests_waiting", model_name="demo") == 15 - sum(running) > 0
     assert value(text, "vllm:kv_cache_usage_perc", model_name="demo") == pytest.approx(1 - sum(free) / 80)
@@ -147,8 +169,9 @@ def test_replicas_are_summed_under_vllms_names_and_told_apart_under_ours() -> No
 def test_what_a_replica_has_counted_stays_in_the_sum_when_it_goes() -> None:
     here, gone = report("a", 3), report("b", 2)
     requests = [RequestMetrics(["demo"]).snapshot()]
-    both = exposition(Scrape(requests=requests, replicas={"demo": [here, gone]}))
-    one = exposition(Scrape(requests=requests, replicas={"demo": [here]}, gone={"demo": [gone]}))
+    ever = [counts_of(here), counts_of(gone)]
+    both = exposition(Scrape(requests=requests, replicas={"demo": sent(here, gone)}))
+    one = exposition(Scrape(requests=requests, replicas={"demo": sent(here)}, ever={"demo": ever}))
     for name in ("vllm:prefix_cache_queries_total", "vllm:iteration_tokens_total_sum", "vllm:num_preemptions_total"):
         assert value(one, name) == value(both, name)
     assert value(one, "vllm:prefix_cache_queries_total") == 5 * 3
@@ -212,7 +235,7 @@ def test_each_event_loop_has_its_delays_and_its_queue() -> None:
         delay_s=delays.snapshot(), num_stalls=1, stalled_s=0.4, num_tasks=9, queued={"default": 7, "bodies": 2}
     )
     of_replica = replace(report("r1", 1), loop=replace(loop, queued={"default": 0}))
-    text = exposition(Scrape(requests=[], replicas={"demo": [of_replica]}, loops={("ingress", "i1"): loop}))
+    text = exposition(Scrape(requests=[], replicas={"demo": sent(of_replica)}, loops={("ingress", "i1"): loop}))
     assert value(text, "carousel_thread_queue", process="ingress", id="i1", threads="bodies") == 2
     assert value(text, "carousel_ingresses") == 1
     for process, name, num_queued in (("ingress", "i1", 7), ("replica", "r1", 0)):
@@ -228,7 +251,7 @@ def test_each_event_loop_has_its_delays_and_its_queue() -> None:
 def test_the_limits_that_a_tuner_moves_are_there_with_the_reason_and_only_where_there_are_targets() -> None:
     clock = FakeClock()
     tuned = report("a", 1, runner=TimedRunner(clock, step_s=1.5), clock=clock, targets={"itl_p99_ms": 100})
-    text = exposition(Scrape(requests=[], replicas={"demo": [tuned, report("b", 1)]}))
+    text = exposition(Scrape(requests=[], replicas={"demo": sent(tuned, report("b", 1))}))
     assert value(text, "carousel_limit", replica="a", limit="prefill_chunk_tokens") == 16
     assert value(text, "carousel_limits_info", replica="a") == 1
     assert value(text, "carousel_target_p99_seconds", replica="a", target="itl_p99") == pytest.approx(1.5, rel=0.03)
@@ -240,8 +263,61 @@ def test_a_replica_that_sleeps_says_so() -> None:
     slept = report("a", 0)
     sleep = SleepStats(state=SleepState.ASLEEP, num_wakes=2, waking_s=1.5, queued_s=0.5, num_turns_ended=1)
     slept = replace(slept, measurements=replace(slept.measurements, sleep=sleep))
-    families = parsed(exposition(Scrape(requests=[], replicas={"demo": [slept]})))
+    families = parsed(exposition(Scrape(requests=[], replicas={"demo": sent(slept)})))
     in_state = {each.labels["state"]: each.value for each in families["carousel_sleep_state"].samples}
     assert in_state == {"awake": 0, "asleep": 1, "queued": 0, "waking": 0}
     names = ("carousel_wakes", "carousel_waking_seconds", "carousel_device_queue_seconds", "carousel_turns_ended")
     assert [families[name].samples[0].value for name in names] == [2, 1.5, 0.5, 1]
+
+
+def of_every_kind(replica_id: str) -> EngineReport:
+    """With samples in every table of replicas, and with labels that have to be escaped."""
+    clock = FakeClock()
+    tuned = report(replica_id, 3, runner=TimedRunner(clock, step_s=0.7), clock=clock, targets={"itl_p99_ms": 100})
+    delays = Histogram(SECONDS)
+    delays.observe(0.3)
+    measurements = replace(
+        tuned.measurements,
+        adapters=AdapterStats(("1",), 3, 8, ("sql",), ("law",)),
+        backend=TakenBackend('a "graph"\\', {"faster": "no"}),
+        sleep=SleepStats(waking_s=1 / 3, num_wakes=10**9),
+        store=StoreStats(num_fetched_tokens=5, block_bytes=10**15, num_read=7),
+    )
+    loop = LoopSnapshot(delay_s=delays.snapshot(), num_stalls=1, stalled_s=0.1, num_tasks=9, queued={"default": 7})
+    return replace(tuned, measurements=measurements, loop=loop, group='bo"ld\nß')
+
+
+def test_the_lines_that_replicas_write_are_those_of_prometheus_client() -> None:
+    model = 'a "model"\\ of\ntwo lines'
+    reports = [of_every_kind(name) for name in ("r1", 'r"2\\')] + [report("plain", 1)]
+    text = exposition(Scrape(requests=[], replicas={model: sent(*reports, model=model)}))
+    rows = [((model, each.replica_id, each.group), each) for each in reports]
+    loops = [(("replica", each.replica_id), each.loop) for each in reports if each.loop is not None]
+    parts = {name: [(labels, getattr(each.measurements, name)) for labels, each in rows[:2]] for name in PARTS}
+    families = [
+        *metrics_of(_REPLICAS, _REPLICA, rows),
+        *(family for name, table in PARTS.items() for family in metrics_of(table, _REPLICA, parts[name])),
+        *metrics_of(_LOOPS, _LOOP, loops),
+    ]
+    expected = generate_latest(_Families(families))
+    assert expected in text
+    assert expected.count(b"\n") > 700
+    labels = [sample.labels for sample in parsed(text)["carousel_backend"].samples]
+    assert labels[1] == {"model_name": model, "replica": 'r"2\\', "group": 'bo"ld\nß', "backend": 'a "graph"\\'}
+
+
+PARTS: dict[str, Any] = {"adapters": _ADAPTERS, "store": _STORES, "tuning": _TUNING, "sleep": _SLEEP}
+
+
+def test_every_family_is_declared_once_however_many_replicas_there_are() -> None:
+    scrape = Scrape(requests=[], replicas={"demo": sent(*(of_every_kind(str(number)) for number in range(5)))})
+    heads = [line for line in exposition(scrape).splitlines() if line.startswith(b"# TYPE")]
+    assert len(heads) == len(set(heads)) > 60
+
+
+def test_lines_of_a_family_that_this_version_does_not_know_are_left_out() -> None:
+    [usual] = sent(report("a", 1))
+    newer = structs.replace(usual, lines=usual.lines | {"carousel_newer": b"carousel_newer{} 1.0\n"})
+    assert exposition(Scrape(requests=[], replicas={"demo": [newer]})) == exposition(
+        Scrape(requests=[], replicas={"demo": [usual]})
+    )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from app.api.endpoints.live import WatchedFleet
 from app.api.handler import RequestHandler
+from app.api.http.answers import FileAnswer
 from app.api.http.guard import reservation_of
 from app.api.http.operations import OF_A_MODEL, Operation, RouteGroup
 from app.errors import Unavailable, traceback_of
@@ -18,6 +19,8 @@ from app.metrics import CONTENT_TYPE, RequestMetrics, Scrape, exposition
 from app.versions import versions
 
 logger = logging.getLogger(__name__)
+
+Expose = Callable[[], Awaitable[Sequence[bytes]]]  # writes the text of /metrics, in pieces
 
 
 class ServiceRoutes(RouteGroup):
@@ -78,14 +81,16 @@ class HealthRoutes(RouteGroup):
 class MetricsRoutes(RouteGroup):
     """What is measured. The settings say which key it needs."""
 
-    def __init__(self, expose: Callable[[], Awaitable[bytes]], fleets: Mapping[str, WatchedFleet]) -> None:
+    def __init__(self, expose: Expose, fleets: Mapping[str, WatchedFleet]) -> None:
         self._expose = expose
         self._fleets = fleets.values()
 
     @Operation("get", "/metrics", "What is measured, for Prometheus", media=("text/plain",))
     async def metrics(self, request: Request) -> Response:
         """As Prometheus text."""
-        return Response(await self._expose(), headers={"Content-Type": CONTENT_TYPE})
+        text = await self._expose()
+        headers = {"Content-Type": CONTENT_TYPE, "Content-Length": str(sum(map(len, text)))}
+        return FileAnswer(_each(text), headers=headers)
 
     @Operation("get", "/load", "The number of requests on all replicas", "Load")
     async def load(self, request: Request) -> Response:
@@ -94,10 +99,15 @@ class MetricsRoutes(RouteGroup):
         return JSONResponse({"server_load": sum(replica.get("requests", 0) for replica in replicas)})
 
 
-def only_measured_here(metrics: RequestMetrics) -> Callable[[], Awaitable[bytes]]:
+async def _each(text: Iterable[bytes]) -> AsyncIterator[bytes]:
+    for piece in text:
+        yield piece
+
+
+def only_measured_here(metrics: RequestMetrics) -> Expose:
     """For an application of one process."""
 
-    async def expose() -> bytes:
-        return exposition(Scrape(requests=[metrics.snapshot()], replicas={}))
+    async def expose() -> list[bytes]:
+        return [exposition(Scrape(requests=[metrics.snapshot()], replicas={}))]
 
     return expose

@@ -16,7 +16,7 @@ from app.json_pieces import json_pieces
 
 
 class FileAnswer(StreamingResponse):
-    """The content of a file, which ends when its client does not read any more."""
+    """The content of a file, or another text in pieces, which ends when its client does not read any more."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await super().__call__(scope, receive, _while_read(send))

@@ -25,7 +25,7 @@ from app.api.endpoints.kept_responses import LAST_EVENT_HEADER, KeptResponseRout
 from app.api.endpoints.live import LiveFeed, LiveRoutes, WatchedFleet
 from app.api.endpoints.page import PageRoutes
 from app.api.endpoints.scheduler import SchedulerRoutes, SchedulerSwitch
-from app.api.endpoints.service import HealthRoutes, MetricsRoutes, ServiceRoutes, only_measured_here
+from app.api.endpoints.service import Expose, HealthRoutes, MetricsRoutes, ServiceRoutes, only_measured_here
 from app.api.endpoints.short_batches import ShortBatchRoutes
 from app.api.endpoints.table import ENDPOINTS, Endpoint
 from app.api.endpoints.tokenization import TokenizationRoutes
@@ -54,7 +54,7 @@ def build_app(
     handler: RequestHandler,
     is_ready: Callable[[], Awaitable[bool]],
     *,
-    expose: Callable[[], Awaitable[bytes]] | None = None,
+    expose: Expose | None = None,
     batches: BatchService | None = None,
     collect: Collect | None = None,
     wanted_replicas: Callable[[], Awaitable[list[Json]]] | None = None,

@@ -47,6 +47,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     is_short_of_memory: bool = False  # it has fewer free blocks than running requests
     backend: str = ""  # the code that computes on a GPU; empty on a CPU
     backends_failed: dict[str, str] = {}  # what has failed before it, each with the reason
+    sends_metrics: bool = False  # it understands AskMetrics
 
 
 class Ledger:

@@ -17,7 +17,7 @@ from deployments.dashboards.__main__ import FOLDER, files
 from deployments.dashboards.boards import BOARDS
 from deployments.dashboards.rules import ALERTS, rules
 from tests.doc_pages import PROJECT
-from tests.metrics.test_exposition import parsed, report
+from tests.metrics.test_exposition import parsed, report, sent
 
 _NAME = re.compile(r"\b(?:carousel|vllm)[:_][a-z0-9_:]+")
 _LABELLED = re.compile(r"((?:carousel|vllm)[:_][a-z0-9_:]+)\{([^}]*)\}")
@@ -56,7 +56,7 @@ def everything() -> dict[str, Metric]:
         exposition(
             Scrape(
                 requests=[metrics.snapshot()],
-                replicas={"demo": [report("a", 1)]},
+                replicas={"demo": sent(report("a", 1))},
                 loops={("ingress", "i"): loop},
                 batches=defaultdict(int, num_lines_completed=1),
                 wanted={"demo": (2, "tokens", "many")},

@@ -16,7 +16,6 @@ from ray.serve.config import AutoscalingConfig as ServeAutoscaling
 from ray.serve.config import AutoscalingContext
 
 from app.config import ServedModelConfig
-from app.metrics import EngineReport
 from deployments.serve.autoscaling import TOKENS, advice, number_of_replicas, use_of
 from tests.deployments.conftest import Deployed, steps_of
 from tests.deployments.scraping import complete_scrape
@@ -63,19 +62,20 @@ def test_advice_moves_nothing_and_counts_what_no_replica_has() -> None:
     for _ in range(2):
         engine.add(make_request())
     stats = structs.replace(engine.stats(), speed=5.0)
-    report = EngineReport(replica_id="a", stats=stats, measurements=engine.measurements())
-    wanted = min(5, -(-report.measurements.num_outstanding_tokens // 10))
+    use = use_of(stats, engine.measurements())
+    wanted = min(5, -(-int(use[TOKENS]) // 10))
     slots = advised.engine.scheduler.max_running
-    by_tokens = advice(advised, [report], 2)
+    by_tokens = advice(advised, [use], 2)
     assert by_tokens is not None
     assert by_tokens[:2] == (wanted, "tokens")
-    queued = advice(model(mode="advise", max_replicas=5, target_s=3600), [report], 3 * slots)
+    queued = advice(model(mode="advise", max_replicas=5, target_s=3600), [use], 3 * slots)
     assert queued is not None
     assert queued[:2] == (3, "requests")
     silent = advice(advised, [], 0)
     assert silent is not None
     assert silent.number == 1
-    assert advice(ServedModelConfig(), [report], 2) is None
+    assert advice(advised, [{TOKENS: 1.0}], 0) == silent, "a replica of another version may report others"
+    assert advice(ServedModelConfig(), [use], 2) is None
 
 
 def context(*, target: int, outstanding: int | None) -> AutoscalingContext:

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, cast
 
 import httpx
 import pytest
 from ray import serve
 
-from deployments.serve.metrics import MetricsCollector, answers_of
+from app.api.endpoints.admin import Answers
+from app.engine.histogram import SECONDS, Distribution
+from app.fleet import Fleet
+from app.metrics import EngineReport, LoopSnapshot, RequestMetrics, encoded, replica_metrics
+from deployments.serve.metrics import IngressReport, KnownCounts, LaterCounts, MetricsCollector, answers_of
 from deployments.serve.settings import parse
 from tests.deployments.scraping import complete_scrape
-from tests.metrics.test_exposition import parsed, value
+from tests.kit.engine import FakeClock
+from tests.metrics.test_exposition import parsed, report, value
 from tests.waiting import PATIENCE_S
 
 MAX_TOKENS = 6
@@ -89,9 +98,149 @@ def test_an_admin_is_told_what_every_ingress_knows(shared: str) -> None:
         assert {state["max_requests"] for state in states} == {32 + 256}
 
 
-def test_without_autoscaling_no_process_is_asked_how_many_replicas_there_should_be() -> None:
-    collector = MetricsCollector(parse({"models": [{}]}).models, {})
-    assert asyncio.run(collector.wanted_replicas()) == [], "outside of Serve a scrape raises"
+class Service:
+    """Ingresses in this process, and the replicas of one model."""
+
+    def __init__(self, num_ingresses: int, **model: Any) -> None:
+        models = parse({"models": [{"name": "demo"} | model]}).models
+        self.replicas: dict[str, EngineReport | bytes | None] = {}  # None: it does not answer
+        self.silent: set[str] = set()  # ingresses
+        self.num_asked = 0
+        self.ingresses = [
+            MetricsCollector(models, RequestMetrics(["demo"]), {"demo": cast(Fleet, self)}, LocalSenders(self, f"i{n}"))
+            for n in range(num_ingresses)
+        ]
+
+    async def ask_metrics(self, timeout_s: float) -> dict[str, bytes | None]:
+        """As a fleet does."""
+        self.num_asked += 1
+        return {
+            name: encoded(replica_metrics("demo", each, USE)) if isinstance(each, EngineReport) else each
+            for name, each in self.replicas.items()
+        }
+
+    async def scrape(self, ingress: int = 0) -> bytes:
+        return b"".join(await self.ingresses[ingress].expose())
+
+
+class LocalSenders:
+    """One ingress's view of all."""
+
+    def __init__(self, service: Service, ingress_id: str) -> None:
+        self._service = service
+        self.itself = ("ingress", ingress_id)
+
+    def _answers(self, ask: Callable[[MetricsCollector], object]) -> Answers[Any]:
+        ingresses = self._service.ingresses
+        answering = [each for each in ingresses if each._senders.itself[1] not in self._service.silent]
+        # They are other processes.
+        reports = [pickle.loads(pickle.dumps(ask(each))) for each in answering]
+        return Answers(reports=reports, num_missing=len(ingresses) - len(answering))
+
+    async def reports(self) -> Answers[IngressReport]:
+        return self._answers(lambda each: each.report())
+
+    async def later_counts(self, known: KnownCounts) -> Answers[LaterCounts]:
+        return self._answers(lambda each: each.later_counts(pickle.loads(pickle.dumps(known))))
+
+
+USE = {"num_outstanding_tokens": 5.0, "num_requests": 2.0, "kv_use": 0.5, "tokens_per_s": 10.0, "misses_targets": 0.0}
+
+
+@pytest.fixture
+def _looks_at_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Event loops of processes are not what these tests are about."""
+    snapshot = LoopSnapshot(
+        delay_s=Distribution.empty(SECONDS), num_stalls=0, stalled_s=0.0, num_tasks=1, queued={"bodies": 0}
+    )
+    monkeypatch.setattr("app.metrics.LoopMonitor.snapshot", lambda monitor: snapshot)
+
+
+@pytest.mark.usefixtures("_looks_at_no_loop")
+async def test_no_sum_falls_when_another_ingress_is_asked_or_replicas_do_not_answer() -> None:
+    service = Service(2)
+    service.replicas = {"a": report("a", 3), "b": report("b", 2)}
+    names = ("vllm:prefix_cache_queries_total", "vllm:iteration_tokens_total_sum", "vllm:num_preemptions_total")
+
+    def sums(text: bytes) -> list[float]:
+        return [value(text, name, model_name="demo") for name in names]
+
+    both = sums(await service.scrape(0))
+    assert both[0] == 5 * 3
+    service.replicas["a"] = None
+    text = await service.scrape(1)
+    assert sums(text) == both, "the other ingress has heard of it"
+    assert value(text, "carousel_scrape_missing") == 1
+    assert b'replica="a"' not in text
+    del service.replicas["a"]
+    assert sums(await service.scrape(1)) == sums(await service.scrape(0)) == both
+    service.replicas = {"c": report("c", 1)}
+    assert sums(await service.scrape(0))[0] == 6 * 3
+    service.silent = {"i0"}
+    assert sums(await service.scrape(1))[0] >= both[0]
+
+
+@pytest.mark.usefixtures("_looks_at_no_loop")
+async def test_an_ingress_keeps_little_of_replicas_that_have_come_and_gone() -> None:
+    service, clock = Service(2), FakeClock()
+    for ingress in service.ingresses:
+        for known in (*ingress._known.values(), ingress._known_senders):
+            known._clock = clock
+    fixed, sizes = report("x", 1), []
+    for generation in range(60):
+        service.replicas = {f"{generation}-{number}": replace(fixed, replica_id=f"{number}") for number in range(5)}
+        text = await service.scrape(generation % 2)
+        clock.advance(300.0)
+        sizes.append(len(pickle.dumps([ingress._known["demo"].without() for ingress in service.ingresses])))
+    assert value(text, "vllm:prefix_cache_queries_total", model_name="demo") == 60 * 5 * 3
+    assert max(sizes[10:]) <= 1.1 * sizes[9]
+
+
+@pytest.mark.usefixtures("_looks_at_no_loop")
+async def test_replicas_that_send_nonsense_are_missing_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    service = Service(1)
+    service.replicas = {"good": report("good", 1), "bad": b"\xff" * 100, "long": b"\x00" * 10**6}
+    for _ in range(3):
+        text = await service.scrape()
+        assert value(text, "carousel_scrape_missing") == 2
+        assert value(text, "carousel_slots", replica="good") == 8
+    [record] = caplog.records
+    assert "2 replicas of demo cannot be read, and /metrics is without them; replica bad" in record.getMessage()
+
+
+@pytest.mark.usefixtures("_looks_at_no_loop")
+async def test_many_reports_are_read_in_turns_of_the_event_loop() -> None:
+    service = Service(1)
+    fixed = report("x", 1)
+    service.replicas = {f"r{number}": replace(fixed, replica_id=f"r{number}") for number in range(500)}
+    num_turns = 0
+
+    async def count_turns() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count_turns())
+    text = await service.scrape()
+    counting.cancel()
+    assert len(parsed(text)["carousel_slots"].samples) == 500
+    assert num_turns > 20, "some for reports, and some for families"
+
+
+@pytest.mark.usefixtures("_looks_at_no_loop")
+async def test_how_many_replicas_there_should_be_comes_from_what_they_report() -> None:
+    service = Service(1, replicas={"autoscaling": {"mode": "advise", "max_replicas": 5, "target_s": 0.25}})
+    service.replicas = {"a": report("a", 1), "b": None}
+    [wanted] = await service.ingresses[0].wanted_replicas()
+    assert (wanted["model"], wanted["replicas"], wanted["wanted"]) == ("demo", 1, 2)
+    assert value(await service.scrape(), "carousel_replicas_wanted", reason="tokens") == 2
+
+
+async def test_without_autoscaling_no_process_is_asked_how_many_replicas_there_should_be() -> None:
+    service = Service(1)
+    assert await service.ingresses[0].wanted_replicas() == []
+    assert service.num_asked == 0
 
 
 def test_one_that_hangs_is_missing_and_the_others_are_heard(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
