@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from msgspec import structs
 
 from app.engine.request import PrefixAt, Request, TokenDelta, UnreadDelta, as_delta, with_next
-from app.errors import CarouselError, DeadlineMissed, DeviceFault, EngineStopped
+from app.errors import Cancelled, CarouselError, DeadlineMissed, DeviceFault, EngineStopped
 from app.fleet.dispatch import Decision
 
 
@@ -27,6 +28,27 @@ class RequestLeft(ReplicaLost):
     """A request goes on elsewhere though nothing has failed."""
 
 
+class Turns:
+    """Makes calls in the order in which they come, a few in each turn of the event loop: all else goes on meanwhile."""
+
+    def __init__(self, *, at_once: int = 16) -> None:
+        """`at_once`: calls in one turn."""
+        self._at_once = at_once
+        self._calls: deque[Callable[[], object]] = deque()
+        self._next: asyncio.Handle | None = None
+
+    def add(self, call: Callable[[], object]) -> None:
+        """Make a call when its turn has come."""
+        self._calls.append(call)
+        if self._next is None:
+            self._next = asyncio.get_running_loop().call_soon(self._take)
+
+    def _take(self) -> None:
+        for _ in range(min(self._at_once, len(self._calls))):
+            self._calls.popleft()()
+        self._next = asyncio.get_running_loop().call_soon(self._take) if self._calls else None
+
+
 class InFlightRequest:
     """One request of an ingress, served by one attempt after another. Belongs to one event loop, has one reader.
 
@@ -37,7 +59,9 @@ class InFlightRequest:
     Each attempt has an id of its own. What arrives for an earlier attempt is not for this one.
     """
 
-    def __init__(self, request: Request, *, began_at: float) -> None:
+    def __init__(self, request: Request, *, began_at: float, turns: Turns) -> None:
+        """`turns` wake the readers of requests that have lost their replicas: these may be thousands at once."""
+        self._turns = turns
         self.request = request  # as its caller sent it
         self.num_attempts = 0
         self.num_times_short = 0  # it left a replica that was short of memory
@@ -95,6 +119,7 @@ class InFlightRequest:
                 no_queue=self.request.no_queue and self.lost_at is None,  # what has begun is not refused
             )
         self.num_attempts += 1
+        self._num_left = self.request.sampling.max_tokens - len(self._token_ids)
         self._num_sent = len(self._token_ids) + self._num_scored_tokens
         self.sent = sent  # the request as this attempt has it
         self.decision: Decision | None = None  # from `place` on
@@ -124,9 +149,15 @@ class InFlightRequest:
     # ------------------------------------------------------------------ what arrives
 
     def put(self, delta: TokenDelta) -> None:
-        """Take a delta of the current attempt; after its end nothing counts."""
+        """Take a delta of the current attempt; after its end nothing counts.
+
+        Raises ReplicaLost when the replica sends more tokens than the request asks for.
+        """
         if self.has_ended:
             return
+        self._num_left -= len(delta.token_ids)
+        if self._num_left < 0:
+            raise ReplicaLost("it sent more tokens than a request asks for", reason="broken")
         self.is_accepted = self.is_accepted or delta.error is None
         self.has_ended = delta.finish_reason is not None
         if delta.error is not None:
@@ -134,8 +165,7 @@ class InFlightRequest:
         if self._error is None or delta.token_ids:
             # A client may not read for long, and a delta for each token would take fifty times the token's number.
             self._unread = with_next(self._unread, delta)
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
+        self._wake()
 
     def _take_error(self, delta: TokenDelta, error: CarouselError) -> TokenDelta:
         # An engine that stops, or a device that fails on every request, says nothing about this request.
@@ -144,12 +174,30 @@ class InFlightRequest:
         return structs.replace(delta, finish_reason=None, error=None)
 
     def fail(self, error: CarouselError | ReplicaLost) -> None:
-        """End the current attempt without its replica."""
-        if not self.has_ended:
+        """End the current attempt without its replica.
+
+        Cancelled takes the place of a ReplicaLost that the reader has not seen: the request does not go on.
+        """
+        is_called_off = isinstance(error, Cancelled) and isinstance(self._error, ReplicaLost)
+        if not self.has_ended or is_called_off:
             self.has_ended = True
             self._error = error
-            if self._waiting is not None and not self._waiting.done():
-                self._waiting.set_result(None)
+            self._wake()
+
+    def _wake(self) -> None:
+        """There is something for the reader."""
+        if self._waiting is None or self._waiting.done():
+            return
+        if isinstance(self._error, ReplicaLost):
+            self._turns.add(self._wake_now)
+        else:
+            self._waiting.set_result(None)
+
+    def _wake_now(self) -> None:
+        # The reader may have come by itself meanwhile, and wait for the next attempt.
+        has_something = self._unread is not None or self._error is not None
+        if has_something and self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
     async def next(self) -> TokenDelta:
         """Everything that has accumulated, as one delta of the caller's request; an error comes after the tokens.
@@ -165,8 +213,12 @@ class InFlightRequest:
         if self._unread is not None:
             unread, self._unread = self._unread, None
             return self._kept(as_delta(unread))
-        assert self._error is not None, "the reader is woken by a delta or an error"
-        raise self._error
+        error, self._error = self._error, None
+        assert error is not None, "the reader is woken by a delta or an error"
+        try:
+            raise error.with_traceback(None)  # all requests of a lost replica have the same
+        finally:
+            del error  # its traceback has this frame, and the two would keep each other
 
     def _kept(self, delta: TokenDelta) -> TokenDelta:
         """Keep a delta's tokens; returns it as the caller should see it, whichever attempt it came from."""

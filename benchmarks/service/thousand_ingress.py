@@ -31,7 +31,7 @@ from app.metrics import ModelMetrics
 from benchmarks.harness import machine
 from benchmarks.harness.command import command_parser, positive
 from deployments.open_files import allow_many_files
-from deployments.serve.process import freeze_loaded
+from deployments.serve.process import collect_in_pieces, freeze_loaded
 
 STEP_MS = 2000.0  # of a replica
 TOKENS = 15  # of each stream
@@ -57,6 +57,7 @@ async def _serve(name: str, num_streams: int, begin_s: float) -> None:
     ingress = Ingress(addresses, name=name, seed=int(name))
     print(json.dumps({"connected_after_s": await ingress.connect()}), flush=True)
     freeze_loaded()
+    collect_in_pieces()
     playing: asyncio.Task[Played] | None = None
     while line := await _line():
         if line == "play":

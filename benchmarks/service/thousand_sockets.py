@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import subprocess
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import uvloop
@@ -20,7 +22,7 @@ from benchmarks.harness.command import BenchmarkError, tell
 from benchmarks.harness.processes import family, resident_mib
 from benchmarks.service.thousand_ingress import DRAIN_S, STEP_MS, Ingress, figures_of
 from deployments.open_files import allow_many_files
-from deployments.serve.process import freeze_loaded
+from deployments.serve.process import collect_in_pieces
 
 NUM_PROCESSES = 10  # with a tenth of the replicas each
 IDLE_S = 10.0
@@ -30,6 +32,8 @@ UPDATE_FROM_S, UPDATE_EVERY_S = 12.0, 2.5  # when the first tenth is replaced, a
 STREAMS_OF_ONE = 20  # of each replica
 STREAMS_OF_MANY = 5  # with many ingresses: each has frames of its own, and two cores have to carry all
 COUNT_AFTER_S = 4.0  # the loss of ingresses, what replicas still have
+
+_keep_collected = cache(collect_in_pieces)  # once in this process, however many events there are
 
 Processes = Sequence["subprocess.Popen[str]"]
 Event = Callable[[Ingress, Processes, Sequence[Sequence[str]]], Coroutine[Any, Any, None]]
@@ -117,7 +121,9 @@ async def _one_ingress(
     memory_mib = resident_mib(os.getpid())
     figures: dict[str, Any] = {"connected_after_s": await ingress.connect(members)}
     figures["kb_per_replica"] = round((resident_mib(os.getpid()) - memory_mib) * 2**20 / len(members) / 1e3, 1)
-    freeze_loaded()  # as an ingress does
+    gc.collect()
+    gc.freeze()  # as an ingress does
+    _keep_collected()
     if event == "stay":
         num_bytes, cpu_s = ingress.transport.num_bytes, machine.own_cpu_s()
         await asyncio.sleep(IDLE_S)

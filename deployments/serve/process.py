@@ -46,6 +46,32 @@ def freeze_loaded() -> None:
     gc.set_threshold(allocations_between)
 
 
+def collect_in_pieces() -> None:
+    """Call it after `freeze_loaded`, where thousands of requests may be in flight, so that a collection is short.
+
+    A stream has a handful of new objects after each token. Python collects when more objects are made than freed, so it
+    collects seldom while streams go on, and then looks at the new objects of all streams. That is when many requests
+    come or move at once: with 20,000 streams for 0.1 s, and for 0.4 s when it looks at all objects.
+    """
+    gc.disable()
+    threading.Thread(target=_keep_collected, name="collections", daemon=True).start()
+
+
+def _keep_collected() -> None:
+    """Collect what is new often, and all of it as seldom as its time asks."""
+    every_s = 0.25
+    least_between_s, most_share = 60.0, 0.001  # of the time
+    all_at = time.monotonic() + least_between_s
+    while True:
+        time.sleep(every_s)
+        gc.collect(0)
+        began = time.monotonic()
+        if began >= all_at:
+            gc.collect()
+            ended = time.monotonic()
+            all_at = ended + max(least_between_s, (ended - began) / most_share)
+
+
 def return_freed_memory() -> None:
     """Call it first: what large bodies took goes back to the system when they are done.
 

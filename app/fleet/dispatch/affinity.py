@@ -79,7 +79,9 @@ class PrefixIndex:
             noted.number -= self._held.remove(digest, replica_id)
         share = max(_MIN_PREFIXES, self._max_prefixes // len(self._of_replica))
         for digest in array("q", changes.held):
-            if noted.number < share and not self._held.has(digest, replica_id):
+            if noted.number >= share:
+                break
+            if not self._held.has(digest, replica_id):
                 self._held.add(digest, replica_id)
                 noted.number += 1
                 noted.digests.append(digest)
