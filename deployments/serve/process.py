@@ -15,6 +15,8 @@ from pathlib import Path
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 # Bodies of many small values leave free blocks between others. To give those back takes some 5 ms of a thread.
 TRIM_EVERY_S = 5.0
+# How often what is new is collected, and at most how often everything is.
+COLLECT_EVERY_S, COLLECT_ALL_EVERY_S = 0.25, 60.0
 
 
 def log_where_serve_does() -> None:
@@ -59,17 +61,16 @@ def collect_in_pieces() -> None:
 
 def _keep_collected() -> None:
     """Collect what is new often, and all of it as seldom as its time asks."""
-    every_s = 0.25
-    least_between_s, most_share = 60.0, 0.001  # of the time
-    all_at = time.monotonic() + least_between_s
+    most_share = 0.001  # of the time, for everything
+    all_at = time.monotonic() + COLLECT_ALL_EVERY_S
     while True:
-        time.sleep(every_s)
+        time.sleep(COLLECT_EVERY_S)
         gc.collect(0)
         began = time.monotonic()
         if began >= all_at:
             gc.collect()
             ended = time.monotonic()
-            all_at = ended + max(least_between_s, (ended - began) / most_share)
+            all_at = ended + max(COLLECT_ALL_EVERY_S, (ended - began) / most_share)
 
 
 def return_freed_memory() -> None:
