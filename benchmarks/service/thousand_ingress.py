@@ -158,14 +158,17 @@ class Ingress:
                 longest = max(longest, loop.time() - before - _LOOK_S)
 
         watching, cpu_s = asyncio.create_task(watch()), machine.own_cpu_s()
-        streams = await asyncio.gather(
-            *(self._stream(number, begin_s * number / num_streams) for number in range(num_streams))
-        )
+        began, streams = loop.time(), []
+        for number in range(num_streams):
+            early_s = began + begin_s * number / num_streams - loop.time()
+            if early_s > 0:
+                await asyncio.sleep(early_s)
+            streams.append(loop.create_task(self._stream(number)))
+        ended = await asyncio.gather(*streams)
         watching.cancel()
-        return Played(streams=streams, longest_stall_s=longest, cpu_s=machine.own_cpu_s() - cpu_s)
+        return Played(streams=ended, longest_stall_s=longest, cpu_s=machine.own_cpu_s() - cpu_s)
 
-    async def _stream(self, number: int, begins_after_s: float) -> Stream:
-        await asyncio.sleep(begins_after_s)
+    async def _stream(self, number: int) -> Stream:
         stream = Stream(number % _PROMPTS)
         request = Request(
             request_id=f"{os.getpid()}-{number}-{time.monotonic_ns()}",

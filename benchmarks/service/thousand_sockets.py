@@ -120,11 +120,12 @@ async def _one_ingress(
     members = [each for group in groups[:NUM_PROCESSES] for each in group]
     memory_mib = resident_mib(os.getpid())
     figures: dict[str, Any] = {"connected_after_s": await ingress.connect(members)}
-    figures["kb_per_replica"] = round((resident_mib(os.getpid()) - memory_mib) * 2**20 / len(members) / 1e3, 1)
+    memory_mib = resident_mib(os.getpid()) - memory_mib
     gc.collect()
     gc.freeze()  # as an ingress does
     _keep_collected()
     if event == "stay":
+        figures["kb_per_replica"] = round(memory_mib * 2**20 / len(members) / 1e3, 1)
         num_bytes, cpu_s = ingress.transport.num_bytes, machine.own_cpu_s()
         await asyncio.sleep(IDLE_S)
         figures["idle_cpu_of_a_core"] = round((machine.own_cpu_s() - cpu_s) / IDLE_S, 4)

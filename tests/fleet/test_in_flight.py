@@ -216,22 +216,30 @@ async def test_a_request_that_is_cancelled_before_it_is_told_of_its_loss_does_no
         await reader
 
 
-@pytest.mark.parametrize("error", [Overloaded("full"), ReplicaLost("gone", reason="ended")])
-async def test_a_request_that_has_failed_is_freed_without_a_collection(error: CarouselError | ReplicaLost) -> None:
-    """All requests of a replica have one ReplicaLost, which its connection keeps until it is open again."""
+async def freed_with(*errors: CarouselError | ReplicaLost) -> list[bool]:
+    """Whether each of some requests, which fail with these, is freed when it has ended, without a collection."""
     gc.disable()
     try:
-        in_flights = [begun(), begun()]
-        for each in in_flights:
-            each.fail(error)
+        in_flights = [begun() for _ in errors]
+        for in_flight, error in zip(in_flights, errors, strict=True):
+            in_flight.fail(error)
             with suppress(Overloaded, ReplicaLost):
-                await each.next()
-        error.__traceback__ = None  # as the fleet does
-        freed = [weakref.ref(each) for each in in_flights]
-        del each, in_flights
-        assert [each() for each in freed] == [None, None]
+                await in_flight.next()
+        found = [weakref.ref(each) for each in in_flights]
+        del errors, error, in_flight, in_flights
+        return [each() is None for each in found]
     finally:
         gc.enable()
+
+
+async def test_a_request_that_has_failed_is_freed_without_a_collection() -> None:
+    assert await freed_with(Overloaded("full"), Overloaded("full")) == [True, True]
+
+
+async def test_the_loss_of_a_replica_keeps_no_more_than_the_last_of_its_requests() -> None:
+    """Its connection has it until it is open again."""
+    lost = ReplicaLost("gone", reason="ended")
+    assert (await freed_with(lost, lost, lost))[:2] == [True, True]
 
 
 def test_a_later_attempt_has_all_fields_of_the_request() -> None:
