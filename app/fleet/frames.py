@@ -28,8 +28,8 @@ from app.errors import CarouselError, from_plain
 from app.fleet.dispatch import PrefixChanges, ReplicaReport
 
 FRAME_VERSION = 2
-# More bytes are no message: a reader would keep them until its end. A frame of a replica whose ingress was slow for half
-# a minute, with 20 log-probabilities of each token, has about as many.
+# Of a longer message a reader would keep the bytes until its end. A frame has about as many where its ingress was slow
+# for half a minute and each token has 20 log-probabilities.
 MAX_MESSAGE_BYTES = 1 << 26
 
 _HEADER = struct.Struct(">BI")  # version, number of bytes that follow

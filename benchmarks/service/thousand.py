@@ -60,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ingresses", type=positive, nargs="+", default=[1, 8, 32], metavar="N")
     parser.add_argument("--load", type=float, default=0.8, help="of quality")
     parser.add_argument("--turns", type=positive, default=20, metavar="N", help="of quality, for each replica")
-    parser.add_argument("--streams", type=positive, metavar="N", help="of sockets (20 for each replica; 5 with --event ingresses)")
+    parser.add_argument(
+        "--streams", type=positive, metavar="N", help="of sockets (20 for each replica; 5 with --event ingresses)"
+    )
     parser.add_argument("--event", choices=(*EVENTS, "ingresses"), nargs="+", default=[*EVENTS, "ingresses"])
     parser.add_argument("--seed", type=int, default=1)
     return run_command(parser, measure, arguments)

@@ -48,9 +48,11 @@ def sockets_figures(
     for event in events:
         if event != "ingresses":
             streams = num_streams or STREAMS_OF_ONE * num_replicas
-            with replica_processes(num_replicas, streams, num_sets=2 if event == "update" else 1) as replicas:
-                with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                    figures[event] = runner.run(_one_ingress(event, *replicas, streams, seed))
+            with (
+                replica_processes(num_replicas, streams, num_sets=2 if event == "update" else 1) as replicas,
+                asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+            ):
+                figures[event] = runner.run(_one_ingress(event, *replicas, streams, seed))
             tell(f"{num_replicas} replicas, {streams} streams, {event}: {figures[event]}")
             continue
         for number in num_ingresses:
@@ -72,10 +74,13 @@ def replica_processes(
     processes = [_child(command) for _ in range(num_sets * NUM_PROCESSES)]
     try:
         addresses = [[Address._make(address) for address in _said(each)] for each in processes]
-        yield processes, [
-            {f"replica-{at:02d}-{number:04d}": address for number, address in enumerate(group)}
-            for at, group in enumerate(addresses)
-        ]
+        yield (
+            processes,
+            [
+                {f"replica-{at:02d}-{number:04d}": address for number, address in enumerate(group)}
+                for at, group in enumerate(addresses)
+            ],
+        )
     finally:
         _end(processes)
 
@@ -155,7 +160,7 @@ def _lose(num_processes: int) -> Event:
 
 
 async def _update(ingress: Ingress, processes: Processes, groups: Sequence[Sequence[str]]) -> None:
-    """One tenth after the other: the new replicas come, the old ones leave, and end when their time to drain is over."""
+    """One tenth after the other: new replicas come, old ones leave, and end when their time to drain is over."""
     await asyncio.sleep(UPDATE_FROM_S)
     loop, current = asyncio.get_running_loop(), list(groups[:NUM_PROCESSES])
     for number in range(NUM_PROCESSES):
@@ -196,9 +201,7 @@ def _many_ingresses(
         figures |= {
             "idle_cpu_of_an_ingress": round((_cpu_s(ingresses) - ingress_cpu_s) / IDLE_S / number, 4),
             "idle_cpu_of_1000_connections_at_replicas": round(connected_cpu_s / IDLE_S / num_connections * 1000, 4),
-            "replica_kb_per_connection": round(
-                (_memory_mib(replicas) - alone_mib) * 2**20 / num_connections / 1e3, 1
-            ),
+            "replica_kb_per_connection": round((_memory_mib(replicas) - alone_mib) * 2**20 / num_connections / 1e3, 1),
         }
         _tell(ingresses, "play")
         time.sleep(EVENT_S)

@@ -153,7 +153,7 @@ async def frames_from(address: Address, ingress_id: str, *, heartbeat_s: float =
 
 
 async def test_a_hundred_ingresses_that_connect_at_once_all_get_frames() -> None:
-    async with a_replica() as (replica, address), AsyncExitStack() as stack:
+    async with a_replica() as (_, address), AsyncExitStack() as stack:
         connecting = (stack.enter_async_context(frames_from(address, f"ingress {number}")) for number in range(100))
         ingresses = await asyncio.gather(*connecting)
         assert [(await each.next()).number for each in ingresses] == [0] * 100
