@@ -68,7 +68,8 @@ async def _serve(name: str, num_streams: int, begin_s: float) -> None:
 
 
 async def _line() -> str:
-    return (await asyncio.to_thread(sys.stdin.readline)).strip()
+    line: str = await asyncio.to_thread(sys.stdin.readline)
+    return line.strip()
 
 
 @dataclass(slots=True)

@@ -52,9 +52,8 @@ class ReplicaReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_free_kv_tokens: Count = 0  # of num_kv_tokens, those that no request has, as far as is known
     is_short_of_memory: bool = False  # it has fewer free blocks than running requests
     backend: Name = ""  # the code that computes on a GPU; empty on a CPU
-    backends_failed: Annotated[
-        dict[Name, str], Meta(max_length=64)
-    ] = {}  # what has failed before it, each with the reason
+    # What has failed before it, each with the reason
+    backends_failed: Annotated[dict[Name, str], Meta(max_length=64)] = {}
 
 
 class Ledger:
