@@ -53,21 +53,29 @@ def collect_in_pieces() -> None:
 
     A stream has a handful of new objects after each token. Python collects when more objects are made than freed, so it
     collects seldom while streams go on, and then looks at the new objects of all streams. That is when many requests
-    come or move at once: with 20,000 streams for 0.1 s, and for 0.4 s when it looks at all objects.
+    come or move at once: with 20,000 streams for 0.1 s, and for 0.4 s when it looks at all objects. Here what is new is
+    never much, and everything is looked at when few streams go on, or after ten minutes.
     """
     gc.disable()
     threading.Thread(target=_keep_collected, name="collections", daemon=True).start()
 
 
 def _keep_collected() -> None:
-    """Collect what is new often, and all of it as seldom as its time asks."""
+    """Collect what is new often. Everything is collected seldom: when little is new, or after ten times as long."""
     most_share = 0.001  # of the time, for everything
+    little_s, lately_s = (
+        0.005,
+        0.0,
+    )  # of collections of what is new: few streams go on; the most, which fades in seconds
     all_at = time.monotonic() + COLLECT_ALL_EVERY_S
     while True:
         time.sleep(COLLECT_EVERY_S)
-        gc.collect(0)
         began = time.monotonic()
-        if began >= all_at:
+        gc.collect(0)
+        ended = time.monotonic()
+        lately_s = max(0.9 * lately_s, ended - began)
+        if ended >= all_at + (0 if lately_s < little_s else 9 * COLLECT_ALL_EVERY_S):
+            began = ended
             gc.collect()
             ended = time.monotonic()
             all_at = ended + max(COLLECT_ALL_EVERY_S, (ended - began) / most_share)
