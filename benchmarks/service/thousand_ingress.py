@@ -148,7 +148,7 @@ class Ingress:
         return sum(each.num_requests for each in self.registry.reports.values())
 
     async def play(self, num_streams: int, begin_s: float) -> Played:
-        """All streams to their ends."""
+        """Play all streams to their ends."""
         longest, loop = 0.0, asyncio.get_running_loop()
 
         async def watch() -> None:
@@ -187,7 +187,7 @@ class Ingress:
 
 
 def figures_of(played: Sequence[Played]) -> dict[str, Any]:
-    """What clients of these ingresses saw, and the longest stall of any of them."""
+    """The figures of the clients of these ingresses, and the longest stall of any ingress."""
     streams = [stream for each in played for stream in each.streams]
     whole = [each for each in streams if len(each.tokens) == TOKENS and not each.error]
     pauses = np.array([max(np.diff(each.at)) for each in whole]) - STEP_MS / 1000

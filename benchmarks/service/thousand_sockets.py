@@ -67,7 +67,7 @@ def sockets_figures(
 def replica_processes(
     num_replicas: int, num_streams: int, num_sets: int = 1
 ) -> Iterator[tuple[list[subprocess.Popen[str]], list[dict[str, Address]]]]:
-    """Processes with replicas, and the addresses of the replicas of each by their ids. Each set has `num_replicas`."""
+    """Start processes with replicas; give them and, for each, its addresses by id. A set has `num_replicas`."""
     share, running = -(-num_replicas // NUM_PROCESSES), max(8, 2 * num_streams // num_replicas)
     command = child_command("benchmarks.service.thousand_replicas", "--number", str(share), "--step-ms", str(STEP_MS),
                             "--running", str(running))  # fmt: skip

@@ -15,7 +15,7 @@ from pathlib import Path
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 # Bodies of many small values leave free blocks between others. To give those back takes some 5 ms of a thread.
 TRIM_EVERY_S = 5.0
-# How often what is new is collected, and at most how often everything is.
+# Seconds between collections of new objects, and at least between collections of all objects.
 COLLECT_EVERY_S, COLLECT_ALL_EVERY_S = 0.25, 60.0
 
 
@@ -49,24 +49,23 @@ def freeze_loaded() -> None:
 
 
 def collect_in_pieces() -> None:
-    """Call it after `freeze_loaded`, where thousands of requests may be in flight, so that a collection is short.
+    """Keep collections short in a process with thousands of requests in flight. Call it after `freeze_loaded`.
 
-    A stream has a handful of new objects after each token. Python collects when more objects are made than freed, so it
-    collects seldom while streams go on, and then looks at the new objects of all streams. That is when many requests
-    come or move at once: with 20,000 streams for 0.1 s, and for 0.4 s when it looks at all objects. Here what is new is
-    never much, and everything is looked at when few streams go on, or after ten minutes.
+    Every token makes a handful of new objects for its stream. Python collects when it has made more objects than it has
+    freed. So it seldom collects while streams go on, and a collection then looks at the new objects of all streams:
+    when many requests come or move at once, it takes 0.1 s with 20,000 streams, and 0.4 s if it looks at all objects.
+    This function replaces Python's own moments. New objects are collected often, so there are never many. All objects
+    are collected when few streams go on, or after ten minutes.
     """
     gc.disable()
     threading.Thread(target=_keep_collected, name="collections", daemon=True).start()
 
 
 def _keep_collected() -> None:
-    """Collect what is new often. Everything is collected seldom: when little is new, or after ten times as long."""
-    most_share = 0.001  # of the time, for everything
-    little_s, lately_s = (
-        0.005,
-        0.0,
-    )  # of collections of what is new: few streams go on; the most, which fades in seconds
+    """Collect new objects often, and all objects seldom."""
+    most_share = 0.001  # of the time, for collections of all objects
+    quiet_s = 0.005  # A collection of new objects takes less while few streams go on.
+    lately_s = 0.0  # the longest collection of new objects, fading within seconds
     all_at = time.monotonic() + COLLECT_ALL_EVERY_S
     while True:
         time.sleep(COLLECT_EVERY_S)
@@ -74,7 +73,8 @@ def _keep_collected() -> None:
         gc.collect(0)
         ended = time.monotonic()
         lately_s = max(0.9 * lately_s, ended - began)
-        if ended >= all_at + (0 if lately_s < little_s else 9 * COLLECT_ALL_EVERY_S):
+        longer_s = 0.0 if lately_s < quiet_s else 9 * COLLECT_ALL_EVERY_S
+        if ended >= all_at + longer_s:
             began = ended
             gc.collect()
             ended = time.monotonic()

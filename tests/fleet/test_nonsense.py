@@ -1,4 +1,4 @@
-"""Replicas that send what makes no sense, too much or too often: each is lost, and nothing of it counts for others."""
+"""A replica that sends nonsense, too much or too often is lost, and other replicas notice nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.waiting import until
 
 
 async def lost_by(ingress: Ingress, *pieces: bytes) -> ReplicaLost:
-    """How a reader has ended with the last of these."""
+    """Feed a reader; the last piece ends it. Returns the reason."""
     reader = ingress.reader()
     for piece in pieces[:-1]:
         reader.data_received(piece)
