@@ -6,7 +6,7 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import structs
@@ -281,6 +281,9 @@ class TokenLogprobs(NamedTuple):
     top_logprobs: tuple[float, ...] = ()
 
 
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]  # of any vocabulary
+
+
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of one request that are new since its last delta. The last delta carries the finish reason.
 
@@ -291,7 +294,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """
 
     request_id: str
-    token_ids: tuple[int, ...]
+    token_ids: tuple[TokenId, ...]
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache

@@ -6,17 +6,22 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Protocol
 
 from app.engine.request import Address
 from app.engine.snapshot import EngineSnapshot
 from app.errors import described
 from app.fleet.frame_server import Hello
-from app.fleet.frames import Frame, Message, encode, frame_decoder
+from app.fleet.frames import Frame, InvalidFrame, Message, encode, frame_decoder
 from app.fleet.in_flight import InFlightRequest, ReplicaLost
 from app.fleet.replica_registry import ReplicaRegistry
 
 logger = logging.getLogger(__name__)
+
+# Frames that bring no request anything, in KiB, each rounded up: so many at once, and so many a second. A replica sends
+# a few a second: heartbeats, reports after aborts, and tokens of attempts that were given up a moment before.
+_MOST_IDLE_KIB, _IDLE_KIB_PER_S = 8192.0, 256.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +84,8 @@ class ReplicaConnection:
         All messages of one turn of the event loop are written at once: to write may wake the replica's process, which
         takes longer than all else that is done for a message.
         """
+        if self._transport is None:
+            return
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outgoing.append(encode(message))
@@ -96,13 +103,19 @@ class ReplicaConnection:
         first_delay_s = 0.1
         loop, delay_s = asyncio.get_running_loop(), first_delay_s
         longest_delay_s = 5.0
+        known = ""  # what is in the log
         while True:
             began_at = loop.time()
             lost = await self._read_stream()
-            logger.warning("replica %s: %s", self._replica_id, lost)
+            if str(lost) != known:
+                known = str(lost)
+                logger.warning("replica %s: %s", self._replica_id, lost)
             self._on_lost(self._replica_id, lost)
             lasted_s = loop.time() - began_at
-            delay_s = first_delay_s if lasted_s > 2 * longest_delay_s else min(2 * delay_s, longest_delay_s)
+            if lasted_s > 2 * longest_delay_s:
+                delay_s, known = first_delay_s, ""
+            else:
+                delay_s = min(2 * delay_s, longest_delay_s)
             await asyncio.sleep(delay_s)
 
     async def _read_stream(self) -> ReplicaLost:
@@ -170,14 +183,14 @@ class FrameReader(asyncio.Protocol):
         on_begun: Callable[[], object] = lambda: None,
         on_ended: Callable[[], object] = lambda: None,
         on_view: Callable[[EngineSnapshot], object] = lambda view: None,
-        on_metrics: Callable[[bytes], object] = lambda metrics: None,
+        on_metrics: Callable[[bytes], bool] = lambda metrics: False,
         on_short: Callable[[], object] = lambda: None,
     ) -> None:
         """`in_flight` are the requests of this process by the id of their current attempt.
 
         `on_begun` is called at the first frame, with which the replica says that it serves requests, `on_ended` when
-        the stream has ended, `on_view` for each view that comes, `on_metrics` for each answer to AskMetrics, `on_short`
-        for each report with too little free KV memory for what runs.
+        the stream has ended, `on_view` for each view that comes, `on_short` for each report with too little free KV
+        memory for what runs. `on_metrics` is called for each answer to AskMetrics; it returns whether it was asked for.
         """
         self._replica_id = replica_id
         self._registry = registry
@@ -191,6 +204,7 @@ class FrameReader(asyncio.Protocol):
         self._on_short = on_short
         self._decoder = frame_decoder()
         self._next_number = 0
+        self._idle_kib, self._idle_counted_at = 0.0, -inf
         self.is_open = False  # the first frame has come and the stream has not ended
         self._loop = asyncio.get_running_loop()
         self._heard_at = self._loop.time()
@@ -221,7 +235,9 @@ class FrameReader(asyncio.Protocol):
         is_first = self._next_number == 0
         self._heard_at = self._loop.time()
         try:
-            for frame in self._decoder.feed(data):
+            frames = self._decoder.feed(data)
+            num_kib = len(data) / 1024 / len(frames) if frames else 0.0
+            for frame in frames:
                 self._check(frame)
                 if frame.number == 0:
                     self._registry.note_fields(self._replica_id, frame.known_fields)
@@ -229,17 +245,23 @@ class FrameReader(asyncio.Protocol):
                 if frame.report.is_short_of_memory:
                     self._on_short()
                 self._metrics.frame_received(len(frame.deltas))
+                brings_something = frame.number == 0 or frame.view is not None
                 for delta in frame.deltas:
                     request = self._in_flight.get(delta.request_id)
                     if request is None or request.has_ended:
                         continue  # of an attempt that was given up
                     request.put(delta)
+                    brings_something = True
                     if delta.token_ids:
                         self._registry.progress(delta.request_id, len(delta.token_ids))
                 if frame.view is not None:
                     self._on_view(frame.view)
-                if frame.metrics is not None:
-                    self._on_metrics(frame.metrics)
+                if frame.metrics is not None and self._on_metrics(frame.metrics):
+                    brings_something = True
+                if not brings_something:
+                    self._count_idle(1 + num_kib)
+        except InvalidFrame as error:
+            self.end(ReplicaLost(f"its stream broke: {error}", reason="broken"))
         except Exception as error:
             self.end(error)
         if is_first and self._next_number and not self._ended.done():
@@ -256,6 +278,14 @@ class FrameReader(asyncio.Protocol):
         step_age_s = frame.report.step_age_s
         if step_age_s > self._limits.step_s:
             raise ReplicaLost(f"its step has been running for {step_age_s:.1f} s", reason="stuck")
+
+    def _count_idle(self, kib: float) -> None:
+        """A frame of this size has brought no request anything. Raises ReplicaLost when there are too many."""
+        now = self._heard_at
+        self._idle_kib = max(0.0, self._idle_kib - (now - self._idle_counted_at) * _IDLE_KIB_PER_S) + kib
+        self._idle_counted_at = now
+        if self._idle_kib > _MOST_IDLE_KIB:
+            raise ReplicaLost("it sends too many frames that bring nothing", reason="broken")
 
     def _expect_frame_within(self, wait_s: float) -> None:
         self._silence_timer = self._loop.call_later(wait_s, self._check_silence, self._loop.time() + wait_s)

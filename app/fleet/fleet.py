@@ -19,14 +19,13 @@ from app.engine.snapshot import EngineSnapshot
 from app.errors import Cancelled, DeadlineMissed, Overloaded, ReplicasLost, Unavailable
 from app.fleet.connection import FailoverLimits, FleetMetrics, FrameReader, ReplicaConnection
 from app.fleet.frames import AbortRequest, AskMetrics, SubmitRequest, WatchEngine
-from app.fleet.in_flight import InFlightRequest, ReplicaLost, RequestLeft
+from app.fleet.in_flight import InFlightRequest, ReplicaLost, RequestLeft, Turns
 from app.fleet.replica_registry import ReplicaRegistry
 
 logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_S = 1.0  # between two tries to go on where all replicas are full
 _RELIEVE_EVERY_S = 0.25  # until a replica's reports tell what the last request that left has brought
-_RESUME_EVERY_S = 0.0002  # the event loop needs nearly as long to place and send one request
 _MAX_TIMES_SHORT = 3  # that one request leaves a replica that is short of memory
 # Replicas are asked for their metrics in turns, so that many answers at once do not hold the event loop.
 _ASKED_IN_A_TURN = 25
@@ -106,7 +105,7 @@ class Fleet:
         self._suspects = SuspectQueue()
         self._connections: dict[str, ReplicaConnection] = {}
         self._open_ids: Sequence[str] | None = None  # the replicas that take requests now; None: to be looked at again
-        self._next_resume_at = -inf  # of a request whose replica was lost
+        self._turns = Turns()  # of requests whose replicas were lost
         self._relieved_at: dict[str, float] = {}  # by replica that was short of memory
         self._leaving: dict[str, asyncio.TimerHandle] = {}  # replicas that take no more requests and have some
         self._changed = asyncio.Event()  # set for a moment when a connection opens or the replicas change
@@ -125,7 +124,7 @@ class Fleet:
             Overloaded: every replica is full.
             Unavailable: there was no replica; ReplicasLost: too many were lost under this request.
         """
-        in_flight = InFlightRequest(request, began_at=self._clock())
+        in_flight = InFlightRequest(request, began_at=self._clock(), turns=self._turns)
         return TokenStream(in_flight, self._deltas(in_flight))
 
     async def _deltas(self, in_flight: InFlightRequest) -> AsyncGenerator[TokenDelta, None]:
@@ -155,7 +154,8 @@ class Fleet:
                         if in_flight.leaves_after_prompt and delta.token_ids:
                             in_flight.fail(RequestLeft("its prompt is computed", reason="decode"))
                 except ReplicaLost as lost:
-                    pause_s = self._in_turn(self._note_loss(in_flight, lost))
+                    pause_s = self._note_loss(in_flight, lost)
+                    lost.__traceback__ = None  # the connection keeps it, and would keep this request with it
                     avoid |= {in_flight.replica_id, *lost.avoid}
                 except DeadlineMissed:
                     raise
@@ -214,9 +214,12 @@ class Fleet:
         for question in self._questions:
             question.close(replica_id)
 
-    def _metrics_came(self, replica_id: str, metrics: bytes) -> None:
-        for question in self._questions:
+    def _metrics_came(self, replica_id: str, metrics: bytes) -> bool:
+        """Whether they were asked for."""
+        waiting = [question for question in self._questions if replica_id in question.open]
+        for question in waiting:
             question.close(replica_id, metrics)
+        return bool(waiting)
 
     def describe(self) -> list[dict[str, Any]]:
         """All replicas, for people: those that take requests, and those that leave and still have some."""
@@ -314,6 +317,8 @@ class Fleet:
                 in_flight.left = PrefixAt(Address._make(in_flight.prefixes_at), ALL_BLOCKS)
             self._metrics.resumed(lost.reason)
             return 0.0
+        # A replica that is lost as a whole is known for it: one line for all of its requests is enough.
+        is_news = not self._registry.is_suspect(in_flight.replica_id)
         self._registry.suspect(in_flight.replica_id)  # until it reports again
         was_hopeless = not (in_flight.is_trusted or in_flight.is_accepted)
         # A request that may have killed its replica lets others go first: those that get a token before it are
@@ -332,18 +337,12 @@ class Fleet:
                 f"{num_resumes} replicas were lost while they served this request; it is not tried again"
             ) from lost
         self._metrics.resumed(lost.reason)
-        logger.warning(
+        logger.log(
+            logging.WARNING if is_news else logging.DEBUG,
             "request %s goes on elsewhere after %d tokens: replica %s: %s",
             request_id, in_flight.num_tokens, in_flight.replica_id, lost,
         )  # fmt: skip
         return suspect_pause_s * self._culprits.losses_without_progress(request_id)
-
-    def _in_turn(self, pause_s: float) -> float:
-        """The pause, or a longer one: the event loop gets time for others while many requests go on elsewhere."""
-        now = self._clock()
-        at = max(now + pause_s, self._next_resume_at)
-        self._next_resume_at = at + _RESUME_EVERY_S
-        return at - now
 
     def _is_recent(self, in_flight: InFlightRequest, now: float) -> bool:
         return in_flight.lost_at is not None and now - in_flight.lost_at <= self._limits.place_timeout_s
@@ -520,7 +519,10 @@ class Fleet:
     def _on_lost(self, replica_id: str, lost: ReplicaLost) -> None:
         self._registry.suspect(replica_id)
         self._no_metrics_come(replica_id)
-        for in_flight in self._on_replica.get(replica_id, {}).values():
+        requests = self._on_replica.get(replica_id, {}).values()
+        if requests:
+            logger.warning("replica %s: its %d requests go on elsewhere", replica_id, len(requests))
+        for in_flight in requests:
             in_flight.fail(lost)
         if not self._registry.takes_requests(replica_id):
             self._close_connection(replica_id)

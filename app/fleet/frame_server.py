@@ -50,6 +50,11 @@ class Hello(NamedTuple):
     ingress_id: str
     heartbeat_s: float
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether it has an ingress, and heartbeats that a replica can send. Raises TypeError."""
+        return isinstance(self.ingress_id, str) and 0.01 <= self.heartbeat_s <= 3600
+
     def line(self) -> bytes:
         """As it is sent."""
         return json.dumps(self).encode() + b"\n"
@@ -133,7 +138,9 @@ class FrameServer:
     def opened(self, connection: _Connection) -> bool:
         """Whether a new connection may identify itself; false while too many others have not done so."""
         self._connections.add(connection)
-        max_unidentified = 64  # connections that have not said the secret yet; more are closed at once
+        # Connections that have not said the secret yet; more are closed at once. All ingresses connect in the moment
+        # in which a replica is ready.
+        max_unidentified = 256
         if len(self._unidentified) >= max_unidentified:
             return False
         self._unidentified.add(connection)
@@ -147,7 +154,7 @@ class FrameServer:
         self._unidentified.discard(connection)
         try:
             hello = Hello._make(json.loads(line))
-            is_known = hmac.compare_digest(hello.secret, self._secret)
+            is_known = hmac.compare_digest(hello.secret, self._secret) and hello.is_sound
         except (ValueError, TypeError, RecursionError):  # no JSON, or not these three
             is_known = False
         if not is_known:

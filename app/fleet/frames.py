@@ -28,6 +28,9 @@ from app.errors import CarouselError, from_plain
 from app.fleet.dispatch import PrefixChanges, ReplicaReport
 
 FRAME_VERSION = 2
+# Of a longer message a reader would keep the bytes until its end. A frame has about as many where its ingress was slow
+# for half a minute and each token has 20 log-probabilities.
+MAX_MESSAGE_BYTES = 1 << 26
 
 _HEADER = struct.Struct(">BI")  # version, number of bytes that follow
 
@@ -177,7 +180,7 @@ class StreamDecoder(Generic[ReceivedT]):
         self._begun = bytearray()  # of a message that is not complete yet
 
     def feed(self, data: bytes) -> list[ReceivedT]:
-        """What ends within `data`. Raises InvalidFrame."""
+        """What ends within `data`. Raises InvalidFrame; nothing is to be read then any more."""
         if self._begun:
             self._begun += data
         received: list[ReceivedT] = []
@@ -187,6 +190,8 @@ class StreamDecoder(Generic[ReceivedT]):
                 version, length = _HEADER.unpack_from(view, start)
                 if version != FRAME_VERSION:
                     raise InvalidFrame(f"a frame of version {version} came; this process reads version {FRAME_VERSION}")
+                if length > MAX_MESSAGE_BYTES:
+                    raise InvalidFrame(f"a message of {length:,} bytes came; at most {MAX_MESSAGE_BYTES:,} are read")
                 end = start + _HEADER.size + length
                 if end > len(view):
                     break

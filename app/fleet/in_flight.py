@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from msgspec import structs
 
 from app.engine.request import PrefixAt, Request, TokenDelta, UnreadDelta, as_delta, with_next
-from app.errors import CarouselError, DeadlineMissed, DeviceFault, EngineStopped
+from app.errors import Cancelled, CarouselError, DeadlineMissed, DeviceFault, EngineStopped
 from app.fleet.dispatch import Decision
 
 
@@ -27,6 +28,27 @@ class RequestLeft(ReplicaLost):
     """A request goes on elsewhere though nothing has failed."""
 
 
+class Turns:
+    """Makes calls in the order in which they come, a few in each turn of the event loop: all else goes on meanwhile."""
+
+    def __init__(self, *, at_once: int = 16) -> None:
+        """`at_once`: calls in one turn."""
+        self._at_once = at_once
+        self._calls: deque[Callable[[], object]] = deque()
+        self._next: asyncio.Handle | None = None
+
+    def add(self, call: Callable[[], object]) -> None:
+        """Make a call when its turn has come."""
+        self._calls.append(call)
+        if self._next is None:
+            self._next = asyncio.get_running_loop().call_soon(self._take)
+
+    def _take(self) -> None:
+        for _ in range(min(self._at_once, len(self._calls))):
+            self._calls.popleft()()
+        self._next = asyncio.get_running_loop().call_soon(self._take) if self._calls else None
+
+
 class InFlightRequest:
     """One request of an ingress, served by one attempt after another. Belongs to one event loop, has one reader.
 
@@ -40,12 +62,15 @@ class InFlightRequest:
     """
 
     __slots__ = (
-        "_began_at", "_error", "_is_in_text", "_num_cached_tokens", "_num_scored_tokens", "_num_sent", "_token_ids",
-        "_unread", "_waiting", "decision", "has_ended", "is_accepted", "is_done", "leaves_after_prompt", "left",
-        "lost_at", "num_attempts", "num_times_short", "prefixes_at", "replica_id", "request", "sent", "take", "weights",
+        "_began_at", "_error", "_is_in_text", "_num_cached_tokens", "_num_left", "_num_scored_tokens", "_num_sent",
+        "_token_ids", "_turns", "_unread", "_waiting", "decision", "has_ended", "is_accepted", "is_done",
+        "leaves_after_prompt", "left", "lost_at", "num_attempts", "num_times_short", "prefixes_at", "replica_id",
+        "request", "sent", "take", "weights",
     )  # fmt: skip
 
-    def __init__(self, request: Request, *, began_at: float) -> None:
+    def __init__(self, request: Request, *, began_at: float, turns: Turns) -> None:
+        """`turns` wake the readers of requests that have lost their replicas: these may be thousands at once."""
+        self._turns = turns
         self.request = request  # as its caller sent it
         # Takes the next delta in the middle of the text for the reader, or says that the reader must.
         self.take: Callable[[TokenDelta], bool] | None = None
@@ -105,6 +130,7 @@ class InFlightRequest:
                 no_queue=self.request.no_queue and self.lost_at is None,  # what has begun is not refused
             )
         self.num_attempts += 1
+        self._num_left = self.request.sampling.max_tokens - len(self._token_ids)
         self._num_sent = len(self._token_ids) + self._num_scored_tokens
         self.sent = sent  # the request as this attempt has it
         self.decision: Decision | None = None  # from `place` on
@@ -135,8 +161,16 @@ class InFlightRequest:
     # ------------------------------------------------------------------ what arrives
 
     def put(self, delta: TokenDelta) -> None:
-        """Take a delta of the current attempt; after its end nothing counts."""
-        if self.has_ended or (self._is_in_text and self.take is not None and self._is_taken(delta, self.take)):
+        """Take a delta of the current attempt; after its end nothing counts.
+
+        Raises ReplicaLost when the replica sends more tokens than the request asks for.
+        """
+        if self.has_ended:
+            return
+        self._num_left -= len(delta.token_ids)
+        if self._num_left < 0:
+            raise ReplicaLost("it sent more tokens than a request asks for", reason="broken")
+        if self._is_in_text and self.take is not None and self._is_taken(delta, self.take):
             return
         self.is_accepted = self.is_accepted or delta.error is None
         self.has_ended = delta.finish_reason is not None
@@ -145,8 +179,7 @@ class InFlightRequest:
         if self._error is None or delta.token_ids:
             # A client may not read for long, and a delta for each token would take fifty times the token's number.
             self._unread = with_next(self._unread, delta)
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
+        self._wake()
 
     def _is_taken(self, delta: TokenDelta, take: Callable[[TokenDelta], bool]) -> bool:
         """Whether the delta has gone past the reader, which waits on."""
@@ -169,12 +202,30 @@ class InFlightRequest:
         return structs.replace(delta, finish_reason=None, error=None)
 
     def fail(self, error: Exception) -> None:
-        """End the current attempt without its replica."""
-        if not self.has_ended:
+        """End the current attempt without its replica.
+
+        Cancelled takes the place of a ReplicaLost that the reader has not seen: the request does not go on.
+        """
+        is_called_off = isinstance(error, Cancelled) and isinstance(self._error, ReplicaLost)
+        if not self.has_ended or is_called_off:
             self.has_ended = True
             self._error = error
-            if self._waiting is not None and not self._waiting.done():
-                self._waiting.set_result(None)
+            self._wake()
+
+    def _wake(self) -> None:
+        """There is something for the reader."""
+        if self._waiting is None or self._waiting.done():
+            return
+        if isinstance(self._error, ReplicaLost):
+            self._turns.add(self._wake_now)
+        else:
+            self._waiting.set_result(None)
+
+    def _wake_now(self) -> None:
+        # The reader may have come by itself meanwhile, and wait for the next attempt.
+        has_something = self._unread is not None or self._error is not None
+        if has_something and self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
     async def next(self) -> TokenDelta:
         """Everything that has accumulated, as one delta of the caller's request; an error comes after the tokens.
@@ -192,8 +243,12 @@ class InFlightRequest:
             delta = self._seen(as_delta(unread))
             self._keep(delta)
             return delta
-        assert self._error is not None, "the reader is woken by a delta or an error"
-        raise self._error
+        error, self._error = self._error, None
+        assert error is not None, "the reader is woken by a delta or an error"
+        try:
+            raise error.with_traceback(None)  # all requests of a lost replica have the same
+        finally:
+            del error  # its traceback has this frame, and the two would keep each other
 
     def _keep(self, delta: TokenDelta) -> None:
         self._token_ids.extend(delta.token_ids)

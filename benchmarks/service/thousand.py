@@ -9,14 +9,16 @@ Four parts, each for fleets of `--replicas`:
                that only counts) at `--load` of what the fleet can compute. The mean and p99 time to the first token
                over those of a perfect dispatcher: one ingress that looks at all replicas for each request, and whose
                reports are never old. The share of prompt tokens that were found cached
-    sockets    one ingress with a connection to each replica, over real sockets; replicas are simulated engines in other
-               processes. Seconds until all are connected, CPU of the idle ingress, bytes of each replica a second;
-               then `--streams` at once, of which a tenth of the replicas is killed: the pause of the streams that go on
-               elsewhere, and the longest time in which the ingress's event loop did nothing else
-    metrics    the same connections; the ingress is asked for /metrics, without Serve. Milliseconds of its CPU for one
-               exposition, and with its answer over HTTP; the longest time in which its event loop did nothing else,
-               and the most CPU that its thread had meanwhile (other processes take no part in that); bytes of text;
-               kilobytes that it keeps, and has at most
+    sockets    ingresses with a connection to each replica, over real sockets; replicas are simulated engines in other
+               processes. Seconds until all are connected, CPU of the idle ingress, bytes of each replica a second; then
+               `--streams` at once and one `--event` after the other: all replicas stay; a tenth or a rack of 30% is
+               killed; all are replaced, a tenth every 2.5 s; and, with `--ingresses` processes, half of the ingresses
+               are killed. The longest pause of each stream, and the longest time in which the event loop of an ingress
+               did nothing else
+    metrics    one ingress with the same connections, which is asked for /metrics, without Serve. Milliseconds of its
+               CPU for one exposition, and with its answer over HTTP; the longest time in which its event loop did
+               nothing else, and the most CPU that its thread had meanwhile (other processes take no part in that);
+               bytes of text; kilobytes that it keeps, and has at most
 
 Progress goes to stderr; the last line of stdout is one JSON object.
 """
@@ -44,7 +46,7 @@ from app.fleet.dispatch import GroupChooser, PrefixChanges, ReplicaReport, make_
 from benchmarks.harness.command import command_parser, positive, run_command, tell
 from benchmarks.harness.processes import resident_mib
 from benchmarks.service import prefixes
-from benchmarks.service.thousand_sockets import sockets_figures
+from benchmarks.service.thousand_sockets import EVENTS, sockets_figures
 from deployments.plan.simulation import FleetSimulation
 
 POLICIES = ("round_robin", "least_loaded", "prefix_affinity")
@@ -62,7 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ingresses", type=positive, nargs="+", default=[1, 8, 32], metavar="N")
     parser.add_argument("--load", type=float, default=0.8, help="of quality")
     parser.add_argument("--turns", type=positive, default=20, metavar="N", help="of quality, for each replica")
-    parser.add_argument("--streams", type=positive, metavar="N", help="of sockets (20 for each replica)")
+    parser.add_argument(
+        "--streams", type=positive, metavar="N", help="of sockets (20 for each replica; 5 with --event ingresses)"
+    )
+    parser.add_argument("--event", choices=(*EVENTS, "ingresses"), nargs="+", default=[*EVENTS, "ingresses"])
     parser.add_argument("--seed", type=int, default=1)
     return run_command(parser, measure, arguments)
 
@@ -72,7 +77,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     parts: dict[str, Callable[[int], dict[str, Any]]] = {
         "dispatch": lambda number: dispatch_figures(number, given.seed),
         "quality": lambda number: quality_figures(number, given),
-        "sockets": lambda number: sockets_figures(number, given.streams or 20 * number, given.seed),
+        "sockets": lambda number: sockets_figures(number, given.event, given.streams, given.ingresses, given.seed),
         "metrics": lambda number: _metrics_figures(number, given.seed),
     }
     return {part: {f"{number} replicas": parts[part](number) for number in given.replicas} for part in given.part}

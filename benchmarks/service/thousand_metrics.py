@@ -23,7 +23,8 @@ from app.fleet.dispatch import GroupChooser, make_policy
 from app.metrics import RequestMetrics
 from benchmarks.harness import machine
 from benchmarks.harness.command import tell
-from benchmarks.service.thousand_sockets import LocalTransport, replica_processes
+from benchmarks.service.thousand_ingress import LocalTransport
+from benchmarks.service.thousand_sockets import replica_processes
 from deployments.open_files import allow_many_files
 from deployments.serve.metrics import IngressReport, KnownCounts, LaterCounts, MetricsCollector
 from deployments.serve.process import freeze_loaded
@@ -55,8 +56,9 @@ class OneIngress:
 def metrics_figures(num_replicas: int, seed: int) -> dict[str, Any]:
     """Start the replicas, and be their ingress."""
     allow_many_files()
-    with replica_processes(num_replicas, num_replicas) as (_, addresses):
-        return asyncio.run(_measured([each for group in addresses for each in group][:num_replicas], seed))
+    with replica_processes(num_replicas, num_replicas) as (_, groups):
+        addresses = [each for group in groups for each in group.values()]
+        return asyncio.run(_measured(addresses[:num_replicas], seed))
 
 
 async def _measured(addresses: list[Address], seed: int) -> dict[str, Any]:
@@ -66,7 +68,7 @@ async def _measured(addresses: list[Address], seed: int) -> dict[str, Any]:
         make_policy("least_loaded", random.Random(seed)), GroupChooser([]), block_size=16, clock=time.monotonic
     )
     requests = RequestMetrics(["demo"])
-    fleet = Fleet(LocalTransport(by_id), registry, limits, requests.model("demo"))
+    fleet = Fleet(LocalTransport(by_id, "the ingress"), registry, limits, requests.model("demo"))
     registry.set_replicas(list(by_id))
     while any(each["state"] != "serving" for each in fleet.describe()):  # noqa: ASYNC110 - a fleet tells nobody
         await asyncio.sleep(0.05)

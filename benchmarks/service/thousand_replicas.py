@@ -14,6 +14,8 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
+import uvloop
+
 from app.build import build_engine
 from app.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from app.engine.async_engine import AsyncEngine
@@ -22,6 +24,7 @@ from app.fleet import FrameServer, report_of_engine
 from app.metrics import EngineReport, LoopSnapshot, encoded, replica_metrics
 from benchmarks.harness.command import command_parser, positive
 from deployments.open_files import allow_many_files
+from deployments.serve.process import freeze_loaded
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cache=CacheConfig(num_blocks=given.running * 16),
         scheduler=SchedulerConfig(max_running=given.running, max_waiting=given.running),
     )
-    asyncio.run(serve(config, given.number))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(config, given.number))
     os._exit(0)  # the threads of the engines may be in a step
 
 
@@ -50,6 +54,7 @@ async def serve(config: EngineConfig, number: int) -> None:
         )
         for at, engine in enumerate(engines)
     ]
+    freeze_loaded()
     print(json.dumps([await server.open() for server in servers]), flush=True)
     await asyncio.to_thread(sys.stdin.read)
 

@@ -1,211 +1,237 @@
-"""One ingress with connections to many replicas: what it costs idle, and what a loss of many does to its streams."""
+"""Many replicas over real sockets: the idle cost of one ingress and of many, and what events do to their streams."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
-import random
 import subprocess
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
-import numpy as np
+import uvloop
 
 from app.child_process import child_command, child_environment
-from app.config import ReplicasConfig
-from app.engine.request import Address, Request, SamplingParams
-from app.fleet import FailoverLimits, Fleet, FrameReader, ReplicaRegistry, connect
-from app.fleet.dispatch import GroupChooser, make_policy
-from app.metrics import ModelMetrics
+from app.engine.request import Address
 from benchmarks.harness import machine
 from benchmarks.harness.command import BenchmarkError, tell
-from benchmarks.harness.processes import resident_mib
+from benchmarks.harness.processes import family, resident_mib
+from benchmarks.service.thousand_ingress import DRAIN_S, STEP_MS, Ingress, figures_of
 from deployments.open_files import allow_many_files
-from deployments.serve.process import freeze_loaded
+from deployments.serve.process import collect_in_pieces
 
-NUM_PROCESSES = 10  # with a tenth of the replicas each; one of them is killed
+NUM_PROCESSES = 10  # with a tenth of the replicas each
 IDLE_S = 10.0
-STEP_MS = 2000.0
-TOKENS = 25  # of each stream
-BEGIN_S, KILL_S = 20.0, 35.0  # the streams begin within so long; when a process is killed
+BEGIN_S, EVENT_S = 20.0, 24.0  # the streams begin within so long; when the event begins
 TOLD_AFTER_S = 2.0  # when Serve says that killed replicas are gone
-_PROMPTS = 50  # different ones
-_LOOK_S = 0.005
+UPDATE_FROM_S, UPDATE_EVERY_S = 12.0, 2.5  # when the first tenth is replaced, and each next
+STREAMS_OF_ONE = 20  # of each replica
+STREAMS_OF_MANY = 5  # with many ingresses: each has frames of its own, and two cores have to carry all
+COUNT_AFTER_S = 4.0  # the loss of ingresses, what replicas still have
+
+_keep_collected = cache(collect_in_pieces)  # once in this process, however many events there are
+
+Processes = Sequence["subprocess.Popen[str]"]
+Event = Callable[[Ingress, Processes, Sequence[Sequence[str]]], Coroutine[Any, Any, None]]
 
 
-@dataclass(slots=True)
-class Stream:
-    """One request as its client sees it."""
-
-    prompt: int
-    tokens: list[int] = field(default_factory=list)
-    at: list[float] = field(default_factory=list)
-    error: str = ""
-
-
-class LocalTransport:
-    """`ReplicaTransport` to known addresses; it counts the bytes that come."""
-
-    def __init__(self, addresses: dict[str, Address]) -> None:
-        self.addresses = addresses
-        self.num_bytes = 0
-
-    async def wake(self) -> None:
-        """All replicas are there."""
-
-    async def connect(self, replica_id: str, reader: FrameReader, *, heartbeat_s: float) -> asyncio.Transport:
-        received = reader.data_received
-
-        def counted(data: bytes) -> None:
-            self.num_bytes += len(data)
-            received(data)
-
-        setattr(reader, "data_received", counted)  # noqa: B010
-        return await connect(self.addresses[replica_id], "the ingress", reader, heartbeat_s=heartbeat_s)
-
-
-def sockets_figures(num_replicas: int, num_streams: int, seed: int) -> dict[str, Any]:
-    """Start the replicas, and be their ingress."""
+def sockets_figures(
+    num_replicas: int, events: Sequence[str], num_streams: int | None, num_ingresses: Sequence[int], seed: int
+) -> dict[str, Any]:
+    """The figures of each event, each with replicas of its own."""
     allow_many_files()
-    with replica_processes(num_replicas, num_streams) as (processes, addresses):
-        return asyncio.run(_measured(processes, addresses, num_streams, seed))
+    figures: dict[str, Any] = {}
+    for event in events:
+        if event != "ingresses":
+            streams = num_streams or STREAMS_OF_ONE * num_replicas
+            with (
+                replica_processes(num_replicas, streams, num_sets=2 if event == "update" else 1) as replicas,
+                asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+            ):
+                figures[event] = runner.run(_one_ingress(event, *replicas, streams, seed))
+            tell(f"{num_replicas} replicas, {streams} streams, {event}: {figures[event]}")
+            continue
+        for number in num_ingresses:
+            streams = num_streams or STREAMS_OF_MANY * num_replicas
+            with replica_processes(num_replicas, streams) as replicas:
+                figures[f"{number} ingresses"] = _many_ingresses(number, *replicas, streams)
+            tell(f"{num_replicas} replicas, {streams} streams, {number} ingresses: {figures[f'{number} ingresses']}")
+    return figures
 
 
 @contextmanager
 def replica_processes(
-    num_replicas: int, num_streams: int
-) -> Iterator[tuple[list[subprocess.Popen[str]], list[list[Address]]]]:
-    """Processes with replicas, and the addresses of the replicas of each."""
+    num_replicas: int, num_streams: int, num_sets: int = 1
+) -> Iterator[tuple[list[subprocess.Popen[str]], list[dict[str, Address]]]]:
+    """Start processes with replicas; give them and, for each, its addresses by id. A set has `num_replicas`."""
     share, running = -(-num_replicas // NUM_PROCESSES), max(8, 2 * num_streams // num_replicas)
     command = child_command("benchmarks.service.thousand_replicas", "--number", str(share), "--step-ms", str(STEP_MS),
                             "--running", str(running))  # fmt: skip
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    processes = [subprocess.Popen(command, env=child_environment(), text=True, **pipes) for _ in range(NUM_PROCESSES)]
+    processes = [_child(command) for _ in range(num_sets * NUM_PROCESSES)]
     try:
-        lines = [each.stdout.readline() for each in processes if each.stdout is not None]
-        if not all(lines):
-            raise BenchmarkError("a process with replicas did not start")
-        yield processes, [[Address._make(address) for address in json.loads(line)] for line in lines]
+        addresses = [[Address._make(address) for address in _said(each)] for each in processes]
+        yield (
+            processes,
+            [
+                {f"replica-{at:02d}-{number:04d}": address for number, address in enumerate(group)}
+                for at, group in enumerate(addresses)
+            ],
+        )
     finally:
-        for each in processes:
-            each.kill()
-            each.communicate()
+        _end(processes)
 
 
-async def _measured(
-    processes: Sequence[subprocess.Popen[str]], addresses: Sequence[Sequence[Address]], num_streams: int, seed: int
+def _child(command: Sequence[str]) -> subprocess.Popen[str]:
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen(command, env=child_environment(), text=True, **pipes)
+
+
+def _said(child: subprocess.Popen[str]) -> Any:
+    """The next line of a child."""
+    assert child.stdout is not None, "it is a pipe"
+    line = child.stdout.readline()
+    if not line:
+        raise BenchmarkError("a process of replicas or of an ingress has ended too early")
+    return json.loads(line)
+
+
+def _tell(children: Processes, line: str) -> None:
+    for child in children:
+        assert child.stdin is not None, "it is a pipe"
+        child.stdin.write(line + "\n")
+        child.stdin.flush()
+
+
+def _end(processes: Processes) -> None:
+    for each in processes:
+        each.kill()
+    for each in processes:
+        each.communicate()
+
+
+# ---------------------------------------------------------------------- one ingress
+
+
+async def _one_ingress(
+    event: str, processes: Processes, addresses: Sequence[dict[str, Address]], num_streams: int, seed: int
 ) -> dict[str, Any]:
-    by_id = {f"replica-{at:02d}-{n:04d}": each for at, group in enumerate(addresses) for n, each in enumerate(group)}
-    replicas = ReplicasConfig(num_replicas=1)
-    limits = FailoverLimits(
-        place_timeout_s=replicas.place_timeout_s, silence_s=replicas.silence_timeout_s, step_s=replicas.step_timeout_s
-    )
-    registry = ReplicaRegistry(
-        make_policy("least_loaded", random.Random(seed)), GroupChooser([]), block_size=16, clock=time.monotonic
-    )
-    transport, memory_mib = LocalTransport(by_id), resident_mib(os.getpid())
-    fleet = Fleet(transport, registry, limits, ModelMetrics(time.monotonic))
-    began = time.perf_counter()
-    registry.set_replicas(list(by_id))
-    while any(each["state"] != "serving" for each in fleet.describe()):  # noqa: ASYNC110 - a fleet tells nobody
-        await asyncio.sleep(0.05)
-    figures: dict[str, Any] = {
-        "connected_after_s": round(time.perf_counter() - began, 2),
-        "kb_per_replica": round((resident_mib(os.getpid()) - memory_mib) * 2**20 / len(by_id) / 1e3, 1),
-    }
-    num_bytes, cpu_s = transport.num_bytes, machine.own_cpu_s()
-    await asyncio.sleep(IDLE_S)
-    freeze_loaded()  # as an ingress does
-    figures["idle_cpu_of_a_core"] = round((machine.own_cpu_s() - cpu_s) / IDLE_S, 4)
-    figures["idle_bytes_per_replica_s"] = round((transport.num_bytes - num_bytes) / len(by_id) / IDLE_S, 1)
-    tell(f"{len(by_id)} replicas: {figures}")
-    usual = await _streamed(fleet, num_streams)
-    figures["all_stay"] = _figures_of(usual)
-    tell(f"{num_streams} streams: {figures['all_stay']}")
+    """Be the ingress of the first set of replicas, with streams, and let the event happen to them."""
+    ingress = Ingress({key: each for group in addresses for key, each in group.items()}, name="0", seed=seed)
+    groups = [list(each) for each in addresses]
+    members = [each for group in groups[:NUM_PROCESSES] for each in group]
+    memory_mib = resident_mib(os.getpid())
+    figures: dict[str, Any] = {"connected_after_s": await ingress.connect(members)}
+    memory_mib = resident_mib(os.getpid()) - memory_mib
+    gc.collect()
+    gc.freeze()  # as an ingress does
+    _keep_collected()
+    if event == "stay":
+        figures["kb_per_replica"] = round(memory_mib * 2**20 / len(members) / 1e3, 1)
+        num_bytes, cpu_s = ingress.transport.num_bytes, machine.own_cpu_s()
+        await asyncio.sleep(IDLE_S)
+        figures["idle_cpu_of_a_core"] = round((machine.own_cpu_s() - cpu_s) / IDLE_S, 4)
+        figures["idle_bytes_per_replica_s"] = round(
+            (ingress.transport.num_bytes - num_bytes) / len(members) / IDLE_S, 1
+        )
+    happening = asyncio.create_task(EVENTS[event](ingress, processes, groups))
+    figures |= figures_of([await ingress.play(num_streams, BEGIN_S)])
+    await happening
+    ingress.fleet.close()
+    return figures | {"moved": dict(ingress.moved)}
 
-    async def kill() -> None:
-        await asyncio.sleep(KILL_S)
-        processes[0].kill()
+
+async def _stay(ingress: Ingress, processes: Processes, groups: Sequence[Sequence[str]]) -> None:
+    """Nothing happens."""
+
+
+def _lose(num_processes: int) -> Event:
+    async def lose(ingress: Ingress, processes: Processes, groups: Sequence[Sequence[str]]) -> None:
+        await asyncio.sleep(EVENT_S)
+        for each in processes[:num_processes]:
+            each.kill()
         await asyncio.sleep(TOLD_AFTER_S)
-        registry.set_replicas([each for each in by_id if not each.startswith("replica-00-")])
+        ingress.registry.set_replicas([each for group in groups[num_processes:] for each in group])
 
-    killing = asyncio.create_task(kill())
-    lossy = await _streamed(fleet, num_streams)
-    await killing
-    figures["a_tenth_is_killed"] = _figures_of(lossy) | {"different": _num_different(usual.streams + lossy.streams)}
-    tell(f"{num_streams} streams, a tenth is killed: {figures['a_tenth_is_killed']}")
-    fleet.close()
-    return figures
+    return lose
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
-    """Streams that have ended, and how the event loop did meanwhile."""
-
-    streams: list[Stream]
-    longest_stall_s: float
-    cpu_s: float
-
-
-async def _streamed(fleet: Fleet, num_streams: int) -> Played:
-    """All streams to their ends."""
-    longest, loop = 0.0, asyncio.get_running_loop()
-
-    async def watch() -> None:
-        nonlocal longest
-        while True:
-            before = loop.time()
-            await asyncio.sleep(_LOOK_S)
-            longest = max(longest, loop.time() - before - _LOOK_S)
-
-    watching, cpu_s = asyncio.create_task(watch()), machine.own_cpu_s()
-    streams = await asyncio.gather(*(_stream(fleet, number, num_streams) for number in range(num_streams)))
-    watching.cancel()
-    return Played(streams=streams, longest_stall_s=longest, cpu_s=machine.own_cpu_s() - cpu_s)
+async def _update(ingress: Ingress, processes: Processes, groups: Sequence[Sequence[str]]) -> None:
+    """One tenth after the other: new replicas come, old ones leave, and end when their time to drain is over."""
+    await asyncio.sleep(UPDATE_FROM_S)
+    loop, current = asyncio.get_running_loop(), list(groups[:NUM_PROCESSES])
+    for number in range(NUM_PROCESSES):
+        current[number] = groups[NUM_PROCESSES + number]
+        ingress.registry.set_replicas([each for group in current for each in group])
+        loop.call_later(DRAIN_S, processes[number].kill)
+        await asyncio.sleep(UPDATE_EVERY_S)
+    await asyncio.sleep(DRAIN_S)
 
 
-async def _stream(fleet: Fleet, number: int, num_streams: int) -> Stream:
-    await asyncio.sleep(BEGIN_S * number / num_streams)
-    stream = Stream(number % _PROMPTS)
-    request = Request(
-        request_id=f"{number}-{time.monotonic_ns()}",
-        prompt_token_ids=tuple(range(5 + stream.prompt, 25 + stream.prompt)),
-        sampling=SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True),
-    )
+EVENTS: dict[str, Event] = {"stay": _stay, "tenth": _lose(1), "rack": _lose(3), "update": _update}
+
+
+# ---------------------------------------------------------------------- many ingresses
+
+
+def _many_ingresses(
+    number: int, replicas: Processes, addresses: Sequence[dict[str, Address]], num_streams: int
+) -> dict[str, Any]:
+    """Start the ingresses, each in a process; half of them, rounded down, are killed under streams."""
+    known = json.dumps({key: each for group in addresses for key, each in group.items()})
+    num_connections = number * sum(map(len, addresses))
+    cpu_s = _cpu_s(replicas)
+    time.sleep(IDLE_S)
+    alone_cpu_s, alone_mib = _cpu_s(replicas) - cpu_s, _memory_mib(replicas)
+    ingresses = [
+        _child(child_command("benchmarks.service.thousand_ingress", "--name", str(at),
+                             "--streams", str(-(-num_streams // number)), "--begin-s", str(BEGIN_S)))
+        for at in range(number)
+    ]  # fmt: skip
     try:
-        async for delta in fleet.generate(request):
-            if delta.token_ids:
-                stream.tokens.extend(delta.token_ids)
-                stream.at.append(time.perf_counter())
-    except Exception as error:
-        stream.error = f"{type(error).__name__}: {error}"
-    return stream
+        _tell(ingresses, known)
+        figures: dict[str, Any] = {"connected_after_s": max(_said(each)["connected_after_s"] for each in ingresses)}
+        time.sleep(IDLE_S / 2)
+        cpu_s, ingress_cpu_s = _cpu_s(replicas), _cpu_s(ingresses)
+        time.sleep(IDLE_S)
+        connected_cpu_s = _cpu_s(replicas) - cpu_s - alone_cpu_s
+        figures |= {
+            "idle_cpu_of_an_ingress": round((_cpu_s(ingresses) - ingress_cpu_s) / IDLE_S / number, 4),
+            "idle_cpu_of_1000_connections_at_replicas": round(connected_cpu_s / IDLE_S / num_connections * 1000, 4),
+            "replica_kb_per_connection": round((_memory_mib(replicas) - alone_mib) * 2**20 / num_connections / 1e3, 1),
+        }
+        _tell(ingresses, "play")
+        time.sleep(EVENT_S)
+        dying, living = ingresses[: number // 2], ingresses[number // 2 :]
+        for each in dying:
+            each.kill()
+        time.sleep(COUNT_AFTER_S)
+        _tell(living, "count")
+        counts = [_said(each) for each in living]
+        figures |= {
+            "requests_after_the_loss": sum(each["own"] for each in counts),
+            "requests_at_replicas": max(each["reported"] for each in counts),
+        }
+        played = [_said(each) for each in living]
+        time.sleep(IDLE_S / 5)
+        _tell(living, "count")
+        figures["requests_that_stay"] = max(_said(each)["reported"] for each in living)
+        for name in ("whole", "not_whole", "different"):
+            figures[name] = sum(each[name] for each in played)
+        for name in ("longest_pause_p99_s", "longest_stall_ms", "cpu_us_per_token"):
+            figures[name] = max(each[name] for each in played)
+        return figures
+    finally:
+        _end(ingresses)
 
 
-def _figures_of(played: Played) -> dict[str, Any]:
-    streams = played.streams
-    whole = [each for each in streams if len(each.tokens) == TOKENS and not each.error]
-    pauses = np.array([max(np.diff(each.at)) for each in whole]) - STEP_MS / 1000
-    num_tokens = sum(len(each.tokens) for each in streams)
-    return {
-        "whole": len(whole),
-        "not_whole": len(streams) - len(whole),
-        "errors": dict(Counter(each.error for each in streams if each.error).most_common(3)),
-        "longest_pause_p50_s": round(float(np.median(pauses)), 3),
-        "longest_pause_p99_s": round(float(np.percentile(pauses, 99)), 3),
-        "longest_stall_ms": round(played.longest_stall_s * 1e3, 1),
-        "cpu_us_per_token": round(played.cpu_s / max(1, num_tokens) * 1e6, 1),
-    }
+def _cpu_s(processes: Processes) -> float:
+    known = family(os.getpid())
+    return sum(known[each.pid].cpu_s for each in processes)
 
 
-def _num_different(streams: Sequence[Stream]) -> int:
-    """Streams whose tokens are others than those of most streams with the same prompt."""
-    by_prompt: dict[int, Counter[tuple[int, ...]]] = {}
-    for each in streams:
-        by_prompt.setdefault(each.prompt, Counter())[tuple(each.tokens)] += not each.error
-    return sum(sum(texts.values()) - max(texts.values()) for texts in by_prompt.values())
+def _memory_mib(processes: Processes) -> float:
+    return sum(resident_mib(each.pid) for each in processes)

@@ -25,7 +25,7 @@ from deployments.ray_internals import (
 )
 from deployments.serve.following import FeedItem, Following, WantedAnswer
 from deployments.serve.metrics import answers_of, this_deployment
-from deployments.serve.process import collect_later, freeze_loaded
+from deployments.serve.process import collect_in_pieces, collect_later, freeze_loaded
 from deployments.serve.ray_metrics import RayMetrics, families_of_requests
 from deployments.serve.sender import Sender
 from deployments.serve.settings import check_exposure, max_ingress_requests
@@ -71,6 +71,7 @@ class Ingress(Sender):
         if service is not None:
             self.exchange_usage(service)
         freeze_loaded()
+        collect_in_pieces()
         to_ray = RayMetrics(lambda: families_of_requests(self._metrics.requests.snapshot()))
         self._handing_over = asyncio.create_task(to_ray.hand_over_for_ever())
         return build_app(

@@ -20,7 +20,7 @@ from benchmarks.service import fields, fleet, soak
 from tests.test_imports import imported_modules, is_within
 
 FOLDER = Path(benchmarks.__file__).parent
-NOT_LISTED = {"bulk.counted", "chaos.doomed", "service.thousand_replicas"}  # run by others
+NOT_LISTED = {"bulk.counted", "chaos.doomed", "service.thousand_ingress", "service.thousand_replicas"}  # run by others
 ALLOWED = ("app", "benchmarks", "torch", "transformers", "tokenizers", "pydantic")
 # Imported only when they are asked for. Those of clients are run by `make clients`, each in its own environment.
 EXTRA = {
@@ -37,7 +37,8 @@ EXTRA = {
     "plan_error": ("deployments",),  # compares the planner's word with what is served
     "prefixes": ("deployments",),  # a fleet that is simulated by the planner's means
     "thousand": ("deployments", "numpy"),  # the same
-    **dict.fromkeys(("thousand_sockets", "thousand_replicas"), ("deployments", "numpy")),  # open files of a service
+    # Open files, the event loop and the garbage of a service.
+    **dict.fromkeys(("thousand_ingress", "thousand_sockets", "thousand_replicas"), ("deployments", "numpy", "uvloop")),
     "random_adapter": ("numpy", "safetensors"),
     "reenacting_runner": ("msgspec",),  # steps of the engine are its structs
     "scaling_day": ("deployments", "ray"),  # rules as Serve's controller runs them, in a simulated fleet

@@ -12,8 +12,8 @@ import pytest
 from app.engine.async_engine import AsyncEngine
 from app.fleet import FrameServer, replica_registry, report_of_engine
 from benchmarks.service.thousand import POLICIES, dispatch_figures, filled_registry, looking_at_all, quality_figures
+from benchmarks.service.thousand_ingress import TOKENS, Played, Stream, figures_of
 from benchmarks.service.thousand_replicas import metrics
-from benchmarks.service.thousand_sockets import Played, Stream, _figures_of, _num_different
 from tests.kit.engine import build_fake_engine
 
 
@@ -47,11 +47,11 @@ def test_streams_that_lack_tokens_or_have_others_are_counted() -> None:
     def stream(tokens: list[int], *, error: str = "") -> Stream:
         return Stream(0, tokens, [float(at) for at in range(len(tokens))], error)
 
-    whole = list(range(25))
+    whole = list(range(TOKENS))
     streams = [stream(whole), stream(whole), stream(whole[:-1]), stream([*whole[:-1], 99]), stream([], error="Lost: x")]
-    figures = _figures_of(Played(streams=streams, longest_stall_s=0.1, cpu_s=1.0))
+    figures = figures_of([Played(streams=streams, longest_stall_s=0.1, cpu_s=1.0)])
     assert (figures["whole"], figures["not_whole"], figures["errors"]) == (3, 2, {"Lost: x": 1})
-    assert _num_different(streams) == 2
+    assert figures["different"] == 2
 
 
 async def test_metrics_are_those_of_all_replicas_with_and_without_http(monkeypatch: pytest.MonkeyPatch) -> None:

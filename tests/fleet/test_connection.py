@@ -13,7 +13,7 @@ from app.fleet import FailoverLimits, Frame, FrameReader, ReplicaLost, ReplicaRe
 from app.fleet.connection import ReplicaConnection
 from app.fleet.dispatch import GroupChooser, make_policy
 from app.fleet.frames import encode
-from app.fleet.in_flight import InFlightRequest
+from app.fleet.in_flight import InFlightRequest, Turns
 from tests.kit.engine import FakeClock, make_request
 from tests.kit.fleet import Counts, make_report
 from tests.waiting import until
@@ -27,7 +27,7 @@ class Ingress:
         self.registry = ReplicaRegistry(policy, GroupChooser([]), block_size=4, clock=FakeClock())
         self.registry.set_replicas(["r0"])
         self.limits = FailoverLimits(place_timeout_s=60.0, silence_s=silence_s, step_s=step_s)
-        self.request = InFlightRequest(make_request(), began_at=0.0)
+        self.request = InFlightRequest(make_request(), began_at=0.0, turns=Turns())
         self.in_flight = {self.request.begin_attempt(0.0).request_id: self.request}
 
     def reader(self) -> FrameReader:

@@ -73,6 +73,26 @@ async def test_killing_replicas_in_mid_stream_changes_no_token(seed: int) -> Non
         assert local.counts.resumes.total() >= 2
 
 
+async def test_a_lost_replica_is_two_lines_of_the_log_however_many_requests_it_had(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    requests = alike(40)
+    async with LocalFleet(2) as local:
+        doomed = local.replicas[0]
+        local.hold(doomed)
+        answers = local.start(requests)
+        await local.held(doomed)
+        num_lost = len(local.fleet._on_replica[doomed.replica_id])
+        doomed.kill()
+        await check(requests, answers)
+    assert num_lost > 10
+    with_it = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert [each for each in with_it if "go on elsewhere" in each] == [
+        f"replica {doomed.replica_id}: its {num_lost} requests go on elsewhere"
+    ]
+    assert len([each for each in with_it if "goes on elsewhere" in each]) == 0
+
+
 async def test_nothing_is_kept_of_replicas_that_are_lost_with_requests_and_gone() -> None:
     requests = mixed(16, 1)
     async with LocalFleet(3) as local:

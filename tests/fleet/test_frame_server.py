@@ -22,7 +22,16 @@ from app.engine.stats import SleepState
 from app.errors import Failure, InvalidRequest, Overloaded
 from app.fleet import Address, Frame, FrameServer, IngressSession, connect
 from app.fleet.frame_server import MAX_HELLO_BYTES, METRICS_HOLD_S, Hello
-from app.fleet.frames import AbortRequest, AskMetrics, Message, SubmitRequest, WatchEngine, encode, frame_decoder
+from app.fleet.frames import (
+    FRAME_VERSION,
+    AbortRequest,
+    AskMetrics,
+    Message,
+    SubmitRequest,
+    WatchEngine,
+    encode,
+    frame_decoder,
+)
 from tests.engine.test_adapter_store import gated_store
 from tests.engine.test_async_engine import with_adapter
 from tests.engine.test_sleep_controller import dozing_service, turns_on
@@ -158,6 +167,36 @@ async def frames_from(address: Address, ingress_id: str, *, heartbeat_s: float =
         yield frames
     finally:
         frames.transport.abort()
+
+
+async def test_a_hundred_ingresses_that_connect_at_once_all_get_frames() -> None:
+    async with a_replica() as (_, address), AsyncExitStack() as stack:
+        connecting = (stack.enter_async_context(frames_from(address, f"ingress {number}")) for number in range(100))
+        ingresses = await asyncio.gather(*connecting)
+        assert [(await each.next()).number for each in ingresses] == [0] * 100
+
+
+@pytest.mark.parametrize("heartbeat_s", [float("nan"), float("inf"), 0, -1.0, 1e-9, "often", None])
+async def test_an_ingress_that_asks_for_heartbeats_which_none_can_send_is_refused(heartbeat_s: Any) -> None:
+    async with a_replica() as (_, address), frames_from(address, "odd", heartbeat_s=heartbeat_s) as frames:
+        with pytest.raises(EOFError):
+            await frames.next()
+
+
+async def test_an_ingress_without_a_name_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    name: Any = ["a", "list"]
+    async with a_replica() as (_, address), frames_from(address, name) as frames:
+        with pytest.raises(EOFError):
+            await frames.next()
+    assert not [each for each in caplog.records if each.levelname == "ERROR"]
+
+
+async def test_a_message_that_is_longer_than_any_ends_the_connection_before_its_bytes_come() -> None:
+    async with a_replica() as (_, address), frames_from(address, "odd") as frames:
+        await frames.next()
+        frames.transport.write(bytes([FRAME_VERSION]) + b"\xff\xff\xff\xff")
+        with pytest.raises(EOFError):
+            await frames.next()
 
 
 async def test_frames_come_through_in_order_and_every_ingress_gets_its_own() -> None:

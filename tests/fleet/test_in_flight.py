@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import tracemalloc
+import weakref
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 
 from app.engine.request import EngineTimes, FinishReason, Queued, Request, TokenDelta, TokenLogprobs
-from app.errors import CarouselError, DeadlineMissed, DeviceFault, EngineStopped, Overloaded
+from app.errors import Cancelled, CarouselError, DeadlineMissed, DeviceFault, EngineStopped, Overloaded
 from app.fleet.dispatch import Candidate, Decision
 from app.fleet.dispatch.decision import Scoring
-from app.fleet.in_flight import InFlightRequest, ReplicaLost
+from app.fleet.in_flight import InFlightRequest, ReplicaLost, Turns
 from tests.kit.engine import make_full_request, make_request
 
 
-def begun(request: Request | None = None) -> InFlightRequest:
-    in_flight = InFlightRequest(request or make_request(), began_at=0.0)
+def begun(request: Request | None = None, *, turns: Turns | None = None) -> InFlightRequest:
+    in_flight = InFlightRequest(request or make_request(), began_at=0.0, turns=turns or Turns())
     in_flight.begin_attempt(0.0)
     return in_flight
 
@@ -27,7 +30,8 @@ def delta(in_flight: InFlightRequest, *token_ids: int, num_cached_tokens: int = 
 
 
 async def test_what_is_not_read_takes_little_more_than_its_tokens_numbers() -> None:
-    in_flight, num_tokens = begun(), 20_000
+    num_tokens = 20_000
+    in_flight = begun(make_request(max_tokens=num_tokens))
     tracemalloc.start()
     try:
         for number in range(num_tokens):
@@ -69,7 +73,7 @@ async def test_what_is_read_late_says_all_that_came() -> None:
 
 async def test_a_request_that_is_not_to_wait_may_have_to_once_it_has_begun() -> None:
     """A refusal would end a stream that its client reads."""
-    in_flight = InFlightRequest(replace(make_request(), no_queue=True), began_at=0.0)
+    in_flight = InFlightRequest(replace(make_request(), no_queue=True), began_at=0.0, turns=Turns())
     assert in_flight.begin_attempt(0.0).no_queue
     assert in_flight.begin_attempt(1.0).no_queue, "the first replica has refused it"
     in_flight.put(delta(in_flight, 5))
@@ -95,7 +99,7 @@ async def test_cached_tokens_are_those_that_the_first_replica_with_tokens_found(
 
 async def test_a_later_attempt_has_its_own_id_the_tokens_so_far_and_the_time_that_is_left() -> None:
     request = make_request(deadline_s=10.0)
-    in_flight = InFlightRequest(request, began_at=100.0)
+    in_flight = InFlightRequest(request, began_at=100.0, turns=Turns())
     assert in_flight.begin_attempt(103.0) is request
     assert in_flight.needs_weights == 0
     in_flight.put(TokenDelta(request.request_id, (5, 6), prompt_logprobs=(TokenLogprobs(-1.0, 1),)))
@@ -161,6 +165,81 @@ async def test_a_reader_that_waits_is_woken_by_a_failure_and_by_nothing_after_it
     in_flight.fail(EngineStopped("later"))
     with pytest.raises(ReplicaLost, match="gone"):
         await reader
+
+
+async def test_the_readers_of_requests_that_are_lost_at_once_are_woken_a_few_in_each_turn_in_their_order() -> None:
+    turns, woken = Turns(at_once=3), []
+
+    async def read(number: int, in_flight: InFlightRequest) -> None:
+        with suppress(ReplicaLost):
+            await in_flight.next()
+        woken.append(number)
+
+    lost = [begun(turns=turns) for _ in range(10)]
+    other = begun(turns=turns)
+    readers = [asyncio.create_task(read(number, each)) for number, each in enumerate([*lost, other])]
+    await asyncio.sleep(0)
+    for each in lost:
+        each.fail(ReplicaLost("gone", reason="ended"))
+        assert each.has_ended, "nothing that comes from now on counts"
+    most, before = 0, 0
+    other.put(delta(other, 5))
+    while len(woken) < len(readers):
+        await asyncio.sleep(0)
+        most, before = max(most, len(woken) - before), len(woken)
+    assert most <= 4, "three, and the one that is not lost"
+    assert woken.index(10) <= 3, "it does not wait for them"
+    assert [number for number in woken if number != 10] == list(range(10))
+
+
+async def test_a_turn_of_an_earlier_attempt_wakes_no_reader_of_a_later_one() -> None:
+    in_flight = begun()
+    reader = asyncio.create_task(in_flight.next())
+    await asyncio.sleep(0)
+    in_flight.fail(ReplicaLost("gone", reason="ended"))
+    reader.cancel()
+    in_flight.begin_attempt(1.0)
+    later = asyncio.create_task(in_flight.next())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    in_flight.put(delta(in_flight, 5))
+    assert (await later).token_ids == (5,)
+
+
+async def test_a_request_that_is_cancelled_before_it_is_told_of_its_loss_does_not_go_on() -> None:
+    in_flight = begun()
+    reader = asyncio.create_task(in_flight.next())
+    await asyncio.sleep(0)
+    in_flight.fail(ReplicaLost("gone", reason="ended"))
+    in_flight.fail(Cancelled("no more"))
+    with pytest.raises(Cancelled):
+        await reader
+
+
+async def freed_with(*errors: CarouselError | ReplicaLost) -> list[bool]:
+    """Whether each of some requests, which fail with these, is freed when it has ended, without a collection."""
+    gc.disable()
+    try:
+        in_flights = [begun() for _ in errors]
+        for in_flight, error in zip(in_flights, errors, strict=True):
+            in_flight.fail(error)
+            with suppress(Overloaded, ReplicaLost):
+                await in_flight.next()
+        found = [weakref.ref(each) for each in in_flights]
+        del errors, error, in_flight, in_flights
+        return [each() is None for each in found]
+    finally:
+        gc.enable()
+
+
+async def test_a_request_that_has_failed_is_freed_without_a_collection() -> None:
+    assert await freed_with(Overloaded("full"), Overloaded("full")) == [True, True]
+
+
+async def test_the_loss_of_a_replica_keeps_no_more_than_the_last_of_its_requests() -> None:
+    """Its connection has it until it is open again."""
+    lost = ReplicaLost("gone", reason="ended")
+    assert (await freed_with(lost, lost, lost))[:2] == [True, True]
 
 
 def test_a_later_attempt_has_all_fields_of_the_request() -> None:

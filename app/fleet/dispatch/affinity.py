@@ -26,6 +26,7 @@ class PrefixChanges(msgspec.Struct, frozen=True, array_like=True):
 
 
 _FEW_BLOCKS = 4
+_FORGOTTEN_AT_ONCE = 64  # prefixes of replicas that are gone, with each report of another: a rack has half a million
 _MIN_PREFIXES = 1_500  # of a replica that are kept, however many replicas there are
 
 
@@ -63,6 +64,7 @@ class PrefixIndex:
         self._random = random.Random()
         self._held = _Holders()
         self._of_replica: dict[str, _Noted] = {}
+        self._gone: dict[str, array[int]] = {}  # what replicas that are gone have left in `_held`
         self.addresses: dict[str, tuple[str, int, str]] = {}  # of the replicas that give others what they have
         self._sent = _Holders()  # requests under way
         self._under_way: dict[str, tuple[str, Sequence[int]]] = {}  # by request: its replica, its indexed prefixes
@@ -70,6 +72,8 @@ class PrefixIndex:
 
     def note(self, replica_id: str, changes: PrefixChanges) -> None:
         """A replica says what is new."""
+        if self._gone:
+            self._forget_some(replica_id)
         if changes.is_all:
             self._forget(replica_id)
             if changes.address is not None:
@@ -79,7 +83,9 @@ class PrefixIndex:
             noted.number -= self._held.remove(digest, replica_id)
         share = max(_MIN_PREFIXES, self._max_prefixes // len(self._of_replica))
         for digest in array("q", changes.held):
-            if noted.number < share and not self._held.has(digest, replica_id):
+            if noted.number >= share:
+                break
+            if not self._held.has(digest, replica_id):
                 self._held.add(digest, replica_id)
                 noted.number += 1
                 noted.digests.append(digest)
@@ -118,7 +124,10 @@ class PrefixIndex:
         found: dict[str, int] = {}
         for num_blocks in reversed(_indexed_numbers(len(chain))):
             digest = chain[num_blocks - 1]
-            for holders in (self._held.of(digest), self._sent.of(digest)):
+            held = self._held.of(digest)
+            if self._gone:
+                held = [each for each in held if each not in self._gone]
+            for holders in (held, self._sent.of(digest)):
                 if len(holders) > self._max_matches:
                     holders = self._random.sample(list(holders), self._max_matches)
                 for replica_id in holders:
@@ -128,16 +137,29 @@ class PrefixIndex:
         return found
 
     def keep_only(self, replica_ids: Collection[str]) -> None:
-        """Forget the replicas that are gone."""
+        """Forget the replicas that are gone: at once for `match`, and in pieces for the memory."""
         gone = (self._of_replica.keys() | self._num_under_way.keys()).difference(replica_ids)
         for replica_id in gone & self._of_replica.keys():
-            self._forget(replica_id)
-            del self._of_replica[replica_id]
+            self._gone[replica_id] = self._of_replica.pop(replica_id).digests
+        if not self._of_replica:  # no report comes any more
+            self._held = _Holders()
+            self._gone.clear()
         if gone & self._num_under_way.keys():
             for request_id in [each for each, (replica_id, _) in self._under_way.items() if replica_id in gone]:
                 self.end(request_id)
         for replica_id in gone & self.addresses.keys():
             del self.addresses[replica_id]
+
+    def _forget_some(self, replica_id: str) -> None:
+        """Remove some prefixes of a replica that is gone, and all that this replica had when it was gone."""
+        for digest in self._gone.pop(replica_id, ()):
+            self._held.remove(digest, replica_id)
+        if self._gone:
+            gone_id, digests = next(iter(self._gone.items()))
+            for _ in range(min(_FORGOTTEN_AT_ONCE, len(digests))):
+                self._held.remove(digests.pop(), gone_id)
+            if not digests:
+                del self._gone[gone_id]
 
     def _forget(self, replica_id: str) -> None:
         """Remove all prefixes that a replica has reported."""

@@ -50,8 +50,10 @@ class Scoring:
         return cls(size.num_prompt_tokens + size.num_expected_tokens, median(known) if known else 0.0)
 
     def relative_speed(self, candidate: Candidate) -> float:
-        """1: the usual speed, or not known."""
-        return candidate.tokens_per_s / self.usual_tokens_per_s if candidate.tokens_per_s > 0 else 1.0
+        """1: the usual speed, or not known; at most 100 and at least 0.01, whatever a replica reports."""
+        if candidate.tokens_per_s <= 0:
+            return 1.0
+        return min(100.0, max(0.01, candidate.tokens_per_s / self.usual_tokens_per_s))
 
     def outstanding(self, candidate: Candidate) -> float:
         """The work that is there already."""

@@ -6,9 +6,10 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from app.fleet.dispatch.decision import Candidate
 
@@ -16,6 +17,11 @@ AWAKE = "awake"
 REPORT_LIFE_S = 5.0  # the work of other ingresses on a replica is forgotten when no report of it came for so long
 # The speed of a replica without work is forgotten after this: a replica that was slow for a while is tried again.
 SPEED_LIFE_S = 30.0
+# Numbers that a report may have: not negative, and no infinity or NaN. A number that is not in its range makes a frame
+# invalid, for one NaN among the scores of replicas leaves them in no order.
+Count = Annotated[int, Meta(ge=0, le=1 << 53)]
+Amount = Annotated[float, Meta(ge=0, le=1e15)]
+Name = Annotated[str, Meta(max_length=256)]
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -25,28 +31,29 @@ class ReplicaReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     It crosses processes by position: new fields go to the end and need a default, for replicas of an older version.
     """
 
-    group: str  # of an A/B trial; "" for none
-    num_requests: int  # running and waiting
-    num_background: int  # of these, background requests
-    num_staying_background: int  # of these, background requests that are not preempted for others
-    max_requests: int  # more are refused, not counting background requests that can be preempted
-    max_running: int  # computed at once; the others wait
-    num_waiting_tokens: int  # prompt tokens of waiting requests
-    num_kv_tokens: int  # that fit into its KV memory
-    tokens_per_s: float  # in steps of one size, the same on all replicas; 0 while not known
-    ended_per_s: float  # requests that end in a second of computing
-    step_age_s: float  # how long the current step has been running
+    group: Name  # of an A/B trial; "" for none
+    num_requests: Count  # running and waiting
+    num_background: Count  # of these, background requests
+    num_staying_background: Count  # of these, background requests that are not preempted for others
+    max_requests: Count  # more are refused, not counting background requests that can be preempted
+    max_running: Count  # computed at once; the others wait
+    num_waiting_tokens: Count  # prompt tokens of waiting requests
+    num_kv_tokens: Count  # that fit into its KV memory
+    tokens_per_s: Amount  # in steps of one size, the same on all replicas; 0 while not known
+    ended_per_s: Amount  # requests that end in a second of computing
+    step_age_s: Amount  # how long the current step has been running
     weights: int = 0  # a digest of the model's files; 0 while not known
     sends_views: bool = False  # it understands WatchEngine
-    num_own: int | None = None  # of num_requests, those of the ingress that gets this report; None: not known
+    num_own: Count | None = None  # of num_requests, those of the ingress that gets this report; None: not known
     # Digests of the adapters that it has loaded; None: it computes with none, or is of a version that knows none.
-    adapters: tuple[str, ...] | None = None
-    state: str = AWAKE  # of `app.engine.stats.SleepState`
-    wake_s: float = 0.0  # how long it should take until it computes; 0: it is awake
-    num_free_kv_tokens: int = 0  # of num_kv_tokens, those that no request has, as far as is known
+    adapters: Annotated[tuple[Name, ...], Meta(max_length=10_000)] | None = None
+    state: Name = AWAKE  # of `app.engine.stats.SleepState`
+    wake_s: Amount = 0.0  # how long it should take until it computes; 0: it is awake
+    num_free_kv_tokens: Count = 0  # of num_kv_tokens, those that no request has, as far as is known
     is_short_of_memory: bool = False  # it has fewer free blocks than running requests
-    backend: str = ""  # the code that computes on a GPU; empty on a CPU
-    backends_failed: dict[str, str] = {}  # what has failed before it, each with the reason
+    backend: Name = ""  # the code that computes on a GPU; empty on a CPU
+    # What has failed before it, each with the reason
+    backends_failed: Annotated[dict[Name, str], Meta(max_length=64)] = {}
     sends_metrics: bool = False  # it understands AskMetrics
 
 

@@ -1,4 +1,4 @@
-"""Memory of bodies goes back to the system though small blocks between are kept."""
+"""Memory of bodies goes back to the system though small blocks between are kept, and cycles are found in pieces."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33 or later")
+needs_glibc = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33 or later")
 
 _PROGRAM = """
 import sys, time
@@ -72,6 +72,7 @@ def _growth_mib(mode: str, size: int, total: int) -> float:
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
+@needs_glibc
 @pytest.mark.parametrize("total_mib", [100, 28])
 @pytest.mark.parametrize("size", [1 << 20, 32 << 10], ids=["large blocks", "small blocks"])
 def test_what_bodies_took_goes_back_between_small_blocks_too(size: int, total_mib: int) -> None:
@@ -79,6 +80,43 @@ def test_what_bodies_took_goes_back_between_small_blocks_too(size: int, total_mi
     assert _growth_mib("with", size, total_mib << 20) < 18
 
 
+@needs_glibc
 @pytest.mark.parametrize("mode", ["in use at a look", "freed before a look", "read within a look"])
 def test_a_look_at_any_moment_keeps_nothing_of_what_is_freed_later(mode: str) -> None:
     assert _growth_mib(mode, 32 << 10, 50 << 20) < 18
+
+
+_COLLECTIONS = """
+import gc, sys, time, weakref
+from deployments.serve import process
+
+class Node:
+    pass
+
+def ended_cycle():
+    node = Node()
+    node.itself = node
+    return weakref.ref(node), node
+
+process.COLLECT_EVERY_S, process.COLLECT_ALL_EVERY_S = 0.01, float(sys.argv[1])
+process.freeze_loaded()
+process.collect_in_pieces()
+assert not gc.isenabled(), "nothing is collected at a moment of its own choice"
+young, node = ended_cycle()
+del node
+old, node = ended_cycle()
+gc.collect(1)  # it has become old while it was used
+del node
+left = time.monotonic() + 60
+while young() is not None or (sys.argv[2] == "all" and old() is not None):
+    assert time.monotonic() < left
+    time.sleep(0.01)
+print(old() is None)
+"""
+
+
+@pytest.mark.parametrize(("all_every_s", "what", "is_old_freed"), [("0.05", "all", "True"), ("1000", "young", "False")])
+def test_cycles_are_found_in_pieces_those_of_old_objects_seldom(all_every_s: str, what: str, is_old_freed: str) -> None:
+    command = [sys.executable, "-c", _COLLECTIONS, all_every_s, what]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == is_old_freed

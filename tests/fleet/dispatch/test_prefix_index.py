@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -117,7 +118,34 @@ def test_one_replica_fills_no_more_than_its_share() -> None:
     index.note("a", PrefixChanges(held=array("q", [9_999]).tobytes()))
     assert index.match([9_999]) == {"a": BLOCK}
     index.keep_only({"b"})
+    assert index.match([9_999]) == {}
+    for _ in range(100):
+        index.note("b", PrefixChanges(held=b""))
     assert len(index._held) == 2_000
+
+
+def test_prefixes_of_replicas_that_are_gone_are_forgotten_in_pieces_and_found_no_more() -> None:
+    index = PrefixIndex(block_size=BLOCK)
+    own = {f"r{number}": array("q", [0, *range(1000 * number, 1000 * number + 1000)]) for number in range(1, 31)}
+    for replica_id, digests in own.items():
+        index.note(replica_id, PrefixChanges(held=digests.tobytes(), is_all=True))
+    lost, stays = [f"r{number}" for number in range(1, 30)], "r30"
+    before = len(index._held)
+    index.keep_only({stays})
+    assert len(index._held) == before, "a rack is half a million: nothing waits for them"
+    assert index.match([0]) == {stays: BLOCK}
+    assert all(index.match([own[each][5]]) == {} for each in lost)
+    index.note("r7", PrefixChanges(held=array("q", own["r7"][:3]).tobytes(), is_all=True))  # it is there again
+    held = [len(index._held)]
+    while index._gone:
+        index.note(stays, PrefixChanges(held=b""))
+        held.append(len(index._held))
+    assert 0 <= max(earlier - later for earlier, later in pairwise(held)) < 100
+    assert held[-1] == 1000 + 3
+    assert index.match([own["r7"][1]]) == {"r7": BLOCK}
+    assert index.match([own["r7"][5]]) == {}
+    index.keep_only(())
+    assert len(index._held) == 0
 
 
 def test_a_replica_whose_prefixes_come_and_go_takes_no_more_memory() -> None:
