@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -43,6 +43,33 @@ class ReplicaTransport(Protocol):
     async def connect(self, replica_id: str, reader: FrameReader, *, heartbeat_s: float) -> asyncio.Transport:
         """Open a connection to a replica; its frames come to `reader`. Raises when it cannot be reached."""
         ...
+
+
+class TokenStream:
+    """The deltas of one request, for one reader. Closing the stream aborts the request."""
+
+    def __init__(self, in_flight: InFlightRequest, deltas: AsyncGenerator[TokenDelta, None]) -> None:
+        self._in_flight = in_flight
+        self._deltas = deltas
+
+    def __aiter__(self) -> TokenStream:
+        return self
+
+    def __anext__(self) -> Awaitable[TokenDelta]:
+        return self._deltas.__anext__()
+
+    async def aclose(self) -> None:
+        """End the request, if it has not ended."""
+        self._in_flight.take = None
+        await self._deltas.aclose()
+
+    def deliver_to(self, take: Callable[[TokenDelta], bool]) -> None:
+        """Have `take` called for the deltas between the first tokens and the end, when they come.
+
+        The reader, which waits for a delta meanwhile, does not see what `take` has taken. If `take` returns False, the
+        reader gets the delta; if `take` raises, the reader gets the error.
+        """
+        self._in_flight.take = take
 
 
 class Fleet:
@@ -84,7 +111,7 @@ class Fleet:
         registry.on_replicas = self._replicas_changed
         self._replicas_changed(registry.replica_ids)
 
-    async def generate(self, request: Request) -> AsyncIterator[TokenDelta]:
+    def generate(self, request: Request) -> TokenStream:
         """Stream the tokens of `request`, whichever replicas they come from; closing the stream aborts it.
 
         The first delta may be empty: then it says that the request is queued, and where.
@@ -95,7 +122,10 @@ class Fleet:
             Unavailable: there was no replica; ReplicasLost: too many were lost under this request.
         """
         in_flight = InFlightRequest(request, began_at=self._clock())
-        avoid: frozenset[str] = frozenset()
+        return TokenStream(in_flight, self._deltas(in_flight))
+
+    async def _deltas(self, in_flight: InFlightRequest) -> AsyncGenerator[TokenDelta, None]:
+        request, avoid = in_flight.request, frozenset[str]()
         try:
             while True:
                 pause_s = 0.0

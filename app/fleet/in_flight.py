@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from msgspec import structs
@@ -35,10 +35,14 @@ class InFlightRequest:
     goes on exactly as the replica before would have.
 
     Each attempt has an id of its own. What arrives for an earlier attempt is not for this one.
+
+    While the reader waits for tokens, `take` gets them in its place, at once. So no task wakes up for each token.
     """
 
     def __init__(self, request: Request, *, began_at: float) -> None:
         self.request = request  # as its caller sent it
+        # Takes the next delta in the middle of the text for the reader, or says that the reader must.
+        self.take: Callable[[TokenDelta], bool] | None = None
         self.num_attempts = 0
         self.num_times_short = 0  # it left a replica that was short of memory
         self.weights = 0  # the digest of those that its tokens are of; 0 while not known
@@ -104,8 +108,9 @@ class InFlightRequest:
         self.is_accepted = False  # the replica has queued it
         self.has_ended = False  # the attempt takes nothing more
         self.is_done = False  # it ended by a stop or its limit, and its reader has seen that
+        self._is_in_text = False  # the reader has had a token of this attempt
         self._unread: UnreadDelta | None = None  # that its reader has not taken
-        self._error: CarouselError | ReplicaLost | None = None
+        self._error: Exception | None = None
         self._waiting: asyncio.Future[None] | None = None  # the reader's, while it waits
         return sent
 
@@ -125,7 +130,7 @@ class InFlightRequest:
 
     def put(self, delta: TokenDelta) -> None:
         """Take a delta of the current attempt; after its end nothing counts."""
-        if self.has_ended:
+        if self.has_ended or (self._is_in_text and self.take is not None and self._is_taken(delta, self.take)):
             return
         self.is_accepted = self.is_accepted or delta.error is None
         self.has_ended = delta.finish_reason is not None
@@ -137,13 +142,27 @@ class InFlightRequest:
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
+    def _is_taken(self, delta: TokenDelta, take: Callable[[TokenDelta], bool]) -> bool:
+        """Whether the delta has gone past the reader, which waits on."""
+        if delta.finish_reason is not None or self._waiting is None or self._waiting.done():
+            return False
+        seen = self._seen(delta)
+        try:
+            if not take(seen):
+                return False
+        except Exception as error:  # it is this request's alone, not the replica's or other requests'
+            self.fail(error)
+            return True
+        self._keep(seen)
+        return True
+
     def _take_error(self, delta: TokenDelta, error: CarouselError) -> TokenDelta:
         # An engine that stops, or a device that fails on every request, says nothing about this request.
         is_its_own = not isinstance(error, EngineStopped | DeviceFault)
         self._error = error if is_its_own else ReplicaLost(str(error), reason="engine_failed")
         return structs.replace(delta, finish_reason=None, error=None)
 
-    def fail(self, error: CarouselError | ReplicaLost) -> None:
+    def fail(self, error: Exception) -> None:
         """End the current attempt without its replica."""
         if not self.has_ended:
             self.has_ended = True
@@ -164,18 +183,26 @@ class InFlightRequest:
             await self._waiting
         if self._unread is not None:
             unread, self._unread = self._unread, None
-            return self._kept(as_delta(unread))
+            delta = self._seen(as_delta(unread))
+            self._keep(delta)
+            return delta
         assert self._error is not None, "the reader is woken by a delta or an error"
         raise self._error
 
-    def _kept(self, delta: TokenDelta) -> TokenDelta:
-        """Keep a delta's tokens; returns it as the caller should see it, whichever attempt it came from."""
+    def _keep(self, delta: TokenDelta) -> None:
         self._token_ids.extend(delta.token_ids)
         if delta.prompt_logprobs:
             self._num_scored_tokens += len(delta.prompt_logprobs)
-        if delta.token_ids and self._num_cached_tokens is None:
-            self._num_cached_tokens = delta.num_cached_tokens
-        num_cached_tokens = self._num_cached_tokens or 0
+        if delta.token_ids and not self._is_in_text:
+            self._is_in_text = True
+            if self._num_cached_tokens is None:
+                self._num_cached_tokens = delta.num_cached_tokens
+
+    def _seen(self, delta: TokenDelta) -> TokenDelta:
+        """A delta as the caller should see it, whichever attempt it came from."""
+        num_cached_tokens = self._num_cached_tokens
+        if num_cached_tokens is None:
+            num_cached_tokens = delta.num_cached_tokens if delta.token_ids else 0
         if self.num_attempts == 1 and delta.num_cached_tokens == num_cached_tokens:
             return delta
         return structs.replace(delta, request_id=self.request.request_id, num_cached_tokens=num_cached_tokens)

@@ -72,6 +72,11 @@ class GeneratedText:
         self._min_tokens = min_tokens
         self._num_tokens = 0
 
+    @property
+    def may_end_itself(self) -> bool:
+        """Whether the text may end before the last delta: with a stop string."""
+        return self._stop_strings is not None
+
     def push(self, delta: TokenDelta) -> TextDelta:
         """Take a delta; when a stop string is complete in it, the result says STOP and is the last one.
 

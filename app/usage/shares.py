@@ -36,7 +36,7 @@ _REFUSED_S = 5.0  # so long what was refused is expected again
 _DEMAND_S = 2.0  # the time constant of what is asked for
 _WAITING_S = 1.0  # a request does not wait longer for a place
 _MOVING_S = 10.0  # after which nothing is left of what was asked for
-_NEARLY = 0.95  # with so much of its part a process does without what others have
+_AHEAD_S = 5.0  # a process that has what is asked of it for so long does without what others have
 _NOTHING = BudgetTotals()
 
 
@@ -66,12 +66,15 @@ class _Member:
 
     def held(self, most: float) -> float:
         """What its bucket has: one that nothing is asked of fills up."""
-        full = self.use.share * most
-        return self.use.held if self.use.held >= full else min(full, self.use.held + self.silent_s * full / 60)
+        held, silent_s, full = self.use.held, self.silent_s, self.use.share * most
+        return held if not silent_s or held >= full else min(full, held + silent_s * full / 60)
 
     def asks(self, *, at_least: float = 0.0) -> float:
         """What is asked of it now, in a minute; of PLACES at once, and `at_least` those that are taken."""
-        return max(at_least, self.demand * math.exp(-self.silent_s / _DEMAND_S))
+        demand, silent_s = self.demand, self.silent_s
+        if demand and silent_s:
+            demand *= math.exp(-silent_s / _DEMAND_S)
+        return demand if demand > at_least else at_least
 
 
 @dataclass(slots=True)
@@ -213,26 +216,26 @@ def _share_of_bucket(limit: _Limit, process: str, most: float, now: float) -> tu
     limit.spare += unshared * most * (now - limit.counted_at) / 60
     limit.spare = min(limit.spare, max(0.0, most - held))
     limit.counted_at = now
-    wanted = _Demand.of(members).part(member, most)
-    share = max(0.0, min(wanted, 1 - of_others))
+    demand = _Demand.of(members)
+    share = max(0.0, min(demand.part(member, most), 1 - of_others))
     target = _should_have(member, share, held, limit.spare, most)
     given = min(target - member.use.held, limit.spare)
     limit.spare -= given
     elsewhere = max(0.0, held - member.use.held + limit.spare)
     member.use = member.use._replace(share=share, held=member.use.held + given)
-    is_short = _lacks(share, wanted, 1.0) or _lacks(member.use.held, target, most) or member.refused > 0
-    return Share(share, given, elsewhere), is_short
+    return Share(share, given, elsewhere), _is_short(member, share, demand.slack_part(member, most))
 
 
 def _share_of_budget(members: Mapping[str, _Member], process: str, left: float) -> tuple[Share, bool]:
     """`left`: of the budget, what is neither used nor reserved by running requests. See `_share_of_bucket`."""
     member, held = members[process], sum(each.use.held for each in members.values())
-    share = _Demand.of(members).part(member, left) if left > 0 else 0.0
+    demand = _Demand.of(members)
+    share = demand.part(member, left) if left > 0 else 0.0
     target = _should_have(member, share, held, left - held, left)
     given = min(target - member.use.held, left - held)
     # What is taken from a process it may have reserved meanwhile: it goes to others once the next report shows it.
     member.use = member.use._replace(held=member.use.held + max(0.0, given))
-    return Share(share, given), _lacks(member.use.held, target, left) or member.refused > 0
+    return Share(share, given), left > 0 and _is_short(member, member.use.held / left, demand.slack_part(member, left))
 
 
 def _should_have(member: _Member, share: float, held: float, spare: float, most: float) -> float:
@@ -246,8 +249,9 @@ def _should_have(member: _Member, share: float, held: float, spare: float, most:
     return target
 
 
-def _lacks(has: float, should_have: float, most: float) -> bool:
-    return has < _NEARLY * should_have - ROUNDING * most
+def _is_short(member: _Member, share: float, slack_part: float) -> bool:
+    """Whether a process may soon refuse what others have. One request alone does not move the parts of all others."""
+    return member.refused > 0 or share < slack_part / 2 or member.use.held < member.demand * _AHEAD_S / 60
 
 
 class _Demand(NamedTuple):
@@ -261,7 +265,7 @@ class _Demand(NamedTuple):
     def of(cls, members: Mapping[str, _Member], *, of_places: bool = False) -> _Demand:
         of_sharing = of_others = slack = 0.0
         for each in members.values():
-            asked = max(0.0, each.asks(at_least=each.use.held) if of_places else each.asks())
+            asked = each.asks(at_least=each.use.held if of_places else 0.0)
             slack += each.slack
             if each.slack:
                 of_sharing += asked
@@ -271,11 +275,15 @@ class _Demand(NamedTuple):
 
     def part(self, member: _Member, most: float, *, at_least: float = 0.0) -> float:
         """As much as is asked for, and of the rest by their slack. Those without any slack come last."""
-        asked = max(0.0, member.asks(at_least=at_least))
+        asked = member.asks(at_least=at_least)
         if not member.slack:
             left = max(0.0, 1 - self.of_sharing / most)
             return left * asked / max(self.of_all - self.of_sharing, left * most) if left else 0.0
-        return asked / max(self.of_sharing, most) + max(0.0, 1 - self.of_all / most) * member.slack / self.slack
+        return asked / max(self.of_sharing, most) + self.slack_part(member, most)
+
+    def slack_part(self, member: _Member, most: float) -> float:
+        """The part of what no process asks for."""
+        return max(0.0, 1 - self.of_all / most) * member.slack / self.slack if member.slack else 0.0
 
 
 def _share_of_places(members: Mapping[str, _Member], process: str, most: int, now: float) -> tuple[Share, bool]:

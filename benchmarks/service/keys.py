@@ -5,8 +5,9 @@ process and in simulated time. Each of `--keys` keys has limits of tokens and re
 and a budget of tokens a day. Progress goes to stderr; the last line of stdout is one JSON object:
 
     idle            no requests
-    busy            one request a second of each key, through a random ingress; a limit is four times as much
-    at the limits   the same with three times as much as the limits of tokens allow
+    busy            one request a second of each key, through a random ingress; its limit of tokens is twenty times as
+                    much
+    some refused    the same, and one key in twenty asks for three times as much as its limit of tokens
 
 Of each: kilobytes that one ingress sends to the owner in a second, and that it gets; milliseconds of CPU in a second of
 that ingress and of the owner for all of them, with pickling and the tables of the ledger, without the transport.
@@ -38,9 +39,10 @@ from app.usage.exchange import HURRY_S, PERIOD_S, UsageReporter
 from benchmarks.harness.command import command_parser, positive, run_command, tell
 from benchmarks.service.shares import Owner
 
-WARM_UP_S, MEASURED_S = 40.0, 10.0
+WARM_UP_S, MEASURED_S = 20.0, 5.0  # of simulated time
 _RESERVED, _USED, _LASTS_S = 550, 325, 5.0
-LOADS = {"idle": (0.0, 4.0), "busy": (1.0, 4.0), "at the limits": (1.0, 1 / 3)}  # requests, and the limits over them
+# Requests of a key in a second; of the keys, one in so many has a limit of a third of that (0: none).
+LOADS = {"idle": (0.0, 0), "busy": (1.0, 0), "some refused": (1.0, 20)}
 NUM_CALLS = 20_000
 
 
@@ -56,8 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """All figures."""
     figures: dict[str, Any] = {"keys": given.keys, "ingresses": given.ingresses, "seed": given.seed}
-    for name, (num_per_s, limit) in LOADS.items():
-        figures[name] = Exchanges(given.keys, given.ingresses, num_per_s, limit, given.seed).run()
+    for name, (num_per_s, every) in LOADS.items():
+        figures[name] = Exchanges(given.keys, given.ingresses, num_per_s, every, given.seed).run()
         tell(f"{name}: {figures[name]}")
     figures["authentication"] = {f"{number} keys": authentication_figures(number) for number in given.rings}
     return figures
@@ -80,16 +82,15 @@ class _Ingress:
 class Exchanges:
     """Ingresses that report, and requests of all keys."""
 
-    def __init__(self, num_keys: int, num_ingresses: int, num_per_s: float, limit: float, seed: int) -> None:
-        """`num_per_s`: requests of one key. `limit`: its limits over what so many requests, or one, use."""
+    def __init__(self, num_keys: int, num_ingresses: int, num_per_s: float, every: int, seed: int) -> None:
+        """`num_per_s`: requests of one key. `every`: see LOADS."""
         self._rng = random.Random(seed)
         self.now = 0.0
-        most = limit * (num_per_s or 1.0)
         keys = [
             KeyConfig(
                 name=f"key-{number}",
                 sha256=hashlib.sha256(str(number).encode()).hexdigest(),
-                tokens_per_minute=max(1, int(60 * _USED * most)),
+                tokens_per_minute=60 * _USED // 3 if every and number % every == 0 else 20 * 60 * _USED,
                 requests_per_minute=240,
                 max_concurrency=200,
                 tokens_per_day=1_000_000_000,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 
 from msgspec import Struct, structs
@@ -108,11 +108,42 @@ def _join(last: ChoiceDelta, delta: ChoiceDelta) -> None:
     last.details = delta.details if last.details is None else last.details.joined(delta.details)
 
 
-def generate_choices(prepared: PreparedRequest) -> AsyncGenerator[ChoiceDelta, None]:
+class DirectPath:
+    """How the middle of an answer goes to its client: from the frame of a replica to the connection, in one call.
+
+    A task for each stream, which wakes up for each token and passes all generators between, takes twice as long. The
+    task of the stream sends the beginning and the end, and everything while the client's connection takes no more.
+    """
+
+    __slots__ = ("may_take", "take")
+
+    def __init__(self) -> None:
+        self.close()
+
+    def open(self, may_take: Callable[[], bool], take: Callable[[ChoiceDelta], None]) -> None:
+        """Have `take` called for each delta for which `may_take` says so. The others come from the generator."""
+        self.may_take, self.take = may_take, take
+
+    def close(self) -> None:
+        """Take nothing more."""
+        self.may_take: Callable[[], bool] = _never
+        self.take: Callable[[ChoiceDelta], None] | None = None
+
+
+def _never() -> bool:
+    return False
+
+
+def generate_choices(prepared: PreparedRequest, direct: DirectPath | None = None) -> AsyncGenerator[ChoiceDelta, None]:
     """Run all requests of a call and yield their deltas as they come.
 
     Close it to abort those that still run. The first error of any choice ends all of them and is raised here.
+
+    Deltas that `direct` takes are not yielded. Those are the deltas in the middle of the only choice of a call, when
+    only its last token can end it.
     """
+    if prepared.tools is None and len(prepared.requests) == 1:
+        return _choice_pieces(prepared, 0, direct)
     choices = [_choice_pieces(prepared, index) for index in range(len(prepared.requests))]
     if prepared.tools is not None:
         choices = [_with_calls(choice, prepared.tools) for choice in choices]
@@ -122,7 +153,9 @@ def generate_choices(prepared: PreparedRequest) -> AsyncGenerator[ChoiceDelta, N
     return _merge(choices, at_once=at_once, first_goes_ahead=prepared.first_goes_ahead)
 
 
-async def _choice_pieces(prepared: PreparedRequest, index: int) -> AsyncGenerator[ChoiceDelta, None]:
+async def _choice_pieces(
+    prepared: PreparedRequest, index: int, direct: DirectPath | None = None
+) -> AsyncGenerator[ChoiceDelta, None]:
     request, options = prepared.requests[index], prepared.detail_options
     text = GeneratedText(
         prepared.model.tokenizer,
@@ -135,34 +168,53 @@ async def _choice_pieces(prepared: PreparedRequest, index: int) -> AsyncGenerato
         reasoning=prepared.reasoning,
     )
     collector = None if options is None else LogprobsCollector(prepared, options, index)
+
+    def piece_of(delta: TokenDelta) -> ChoiceDelta:
+        added = text.push(delta)
+        piece = ChoiceDelta(index, added.text, added.num_tokens, delta.num_cached_tokens)
+        if added.num_reasoning_tokens or added.reasoning:
+            piece.reasoning, piece.num_reasoning_tokens = added.reasoning, added.num_reasoning_tokens
+        if delta.num_accepted or delta.num_rejected:
+            piece.num_accepted, piece.num_rejected = delta.num_accepted, delta.num_rejected
+        if delta.queued is not None or delta.times is not None:
+            piece.queued, piece.times, piece.ignored = delta.queued, delta.times, delta.ignored
+        if added.finish_reason is not None:
+            _end(piece, delta, added, request)
+        return piece if collector is None else _with_details(piece, collector, delta)
+
     async with token_deltas(prepared.model.generate, request) as deltas:
+        if direct is not None and not text.may_end_itself:
+            _deliver(deltas, piece_of, direct)
         async for whole in deltas:
-            is_short = len(whole.token_ids) <= MAX_TOKENS_AT_ONCE and not whole.prompt_logprobs
-            for delta in (whole,) if is_short else _parts(whole):
+            for delta in (whole,) if _is_short(whole) else _parts(whole):
                 if delta is not whole:
                     await asyncio.sleep(0)  # what has accumulated may be a context's worth of work
                 if delta.finish_reason is FinishReason.ABORT:
                     raise Unavailable("the server stopped this generation before its end; try again")
-                added = text.push(delta)
-                piece = ChoiceDelta(
-                    index,
-                    added.text,
-                    added.num_tokens,
-                    delta.num_cached_tokens,
-                    queued=delta.queued,
-                    times=delta.times,
-                    reasoning=added.reasoning,
-                    num_reasoning_tokens=added.num_reasoning_tokens,
-                    num_accepted=delta.num_accepted,
-                    num_rejected=delta.num_rejected,
-                    ignored=delta.ignored,
-                )
-                if added.finish_reason is not None:
-                    _end(piece, delta, added, request)
-                yield piece if collector is None else _with_details(piece, collector, delta)
-                if added.finish_reason is not None:
+                piece = piece_of(delta)
+                yield piece
+                if piece.finish_reason is not None:
                     return
     raise Failure(f"the token stream of {request.request_id} ended without a finish reason")
+
+
+def _deliver(
+    deltas: AsyncIterator[TokenDelta], piece_of: Callable[[TokenDelta], ChoiceDelta], direct: DirectPath
+) -> None:
+    def take(delta: TokenDelta) -> bool:
+        if direct.take is None or not direct.may_take() or not _is_short(delta):
+            return False
+        direct.take(piece_of(delta))
+        return True
+
+    # A fleet's streams can do it; other iterators have all their deltas read.
+    deliver_to = getattr(deltas, "deliver_to", None)
+    if deliver_to is not None:
+        deliver_to(take)
+
+
+def _is_short(delta: TokenDelta) -> bool:
+    return len(delta.token_ids) <= MAX_TOKENS_AT_ONCE and not delta.prompt_logprobs
 
 
 def _parts(delta: TokenDelta) -> Iterator[TokenDelta]:

@@ -12,7 +12,7 @@ from typing import ClassVar, Protocol
 
 from app.api.http.errors import log_error
 from app.api.output.answer import Answer, ChoiceOutput
-from app.api.output.choices import ChoiceDelta, generate_choices
+from app.api.output.choices import ChoiceDelta, DirectPath, generate_choices
 from app.api.prepared_request import AnswerFacts, PreparedRequest
 from app.api.request_context import RequestContext
 from app.api.request_trace import RequestTrace
@@ -35,6 +35,7 @@ class ResponseState(Answer):
     prepared: PreparedRequest
     metrics: CallMetrics
     pieces: AsyncGenerator[ChoiceDelta, None]
+    direct: DirectPath = field(default_factory=DirectPath)  # takes some of the pieces once it is open
     queued: Queued | None = None  # the place of the first request
     times: EngineTimes | None = None  # of the request with the first token
     extra_usage: Callable[[], Json] = dict  # further fields of `usage`, by now
@@ -65,7 +66,7 @@ class ResponseState(Answer):
             arrived_at=context.arrived_at,
             is_background=prepared.requests[0].is_background,
         )
-        is_new = pieces is None
+        is_new, direct = pieces is None, DirectPath()
         state = cls(
             facts=prepared.facts(),
             outputs=[ChoiceOutput() for _ in prepared.requests],
@@ -73,7 +74,8 @@ class ResponseState(Answer):
             prepared=prepared,
             request_id=context.request_id,
             metrics=of_call,
-            pieces=generate_choices(prepared) if pieces is None else pieces,
+            pieces=generate_choices(prepared, direct) if pieces is None else pieces,
+            direct=direct,
             trace=context.trace if is_new else None,
         )
         if not is_new:
@@ -89,14 +91,16 @@ class ResponseState(Answer):
         assert self.writer is not None, "a client sees it"
         return await self.writer.full_response(self)
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    async def events(self, sender: DirectSender | None = None) -> AsyncGenerator[bytes, None]:
         """The response as server-sent events.
 
         An error before the first event is raised, so that it can have a status of its own; a later one becomes an
-        event.
+        event. In the middle of the answer, events go to `sender` when their tokens come, while it may send.
         """
         assert self.writer is not None, "a client sees it"
         writer = self.writer.event_writer(self)
+        if sender is not None:
+            self._open_direct(writer, sender)
         try:
             with self.metrics:
                 async with aclosing(self.pieces):
@@ -113,8 +117,18 @@ class ResponseState(Answer):
             if self.trace is not None:
                 self.trace.error = error
             last = writer.fail(error)
+        finally:
+            self.direct.close()  # it refers to this response
         for written in last:
             yield written
+
+    def _open_direct(self, writer: EventWriter, sender: DirectSender) -> None:
+        def take(piece: ChoiceDelta) -> None:
+            self.add(piece, keep_text=False)
+            for written in writer.write(piece):
+                sender.send_now(written)
+
+        self.direct.open(sender.may_send_now, take)
 
     def headers(self, *, explain: bool) -> dict[str, str]:
         """Where the request went and how long that took, as far as it is known by now.
@@ -229,6 +243,16 @@ class ResponseState(Answer):
             usage["completion_tokens"],
             self.prepared.response_id,
         )
+
+
+class DirectSender(Protocol):
+    """Sends events without waiting."""
+
+    def may_send_now(self) -> bool:
+        """Whether the client's connection takes an event now, after those that were sent."""
+
+    def send_now(self, data: bytes) -> None:
+        """Send it."""
 
 
 class EventWriter(Protocol):
