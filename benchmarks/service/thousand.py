@@ -1,6 +1,6 @@
 """The service's own code at the size of a large fleet: `python -m benchmarks.service.thousand`.
 
-Five parts, each for fleets of `--replicas`:
+Six parts, each for fleets of `--replicas`:
 
     dispatch   the registry of one ingress, with reports and cached prefixes of all replicas. Microseconds of one
                decision (p50, p99) by policy; of one report that comes with a frame; milliseconds when one replica is
@@ -14,6 +14,9 @@ Five parts, each for fleets of `--replicas`:
                through it and through the others
     hot        as quality, and half of all conversations begin with the same 1,000 tokens. Also the tokens that the
                busiest replica computed over the mean
+    adapters   as quality, and each conversation has one of 200 LoRA adapters, the n-th 1/n as often as the first. A
+               replica has 8 loaded; a load takes 0.3 s. Loads a second, the share of requests whose adapter was there,
+               the time to the first token over that of the same conversations without adapters
     sockets    one ingress with a connection to each replica, over real sockets; replicas are simulated engines in other
                processes. Seconds until all are connected, CPU of the idle ingress, bytes of each replica a second;
                then `--streams` at once, of which a tenth of the replicas is killed: the pause of the streams that go on
@@ -42,11 +45,11 @@ from app.fleet import ReplicaRegistry
 from app.fleet.dispatch import GroupChooser, PrefixChanges, ReplicaReport, make_policy
 from benchmarks.harness.command import command_parser, positive, run_command, tell
 from benchmarks.harness.processes import resident_mib
-from benchmarks.service.thousand_quality import HOT_TOKENS, newcomer_figures, quality_figures
+from benchmarks.service.thousand_quality import HOT_TOKENS, adapter_figures, newcomer_figures, quality_figures
 from benchmarks.service.thousand_sockets import sockets_figures
 
 POLICIES = ("round_robin", "least_loaded", "prefix_affinity")
-PARTS = ("dispatch", "quality", "newcomer", "hot", "sockets")
+PARTS = ("dispatch", "quality", "newcomer", "hot", "adapters", "sockets")
 _BLOCK = 16
 _PROMPT_TOKENS = 512
 _PREFIXES_OF_ONE = 1_500  # that ingresses know of a replica with some 6,000 blocks
@@ -72,6 +75,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         "quality": lambda number: quality_figures(number, given),
         "newcomer": lambda number: newcomer_figures(number, given),
         "hot": lambda number: quality_figures(number, given, hot_tokens=HOT_TOKENS),
+        "adapters": lambda number: adapter_figures(number, given),
         "sockets": lambda number: sockets_figures(number, given.streams or 20 * number, given.seed),
     }
     return {part: {f"{number} replicas": parts[part](number) for number in given.replicas} for part in given.part}

@@ -1,27 +1,35 @@
-"""How well a large fleet is used, in simulated time: the parts `quality`, `newcomer` and `hot` of `thousand`."""
+"""How well a large fleet is used, in simulated time: four parts of `thousand`."""
 
 from __future__ import annotations
 
 import argparse
+import heapq
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
+from math import inf
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from app.config import SchedulerConfig
+from app.engine.request import Adapter, Request
 from app.fleet import ReplicaRegistry, replica_registry
-from app.fleet.dispatch import GroupChooser, make_policy
+from app.fleet.dispatch import GroupChooser, ReplicaReport, make_policy
 from benchmarks.harness.command import tell
 from benchmarks.service import prefixes
 from deployments.plan.simulation import FleetSimulation
 from deployments.plan.traces import Trace, TracedRequest
 
 HOT_TOKENS = 1_000
+# Made up: so many loaded by one replica, and the seconds that one load takes.
+NUM_ADAPTERS, MAX_LOADED, ADAPTER_LOAD_S = 200, 8, 0.3
 _DISPATCH = "prefix_affinity"
 _SINCE_S = (0, 1, 2, 5, 10, 1_000)  # seconds since an ingress has started, from one to the next
 
@@ -167,3 +175,145 @@ def _of_some(arrivals: Sequence[tuple[_Arrival, float]]) -> dict[str, float]:
         "ttft_p99_ms": round(float(np.percentile(times, 99)), 1),
         "expected_cached": round(sum(each.expected_cached for each, _ in arrivals) / prompts, 3),
     }
+
+
+# ---------------------------------------------------------------------- adapters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Adapted(TracedRequest):
+    """A request with an adapter."""
+
+    adapter: Adapter
+
+    def request(self, number: int) -> Request:
+        return replace(TracedRequest.request(self, number), adapter=self.adapter)
+
+
+@dataclass(slots=True)
+class _Adapters:
+    """Those that one replica has loaded. They are loaded one at a time, and the longest unused makes room."""
+
+    loaded_at: dict[str, float] = field(default_factory=dict)  # by digest, the longest unused first
+    running: Counter[str] = field(default_factory=Counter)
+    busy_until: float = 0.0
+
+    def use(self, digest: str, now: float) -> float:
+        """When the adapter is there. It stays until the request that uses it has ended."""
+        at = self.loaded_at.pop(digest, None)
+        if at is None:
+            at = self.busy_until = max(now, self.busy_until) + ADAPTER_LOAD_S
+            idle = [each for each in self.loaded_at if not self.running[each]]
+            if len(self.loaded_at) >= MAX_LOADED and idle:
+                del self.loaded_at[idle[0]]
+        self.loaded_at[digest] = at
+        self.running[digest] += 1
+        return at
+
+
+class _AdaptedFleet(FleetSimulation):
+    """Replicas that load adapters, and report which they have."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(**more)
+        self._adapters = {each: _Adapters() for each in self._replicas}
+        self._held: dict[str, tuple[str, str]] = {}  # by request: its replica and its adapter
+        self.num_loads = self.num_found = 0
+        for registry in self._registries:
+            setattr(registry, "note", self._with_adapters(registry.note))  # noqa: B010
+            setattr(registry, "end", self._released(registry.end))  # noqa: B010
+        for each in self._replicas.values():
+            each.note_in(self._registries)
+
+    def _with_adapters(self, note: Callable[..., None]) -> Callable[..., None]:
+        def noted(replica_id: str, report: ReplicaReport, *prefixes: Any) -> None:
+            loaded = self._adapters[replica_id].loaded_at.items()
+            there = tuple(digest for digest, at in loaded if at <= self._now)
+            note(replica_id, msgspec.structs.replace(report, adapters=there), *prefixes)
+
+        return noted
+
+    def _released(self, end: Callable[..., None]) -> Callable[..., None]:
+        def ended(request_id: str, **more: Any) -> None:
+            if request_id in self._held:
+                replica_id, digest = self._held.pop(request_id)
+                self._adapters[replica_id].running[digest] -= 1
+            end(request_id, **more)
+
+        return ended
+
+    def _enter(self, replica: Any, request: Request) -> None:
+        if request.adapter is None:
+            super()._enter(replica, request)
+            return
+        adapters, digest = self._adapters[replica.replica_id], request.adapter.digest
+        is_there = adapters.loaded_at.get(digest, inf) <= self._now
+        self.num_found += is_there
+        self.num_loads += digest not in adapters.loaded_at
+        ready_at = adapters.use(digest, self._now)
+        self._held[request.request_id] = replica.replica_id, digest
+        if is_there:
+            super()._enter(replica, request)
+        else:
+            entering: Any = _Entering(replica, request)
+            heapq.heappush(self._arrivals, (ready_at, next(self._numbers), entering, False))
+
+    def _arrive(self, traced: TracedRequest | _Entering, at_s: float) -> None:
+        if isinstance(traced, _Entering):
+            self._now = at_s
+            super()._enter(traced.replica, traced.request)
+        else:
+            super()._arrive(traced, at_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entering:
+    """A request whose adapter is loaded now."""
+
+    replica: Any
+    request: Request
+
+
+def adapter_figures(num_replicas: int, given: argparse.Namespace) -> dict[str, Any]:
+    """Over the same conversations without adapters, by the number of ingresses."""
+    rate, num_turns = given.load * num_replicas * _turns_per_s(given.seed), num_replicas * given.turns
+    figures: dict[str, Any] = {}
+    for number in given.ingresses:
+        of_fleet = _fleet_fields(num_replicas, number, given.seed)
+        trace = _conversations(num_turns, rate, given.seed)
+        without = FleetSimulation(**of_fleet).run(trace).per_request_s("ttft") * 1e3
+        fleet = _AdaptedFleet(**of_fleet)
+        run = fleet.run(_adapted(trace, random.Random(given.seed)))
+        times = run.per_request_s("ttft") * 1e3
+        found = figures[f"{number} ingresses"] = {
+            "loads_per_s": round(fleet.num_loads / run.seconds, 2),
+            "found_loaded": round(fleet.num_found / num_turns, 4),
+            "ttft_mean_ms": round(float(times.mean()), 1),
+            "ttft_p99_ms": round(float(np.percentile(times, 99)), 1),
+            "ttft_mean_over_without": round(float(times.mean() / without.mean()), 2),
+            "ttft_p99_over_without": round(float(np.percentile(times, 99) / np.percentile(without, 99)), 2),
+        }
+        tell(f"{num_replicas} replicas, {number} ingresses, {NUM_ADAPTERS} adapters: {found}")
+    return figures
+
+
+def _adapted(trace: Trace, rng: random.Random) -> Trace:
+    """Each conversation has an adapter; the n-th is asked for 1/n as often as the first."""
+    adapters = [Adapter(f"adapter-{number}", "", f"{number}") for number in range(NUM_ADAPTERS)]
+    weights = [1 / (number + 1) for number in range(NUM_ADAPTERS)]
+    firsts = [_with_adapter(each, rng.choices(adapters, weights)[0]) for each in trace.requests]
+    return Trace(trace.name, tuple(firsts))
+
+
+def _with_adapter(traced: TracedRequest, adapter: Adapter) -> _Adapted:
+    turns: list[TracedRequest] = []
+    turn: TracedRequest | None = traced
+    while turn is not None:
+        turns.append(turn)
+        turn = turn.next_turn
+    linked: _Adapted | None = None
+    for each in reversed(turns):
+        values = {name.name: getattr(each, name.name) for name in fields(TracedRequest)}
+        linked = _Adapted(**values | {"next_turn": linked}, adapter=adapter)
+    assert linked is not None, "a conversation has a turn"
+    return linked
