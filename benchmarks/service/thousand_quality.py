@@ -299,7 +299,7 @@ def adapter_figures(num_replicas: int, given: argparse.Namespace) -> dict[str, A
 
 def _adapted(trace: Trace, rng: random.Random) -> Trace:
     """Each conversation has an adapter; the n-th is asked for 1/n as often as the first."""
-    adapters = [Adapter(f"adapter-{number}", "", f"{number}") for number in range(NUM_ADAPTERS)]
+    adapters = [Adapter(name=f"adapter-{number}", path="", digest=f"{number}") for number in range(NUM_ADAPTERS)]
     weights = [1 / (number + 1) for number in range(NUM_ADAPTERS)]
     firsts = [_with_adapter(each, rng.choices(adapters, weights)[0]) for each in trace.requests]
     return Trace(trace.name, tuple(firsts))

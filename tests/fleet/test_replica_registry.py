@@ -387,7 +387,7 @@ def test_a_full_replica_of_a_large_fleet_is_a_source_of_the_prefix_that_it_has()
     registry.note("r042", make_report(num_requests=10), PrefixChanges(digests, is_all=True, address=address))
     decision = registry.place(make_request(prompt), registry.replica_ids)
     assert decision.replica_id != "r042"
-    assert registry.prefix_at(decision) == PrefixAt(Address(*address), 64)
+    assert registry.prefix_at(decision) == PrefixAt(Address(*address), 72)
 
 
 def test_a_request_that_must_not_wait_finds_the_one_free_slot_of_500() -> None:
