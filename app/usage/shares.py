@@ -289,12 +289,17 @@ class _Demand(NamedTuple):
 def _share_of_places(members: Mapping[str, _Member], process: str, most: int, now: float) -> tuple[Share, bool]:
     """See `_share_of_bucket`. Free places go to requests that wait."""
     demand = _Demand.of(members, of_places=True)
-    wanted = {name: most * demand.part(each, most, at_least=each.use.held) for name, each in members.items()}
     # One that has more requests than places has them until they end.
     others = sum(max(each.use.share, each.use.held) for name, each in members.items() if name != process)
     waiting = (each for name, each in members.items() if name != process and now - each.reported_at <= _WAITING_S)
     num_waiting_elsewhere = sum(each.use.refused for each in waiting)
-    member, places = members[process], float(_whole(wanted, most)[process])
+    member = members[process]
+    part = most * demand.part(member, most, at_least=member.use.held)
+    if math.floor(part) <= member.use.share <= math.ceil(part):
+        places = member.use.share
+    else:
+        parts = {name: most * demand.part(each, most, at_least=each.use.held) for name, each in members.items()}
+        places = float(_whole(parts, most)[process])
     if places < member.use.share <= (1 + _INDIFFERENT) * places:
         places = member.use.share  # places on their way to another are of use to none
     needed = member.use.held + member.use.refused

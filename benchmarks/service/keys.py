@@ -28,6 +28,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from app.api.auth.keys import AccountLimits, KeyRing
@@ -181,8 +182,8 @@ def authentication_figures(num_keys: int) -> dict[str, float]:
     chosen = [rng.randrange(num_keys) for _ in range(NUM_CALLS)]
     headers = [[(b"host", b"here"), (b"authorization", b"Bearer " + secrets[each])] for each in chosen]
     return {
-        "by_key_us": _us_of_one([lambda each=each: ring.account_of(each) for each in headers]),
-        "by_name_us": _us_of_one([lambda each=each: ring.account_named(f"key-{each}") for each in chosen]),
+        "by_key_us": _us_of_one([partial(ring.account_of, each) for each in headers]),
+        "by_name_us": _us_of_one([partial(ring.account_named, f"key-{each}") for each in chosen]),
     }
 
 

@@ -187,7 +187,8 @@ class _Run:
 
     def _come(self, account: Account, request: _Request, lasts_s: float, until_s: float) -> None:
         """Ask; before, wait for a place, as `Account.wait_for_place` does."""
-        if account.places is None or not account.places.may_come or self.now >= until_s:
+        places = account.places
+        if places is None or not places.may_come or self.now >= until_s:
             self._ask(account, self.shared, request, lasts_s)
             return
         account.pools.note_change(account.name)
@@ -197,10 +198,10 @@ class _Run:
             nonlocal has_gone_on
             if not has_gone_on:
                 has_gone_on = True
-                account.places.leave(go_on)
+                places.leave(go_on)
                 self._come(account, request, lasts_s, until_s)
 
-        account.places.wait(go_on)
+        places.wait(go_on)
         self._at(until_s, go_on)
 
     def _ingress(self) -> _Ingress:

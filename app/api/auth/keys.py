@@ -135,7 +135,7 @@ class AccountLimits:
         pools = self._authenticator.pools
         for limit_id, share in shares.items():
             account = self._named(limit_id.key)
-            limit = account and account.shared_limits.get(limit_id)
+            limit = None if account is None else account.shared_limits.get(limit_id)
             if limit is not None and limit.set_share(share):
                 pools.note_change(limit_id.key)
         for key in asked:
