@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from itertools import pairwise
 from math import inf
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ import msgspec
 import numpy as np
 
 from app.config import SchedulerConfig
+from app.engine.adapter_store import HeldAdapter
 from app.engine.request import Adapter, Request
 from app.fleet import ReplicaRegistry, replica_registry
 from app.fleet.dispatch import GroupChooser, ReplicaReport, make_policy
@@ -217,12 +219,11 @@ class _AdaptedFleet(FleetSimulation):
     def __init__(self, **more: Any) -> None:
         super().__init__(**more)
         self._adapters = {each: _Adapters() for each in self._replicas}
-        self._held: dict[str, tuple[str, str]] = {}  # by request: its replica and its adapter
         self.num_loads = self.num_found = 0
         for registry in self._registries:
             setattr(registry, "note", self._with_adapters(registry.note))  # noqa: B010
-            setattr(registry, "end", self._released(registry.end))  # noqa: B010
         for each in self._replicas.values():
+            setattr(each, "enter", self._entered(each))  # noqa: B010
             each.note_in(self._registries)
 
     def _with_adapters(self, note: Callable[..., None]) -> Callable[..., None]:
@@ -233,25 +234,26 @@ class _AdaptedFleet(FleetSimulation):
 
         return noted
 
-    def _released(self, end: Callable[..., None]) -> Callable[..., None]:
-        def ended(request_id: str, **more: Any) -> None:
-            if request_id in self._held:
-                replica_id, digest = self._held.pop(request_id)
-                self._adapters[replica_id].running[digest] -= 1
-            end(request_id, **more)
+    def _entered(self, replica: Any) -> Callable[[], None]:
+        """As the replica does, and each request holds its adapter until its end."""
 
-        return ended
+        def entered() -> None:
+            running = self._adapters[replica.replica_id].running
+            for request, arrived_at in replica.entering:
+                digest = request.adapter.digest
+                release = partial(running.subtract, (digest,))
+                replica.engine.add_checked(request, arrived_at=arrived_at, adapter=HeldAdapter(None, release))
+            replica.entering.clear()
+
+        return entered
 
     def _enter(self, replica: Any, request: Request) -> None:
-        if request.adapter is None:
-            super()._enter(replica, request)
-            return
+        assert request.adapter is not None, "each conversation has one"
         adapters, digest = self._adapters[replica.replica_id], request.adapter.digest
         is_there = adapters.loaded_at.get(digest, inf) <= self._now
         self.num_found += is_there
         self.num_loads += digest not in adapters.loaded_at
         ready_at = adapters.use(digest, self._now)
-        self._held[request.request_id] = replica.replica_id, digest
         if is_there:
             super()._enter(replica, request)
         else:
