@@ -6,6 +6,7 @@ import logging
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -39,6 +40,17 @@ SMALL_FLEET = 24  # up to so many replicas, each request looks at all
 # In a larger fleet a request looks at so many replicas first; at so many if none of the first takes the request; and in
 # any case at so many that have cached its prefix, and that have loaded its adapter.
 SOME, MANY, NUM_NEAR = 12, 96, 8
+FULL_LIFE_S = 1.0  # after this a refusal looks at all replicas of a large fleet again: reports may have become too old
+
+
+@dataclass(slots=True)
+class _Full:
+    """All replicas were full for a foreground or a background request."""
+
+    until: float
+    num_requests: int  # of all replicas
+    ended_per_s: float
+    with_room: set[str]  # the replicas that have had room since
 
 
 class ReplicaRegistry:
@@ -82,6 +94,7 @@ class ReplicaRegistry:
         self._unknown_fields: dict[str, frozenset[str]] = {}  # of requests, by replica that does not know them all
         self.last_decision: Decision | None = None
         self._decisions: dict[str, Decision] = {}  # the last one for each replica
+        self._full: dict[bool, _Full] = {}  # by whether a request is a background one
         self.on_replicas: Callable[[Collection[str]], None] = lambda replica_ids: None
 
     # ------------------------------------------------------------------ one request
@@ -104,7 +117,8 @@ class ReplicaRegistry:
         cached = self._prefixes.match(chain)
         session_replica_id = self._sessions.replica_of(session) if session else None
         considered: Sequence[Candidate] = ()
-        for looked_at in self._looked_at(request, replica_ids, cached, has_groups=bool(group) or self.has_roles):
+        has_groups = bool(group) or self.has_roles
+        for looked_at in self._looked_at(request, replica_ids, cached, has_groups=has_groups, avoid=avoid):
             candidates = self._ledger.candidates(
                 looked_at if request.adapter is None else filter(self._adapts, looked_at),
                 now=self._clock(),
@@ -140,13 +154,29 @@ class ReplicaRegistry:
         return decision
 
     def _looked_at(
-        self, request: Request, replica_ids: Sequence[str], cached: Iterable[str], *, has_groups: bool
+        self,
+        request: Request,
+        replica_ids: Sequence[str],
+        cached: Iterable[str],
+        *,
+        has_groups: bool,
+        avoid: Collection[str],
     ) -> Iterator[Sequence[str]]:
         """The replicas to choose from: in a small fleet all; in a large fleet some, then more, then all.
 
         The caller asks for more if none of these takes the request. cached: replicas with the prefix, the best first.
+        Where all were full a moment ago, those with room since. Raises Overloaded when there is none.
         """
         if len(replica_ids) <= SMALL_FLEET:
+            yield replica_ids
+            return
+        full = self._full.get(request.is_background)
+        if full is not None and len(replica_ids) == len(self.replica_ids) and self._clock() < full.until:
+            if full.with_room:
+                yield sorted(full.with_room)
+            if not (has_groups or avoid or request.no_queue or request.adapter is not None):
+                full.with_room.clear()  # others have taken it
+                raise self._overloaded(self._all_full(full.num_requests), request, ended_per_s=full.ended_per_s)
             yield replica_ids
             return
         near = {*islice(cached, NUM_NEAR), self._sessions.replica_of(request.session)}
@@ -202,27 +232,30 @@ class ReplicaRegistry:
         are_all: there are no other replicas. Else the result is empty if none of these takes the request.
         """
         if not are_all:
-            return [
-                each for each in candidates
-                if not (each.is_full or each.is_suspect or each.replica_id in avoid)
-                and (each.has_slot or not request.no_queue) and (not group or each.group == group)
+            there = [each for each in candidates if not each.is_suspect and (not group or each.group == group)]
+            taking = [
+                each for each in there
+                if not (each.is_full or each.replica_id in avoid) and (each.has_slot or not request.no_queue)
             ]  # fmt: skip
+            # From a full replica the chosen one may fetch the beginning of the prompt. No policy chooses a full one.
+            return [*taking, *(each for each in there if each.is_full and each.num_cached_tokens)] if taking else []
         sound = [each for each in candidates if not each.is_suspect]
         full = [each for each in sound if each.is_full]
         if sound and len(full) == len(sound):
             num_requests = sum(each.num_requests for each in full)
-            raise self._overloaded(
-                f"all {len(self.replica_ids)} replicas are full ({num_requests:,} requests)", request
-            )
+            ended_per_s = self._ended_per_s
+            if request.adapter is None and len(candidates) == len(self.replica_ids):
+                until = self._clock() + FULL_LIFE_S
+                self._full[request.is_background] = _Full(until, num_requests, ended_per_s, set())
+            raise self._overloaded(self._all_full(num_requests), request, ended_per_s=ended_per_s)
         of_its_group = of_group(candidates, group)
         trusted = [each for each in of_its_group if not (each.is_suspect or each.replica_id in avoid)]
         if not request.no_queue:
             return trusted or of_its_group
         with_slot = [each for each in trusted if each.has_slot]
         if not with_slot:
-            raise self._overloaded(
-                f"none of {len(candidates)} replicas has a free slot, and this is not to wait", request
-            )
+            problem = f"none of {len(candidates)} replicas has a free slot, and this is not to wait"
+            raise self._overloaded(problem, request, ended_per_s=self._ended_per_s)
         return with_slot
 
     def _charge(self, request: Request, size: RequestSize, chosen: Candidate) -> None:
@@ -256,18 +289,36 @@ class ReplicaRegistry:
 
     def end(self, request_id: str, *, max_tokens: int = 0, num_generated: int | None = None) -> None:
         """A request has ended, in whatever way; `num_generated`: after so many tokens of its limit, or by a stop."""
-        self._ledger.end(request_id)
+        replica_id = self._ledger.end(request_id)
+        if self._full and replica_id in self._members:
+            self._note_room(replica_id)
         self._prefixes.end(request_id)
         if num_generated is not None:
             self._lengths.learn((max_tokens.bit_length(), None), num_generated)  # of like limits, and of all
 
-    def _overloaded(self, problem: str, request: Request) -> Overloaded:
+    def _note_room(self, replica_id: str) -> None:
+        """A replica may have room again, where all were full."""
+        for is_background, full in list(self._full.items()):
+            [candidate] = self._ledger.candidates([replica_id], now=self._clock(), is_background=is_background)
+            if not (candidate.is_full or candidate.is_suspect):
+                full.with_room.add(replica_id)
+            if len(full.with_room) >= SOME or self._clock() >= full.until:
+                del self._full[is_background]
+
+    def _all_full(self, num_requests: int) -> str:
+        return f"all {len(self.replica_ids)} replicas are full ({num_requests:,} requests)"
+
+    @property
+    def _ended_per_s(self) -> float:
+        return sum(report.ended_per_s for report in self.reports.values())
+
+    def _overloaded(self, problem: str, request: Request, *, ended_per_s: float) -> Overloaded:
         """The error for a caller when no replica can take its request: why, and when to come back."""
         return Overloaded(
             f"{problem}; try again shortly",
             retry_after_s=self._retry_times.next_after(
                 self._clock(),
-                ended_per_s=sum(report.ended_per_s for report in self.reports.values()),
+                ended_per_s=ended_per_s,
                 tenant=request.tenant,
                 takes_place=request.may_wait,
             ),
@@ -279,6 +330,7 @@ class ReplicaRegistry:
         """These replicas take requests from now on, and no others."""
         self.replica_ids, self._members = tuple(sorted(replica_ids)), frozenset(replica_ids)
         self._ledger.keep_only(self._members)
+        self._full.clear()
         for digest, known in list(self._with_adapter.items()):
             for gone in known.keys() - self._members:
                 del known[gone]
@@ -306,6 +358,8 @@ class ReplicaRegistry:
             if before is not None:
                 self._num_of_weights[before.weights] -= 1
         self._ledger.note(replica_id, report, now=self._clock())
+        if self._full:
+            self._note_room(replica_id)
         if report.weights != self._weights:
             self._note_weights(replica_id, report.weights)
 

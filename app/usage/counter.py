@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from app.usage.journal import UsageJournal
@@ -35,7 +35,8 @@ class UsageCounter:
         self._clock = clock
         self._counted: dict[str, dict[UsedFor, Used]] = {}  # by key, since the last report
         self._sent = UsageReport(process=self.process, number=0)  # may not count yet
-        self._known = UsageAnswer(number=0, day=day_of(clock()))
+        self._known_number = 0  # of the last report that counts
+        self._known: dict[str, tuple[str, BudgetTotals]] = {}  # by key: the day on which the owner has told it
 
     def add(self, key: str, call: CallUsage) -> None:
         """A call has ended."""
@@ -56,11 +57,11 @@ class UsageCounter:
 
     def totals(self, key: str) -> BudgetTotals:
         """All that is known to be used by a key today and this month."""
-        today, known = self.today, self._known
-        of_ledger = known.totals.get(key, BudgetTotals())
-        if month_of(known.day) != month_of(today):
+        today = self.today
+        day, of_ledger = self._known.get(key, (today, BudgetTotals()))
+        if month_of(day) != month_of(today):
             of_ledger = BudgetTotals()
-        elif known.day != today:
+        elif day != today:
             of_ledger = of_ledger._replace(tokens_today=0)
         return of_ledger.plus(_totals_of(self._uncounted(key), today))
 
@@ -78,17 +79,25 @@ class UsageCounter:
         return bool(self._counted) and not self._in_flight
 
     @property
+    def keys_to_report(self) -> Collection[str]:
+        """Those whose usage is in the next report for the first time."""
+        return self._counted.keys() if self.begins_report else ()
+
+    @property
     def number(self) -> int:
         """Of the report that will have what is counted now."""
         return self._sent.number + 1
 
-    def report(self, reserved: Mapping[str, BudgetTotals] | None = None, **fields: Any) -> UsageReport:
+    def report(
+        self, reserved: Mapping[str, BudgetTotals] | None = None, *, with_usage: bool = True, **fields: Any
+    ) -> UsageReport:
         """The report to send now, with these other fields. It has no more usage while the last one is not answered.
 
-        `reserved`: by key with budgets what its running requests may use.
+        `reserved`: by key with budgets what its running requests may use. `with_usage`: False leaves what was counted
+        since the last report to the next one.
         """
         number, used = self._sent.number, self._in_flight
-        if self.begins_report:
+        if with_usage and self.begins_report:
             number, used = self.number, self.uncounted()
             self._counted = {}
         left_out = {
@@ -100,11 +109,12 @@ class UsageCounter:
 
     def take(self, answer: UsageAnswer) -> None:
         """What the owner knows."""
-        self._known = answer
+        self._known_number = answer.number
+        self._known.update((key, (answer.day, totals)) for key, totals in answer.totals.items())
 
     @property
     def _in_flight(self) -> Mapping[UsedFor, Used]:
-        return self._sent.used if self._known.number < self._sent.number else {}
+        return self._sent.used if self._known_number < self._sent.number else {}
 
     def _uncounted(self, key: str) -> Iterator[tuple[UsedFor, Used]]:
         yield from self._counted.get(key, {}).items()

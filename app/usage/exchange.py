@@ -19,9 +19,55 @@ from app.usage.shares import LEASE_S
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
+HURRY_S = 0.1  # at least so long after a report the next one goes, where a request waits for it
 REMAINS_EVERY = 5  # periods
 SILENCE_S = 5.0  # of the owner: what is asked for here does not come here any more
 _TIMEOUT_S = 5.0
+
+
+class UsageReporter:
+    """What one process reports, and how it takes the answers. It knows no time but the clock's.
+
+    Of keys without changes nothing is told, so many idle keys cost nothing.
+    """
+
+    def __init__(self, counter: UsageCounter, limits: Limits, *, clock: Callable[[], float]) -> None:
+        self._counter = counter
+        self._limits = limits
+        self._clock = clock
+        self._answered_at = clock()
+        self._num_processes = 0
+        self._tells_all = True  # what the owner knows of this process may be old
+        self._day = ""  # of the last report
+
+    def report(self, *, with_usage: bool = True) -> UsageReport:
+        """The report to send now; see `UsageCounter.report`. After it comes `take` or `fail`."""
+        counter, limits = self._counter, self._limits
+        # On a new day budgets begin anew, and with them the parts of all processes.
+        everything = self._tells_all or counter.today != self._day
+        changes = limits.changes(None if everything else counter.keys_to_report if with_usage else ())
+        self._tells_all, self._day = True, counter.today
+        return counter.report(
+            changes.reserved,
+            with_usage=with_usage,
+            limits=changes.uses,
+            has_all_limits=changes.are_all,
+            num_processes=self._num_processes,
+            takes_slack=limits.takes_slack,
+        )
+
+    def take(self, answer: UsageAnswer) -> None:
+        """The owner has answered."""
+        self._answered_at, self._num_processes = self._clock(), answer.num_processes
+        self._tells_all = answer.wants_all
+        self._counter.take(answer)
+        self._limits.take(answer.shares, asked=answer.asks_for)
+
+    def fail(self, *, timeout_s: float = 0.0) -> None:
+        """The owner has not answered within `timeout_s`. The next report has all limits."""
+        silence_s = self._clock() - self._answered_at
+        if silence_s > SILENCE_S:
+            self._limits.lose_owner(has_share=silence_s < LEASE_S - timeout_s)
 
 
 class UsageExchange:
@@ -40,10 +86,9 @@ class UsageExchange:
         self._counter = counter
         self._owner = owner
         self._folder = folder
-        self._limits = limits
-        self._clock = clock
-        self._answered_at = clock()
-        self._num_processes = 0
+        self._reporter = UsageReporter(counter, limits, clock=clock)
+        self._hurried = asyncio.Event()
+        limits.on_hurry(self._hurried.set)
         self._num_failures = 0
 
     async def run(self) -> NoReturn:
@@ -52,8 +97,22 @@ class UsageExchange:
         while True:
             for _ in range(REMAINS_EVERY):
                 await self._without_failing(self.exchange)
-                await asyncio.sleep(PERIOD_S)
+                await self._pass_period()
             await self._without_failing(self.report_remains)
+
+    async def _pass_period(self) -> None:
+        """Wait for the next period. Limits are exchanged meanwhile if that is urgent."""
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + PERIOD_S
+        await asyncio.sleep(HURRY_S)
+        while loop.time() < ends_at:
+            try:
+                async with asyncio.timeout_at(ends_at):
+                    await self._hurried.wait()
+            except TimeoutError:
+                return
+            await self._without_failing(self.exchange_limits)
+            await asyncio.sleep(HURRY_S)
 
     async def open_journal(self) -> None:
         """From now on what is counted is written down. A folder that cannot be used is logged, and done without."""
@@ -67,33 +126,34 @@ class UsageExchange:
                 described(error),
             )
 
+    async def exchange_limits(self) -> None:
+        """As `exchange`, without what was counted since the last report: the owner has nothing to write."""
+        await self._exchange(self._reported(with_usage=False))
+
     async def exchange(self) -> None:
         """Report, and take the answer. Raises what `_told` raises; the next call sends the report again."""
         counter, journal = self._counter, self._counter.journal
         goes_on, next_file = False, None
         if journal is not None and (counter.begins_report or not journal.has_file):
             goes_on, next_file = True, await self._file_of(journal, counter.number + counter.begins_report)
-        limits = self._limits
-        report = counter.report(
-            reserved=limits.reserved(),
-            limits=limits.uses(),
-            num_processes=self._num_processes,
-            takes_slack=limits.takes_slack,
-        )
+        report = self._reported(with_usage=True)
         if journal is not None and goes_on and (before := journal.go_on_in(next_file)) is not None:
             await asyncio.to_thread(os.close, before)
+        await self._exchange(report)
+
+    def _reported(self, *, with_usage: bool) -> UsageReport:
+        self._hurried.clear()
+        return self._reporter.report(with_usage=with_usage)
+
+    async def _exchange(self, report: UsageReport) -> None:
         try:
             answer = await self._told(report)
         except Exception:
-            silence_s = self._clock() - self._answered_at
-            if silence_s > SILENCE_S:
-                limits.lose_owner(has_share=silence_s < LEASE_S - _TIMEOUT_S)
+            self._reporter.fail(timeout_s=_TIMEOUT_S)
             raise
-        self._answered_at, self._num_processes = self._clock(), answer.num_processes
-        counter.take(answer)
-        limits.take(answer.shares)
-        if journal is not None and report.used:
-            await asyncio.to_thread(journal.forget, report.number)
+        self._reporter.take(answer)
+        if self._counter.journal is not None and report.used:
+            await asyncio.to_thread(self._counter.journal.forget, report.number)
 
     async def _file_of(self, journal: UsageJournal, number: int) -> int | None:
         """A new file for a report; None when it cannot be opened now.

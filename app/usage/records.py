@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, date, datetime, timedelta
 from operator import add, attrgetter
@@ -82,7 +82,7 @@ class LimitUse(NamedTuple):
     share: float  # the part of what comes in a minute, 0 before it was given any; of PLACES how many; 0 of a budget
     held: float  # what its bucket has, or what it may reserve, without what it began with; of PLACES how many are taken
     wanted: float  # the sum of what was asked for; of PLACES the most at once
-    refused: float = 0.0  # the smallest request that was refused; of PLACES not told
+    refused: float = 0.0  # the smallest request that was refused; of PLACES how many requests wait for one
 
 
 class Share(NamedTuple):
@@ -90,14 +90,23 @@ class Share(NamedTuple):
 
     share: float
     given: float = 0.0  # what its bucket has more than before, or what it may reserve more; below 0: less
-    elsewhere: float = 0.0  # of a bucket: what other processes have of it, and what none has
+    # Of a bucket: what other processes have of it, and what none has. Of PLACES: how many requests wait elsewhere.
+    elsewhere: float = 0.0
+
+
+class LimitChanges(NamedTuple):
+    """What has changed in one process since its last report."""
+
+    uses: Mapping[LimitId, LimitUse]
+    reserved: Mapping[str, BudgetTotals]  # by key with budgets: what its running requests may use
+    are_all: bool  # all limits that there are, and not only changed ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageReport:
     """What one process has counted since its last report; that is sent again, unchanged, until it is answered.
 
-    Without `limits` the process has no part of any: it has died, and another one reports what it left.
+    Without any of all `limits` the process has no part of any: it has died, and another one reports what it left.
     """
 
     process: str
@@ -107,6 +116,7 @@ class UsageReport:
         default_factory=dict
     )  # by key with budgets: what running requests may use, and what has ended and is not in `used` yet
     limits: Mapping[LimitId, LimitUse] = field(default_factory=dict)
+    has_all_limits: bool = True  # else `reserved` and `limits` are of keys with changes, and others are as before
     num_processes: int = 0  # that share limits, as it was last told
     takes_slack: bool = True  # it has a part of what no process asks for, too
 
@@ -122,6 +132,9 @@ class UsageAnswer:
     )  # by key that was named, with what others have reserved
     shares: Mapping[LimitId, Share] = field(default_factory=dict)  # none: those that it has go on
     num_processes: int = 0  # that share limits
+    wants_all: bool = False  # the next report is to have all limits
+    # Keys that the next report is to have, with changes or without: the parts of their limits are to change.
+    asks_for: Collection[str] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,14 +167,14 @@ class Limits(Protocol):
     def takes_slack(self) -> bool:
         """Whether this process gets a part of what no process asks for."""
 
-    def reserved(self) -> dict[str, BudgetTotals]:
-        """By key with budgets: what its running requests may use."""
+    def on_hurry(self, hurry: Callable[[], None]) -> None:
+        """Call this when a report should not wait for the end of the period."""
 
-    def uses(self) -> dict[LimitId, LimitUse]:
-        """What is reported; what was asked for counts from here on."""
+    def changes(self, keys: Iterable[str] | None) -> LimitChanges:
+        """What is reported, of keys with changes and of these; None: of all. What was asked for counts from here on."""
 
-    def take(self, shares: Mapping[LimitId, Share]) -> None:
-        """What the owner gives."""
+    def take(self, shares: Mapping[LimitId, Share], *, asked: Collection[str]) -> None:
+        """What the owner gives. The next report has the keys that are asked for, and soon if this one had not."""
 
     def lose_owner(self, *, has_share: bool) -> None:
         """The owner is silent. `has_share`: it cannot have given to others yet what it gave before."""

@@ -14,8 +14,8 @@ times after a warm-up. Progress goes to stderr; the last line of stdout is one J
     added_itl_*          time between two arrivals of tokens less one step
     dispatch_imbalance   requests on the fullest replica over the mean; null when answers do not name their replica
 
-`--limits` starts no service: it simulates how near ingresses keep the limits of a key (`shares.py`), for 1, 3 and 8 of
-them. Of each run: tokens admitted over those that one process with the whole limit admits.
+`--limits` starts no service: it simulates how near ingresses keep the limits of a key (`shares.py`), for 1, 3, 8 and
+32 of them. Of each run: tokens admitted over those that one process with the whole limit admits.
 
 The client is one process; its CPU time is told too, because it takes from what the service has of the machine.
 """

@@ -107,15 +107,17 @@ def measure(
     return figures
 
 
-def conversations(num_requests: int, num_per_s: float, rng: random.Random, seed: int) -> Trace:
-    """The first turns, each with those that follow."""
+def conversations(num_requests: int, num_per_s: float, rng: random.Random, seed: int, *, hot_tokens: int = 0) -> Trace:
+    """The first turns, each with those that follow. `hot_tokens`: half of all begin with the same so many tokens."""
     systems = [tuple(rng.choices(range(1, _VOCAB_SIZE), k=_SYSTEM_TOKENS)) for _ in range(_NUM_SYSTEM_PROMPTS)]
+    hot = tuple(rng.choices(range(1, _VOCAB_SIZE), k=hot_tokens))
     conversations: list[list[TracedRequest]] = []
     history: tuple[int, ...] = ()
     for line in make_workload("sharegpt", seed=seed, num_requests=num_requests):
         if not history:
             conversations.append([])
-        prompt = (*(history or rng.choice(systems)), *line["prompt_token_ids"])
+        begins_hot = not history and hot and rng.random() < 0.5
+        prompt = (*(hot if begins_hot else history or rng.choice(systems)), *line["prompt_token_ids"])
         num_tokens = line["max_tokens"]
         turn = TracedRequest(
             arrival_s=rng.expovariate(1 / _MEAN_PAUSE_S), num_prompt_tokens=len(prompt), num_output_tokens=num_tokens,

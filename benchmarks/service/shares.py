@@ -17,14 +17,14 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from app.api.auth.keys import AccountLimits, KeyRing
-from app.api.auth.limits import Account, SharedPools
+from app.api.auth.limits import PLACE_WAIT_S, Account, SharedPools
 from app.config import KeyConfig
 from app.errors import BudgetSpent, LimitReached
 from app.jobs.usage_ledger import SCHEMA, UsageLedger
 from app.usage import CallUsage, UsageAnswer, UsageCounter, UsageReport, Used
-from app.usage.exchange import PERIOD_S, SILENCE_S
+from app.usage.exchange import HURRY_S, PERIOD_S, UsageReporter
 from app.usage.records import day_of
-from app.usage.shares import LEASE_S, Shares
+from app.usage.shares import Shares
 
 MINUTE_S = 60.0
 # What the owner does not answer, in seconds of a run.
@@ -44,7 +44,7 @@ class Case:
     requests_per_minute: int | None = None
     max_concurrency: int | None = None
     tokens_per_day: int | None = None  # with this the requests come in waves, and come again when they may
-    answer_s: float = 0.0  # from what the owner decides until a process knows of it
+    answer_s: float = 0.005  # from what the owner decides until a process knows of it
     seconds: float = 300.0
 
 
@@ -63,18 +63,21 @@ class _Request(NamedTuple):
 
 
 class _Ingress:
-    def __init__(self, name: str, config: KeyConfig, clock: Callable[[], float], *, first_share: float) -> None:
-        self.name = name
+    def __init__(
+        self, config: KeyConfig, clock: Callable[[], float], hurry: Callable[[_Ingress], None], *, first_share: float
+    ) -> None:
         pools = SharedPools(first_share=first_share, shares_budgets=True)
         self.counter = pools.usage = UsageCounter(clock)
         ring = KeyRing([config], pools, clock=clock)
         [self.account] = ring.accounts
-        self.limits = AccountLimits(ring)
-        self.answered_at = clock()
-        self.num_processes = 0
+        limits = AccountLimits(ring)
+        self.reporter = UsageReporter(self.counter, limits, clock=clock)
+        self.begun_at = self.next_at = 0.0  # its last exchange, and the next one
+        self.turn = 0  # the number of its next one; what was planned before is stale
+        limits.on_hurry(lambda: hurry(self))
 
 
-class _Owner:
+class Owner:
     """The ledger outlives a death of the owner, its shares do not."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -104,6 +107,7 @@ class _Run:
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
+        self.num_exchanges = 0
         config = KeyConfig(
             name="key",
             sha256="0" * 64,
@@ -113,9 +117,11 @@ class _Run:
             tokens_per_day=case.tokens_per_day,
         )
         share = 1 / case.num_ingresses
-        self._ingresses = [_Ingress(str(n), config, self._clock, first_share=share) for n in range(case.num_ingresses)]
-        self._single = _Ingress("", config, self._clock, first_share=1.0)
-        self._owner = _Owner(self._clock)
+        self._ingresses = [
+            _Ingress(config, self._clock, self._hurry, first_share=share) for _ in range(case.num_ingresses)
+        ]
+        self._single = _Ingress(config, self._clock, lambda ingress: None, first_share=1.0)
+        self._owner = Owner(self._clock)
         self.shared, self.single = Admitted({}), Admitted({})
 
     def _clock(self) -> float:
@@ -128,7 +134,7 @@ class _Run:
         case = self._case
         for number, ingress in enumerate(self._ingresses):
             begins_s = (number + self._rng.random()) * PERIOD_S / case.num_ingresses
-            self._at(begins_s, partial(self._exchange, ingress))
+            self._plan(ingress, begins_s)
         if case.owner_dies:
             self._at(DEAD_FROM_S, lambda: setattr(self._owner, "shares", None))
             self._at(DEAD_UNTIL_S, lambda: setattr(self._owner, "shares", Shares(self._clock)))
@@ -142,35 +148,61 @@ class _Run:
             self.now, _, event = heapq.heappop(self._events)
             event()
 
-    def _exchange(self, ingress: _Ingress) -> None:
-        limits = ingress.limits
-        report = ingress.counter.report(
-            reserved=limits.reserved(), limits=limits.uses(), num_processes=ingress.num_processes
-        )
-        answer = self._owner.answer(report)
-        if answer is not None:
-            self._at(self.now + self._case.answer_s, partial(self._learn, ingress, answer))
-        elif (silence_s := self.now - ingress.answered_at) > SILENCE_S:
-            limits.lose_owner(has_share=silence_s < LEASE_S)
-        self._at(self.now + self._case.answer_s + PERIOD_S, partial(self._exchange, ingress))
+    def _plan(self, ingress: _Ingress, at: float) -> None:
+        """The next exchange of an ingress, in place of the one that was planned before."""
+        ingress.turn += 1
+        ingress.next_at = at
+        self._at(at, partial(self._exchange, ingress, ingress.turn))
 
-    def _learn(self, ingress: _Ingress, answer: UsageAnswer) -> None:
-        ingress.answered_at, ingress.num_processes = self.now, answer.num_processes
-        ingress.counter.take(answer)
-        ingress.limits.take(answer.shares)
+    def _hurry(self, ingress: _Ingress) -> None:
+        """As `UsageExchange` does. An answer that is under way comes first."""
+        at = max(self.now, ingress.begun_at + self._case.answer_s + HURRY_S)
+        if at < ingress.next_at:
+            self._plan(ingress, at)
+
+    def _exchange(self, ingress: _Ingress, turn: int) -> None:
+        if turn != ingress.turn:
+            return
+        ingress.begun_at = self.now
+        self.num_exchanges += 1
+        answer = self._owner.answer(ingress.reporter.report())
+        if answer is not None:
+            self._at(self.now + self._case.answer_s, partial(ingress.reporter.take, answer))
+        else:
+            ingress.reporter.fail()
+        self._plan(ingress, self.now + self._case.answer_s + PERIOD_S)
 
     def _arrive(self) -> None:
         ingress, request = self._ingress(), self._request()
-        ends_at = self.now + self._rng.uniform(0.5, 9.5)
-        for each, admitted in ((ingress, self.shared), (self._single, self.single)):
-            self._ask(each.account, admitted, request, ends_at)
+        lasts_s = self._rng.uniform(0.5, 9.5)
+        self._ask(self._single.account, self.single, request, lasts_s)
+        self._come(ingress.account, request, lasts_s, self.now + PLACE_WAIT_S)
         self._at(self.now + self._rng.expovariate(self._num_per_s), self._arrive)
 
     def _insist(self, request: _Request) -> None:
         """Ask, and ask again when the refusal says so."""
-        refusal = self._ask(self._ingress().account, self.shared, request, self.now + self._rng.uniform(0.5, 9.5))
+        refusal = self._ask(self._ingress().account, self.shared, request, self._rng.uniform(0.5, 9.5))
         if refusal is not None and not isinstance(refusal, BudgetSpent):
             self._at(self.now + refusal.retry_after_s, partial(self._insist, request))
+
+    def _come(self, account: Account, request: _Request, lasts_s: float, until_s: float) -> None:
+        """Ask; before, wait for a place, as `Account.wait_for_place` does."""
+        places = account.places
+        if places is None or not places.may_come or self.now >= until_s:
+            self._ask(account, self.shared, request, lasts_s)
+            return
+        account.pools.note_change(account.name)
+        has_gone_on = False
+
+        def go_on() -> None:
+            nonlocal has_gone_on
+            if not has_gone_on:
+                has_gone_on = True
+                places.leave(go_on)
+                self._come(account, request, lasts_s, until_s)
+
+        places.wait(go_on)
+        self._at(until_s, go_on)
 
     def _ingress(self) -> _Ingress:
         is_hot = self._rng.random() < self._case.skew
@@ -191,7 +223,7 @@ class _Run:
         ]
         return case.load * min(each for each in allowed if each)
 
-    def _ask(self, account: Account, admitted: Admitted, request: _Request, ends_at: float) -> LimitReached | None:
+    def _ask(self, account: Account, admitted: Admitted, request: _Request, lasts_s: float) -> LimitReached | None:
         """Begin a request, or tell what it is refused for."""
         running, used = ExitStack(), request.used
         try:
@@ -207,10 +239,10 @@ class _Run:
         admitted.most_running = max(admitted.most_running, admitted.num_running)
 
         def end() -> None:
-            running.close()
             admitted.num_running -= 1
+            running.close()  # another request may begin with it
 
-        self._at(ends_at, end)
+        self._at(self.now + lasts_s, end)
         return None
 
 
@@ -225,6 +257,7 @@ def measure(case: Case, *, seed: int) -> dict[str, float]:
         "lowest_minute": round(min(ratios), 3),
         "highest_minute": round(max(ratios), 3),
         "most_at_once": run.shared.most_running,
+        "exchanges_per_s": round(run.num_exchanges / case.seconds / case.num_ingresses, 1),
     }
 
 
@@ -239,7 +272,7 @@ def measure_budget(case: Case, *, seed: int) -> dict[str, float]:
 def measure_all(*, seed: int) -> dict[str, Any]:
     """The table."""
     figures: dict[str, Any] = {"seed": seed}
-    for num_ingresses in (1, 3, 8):
+    for num_ingresses in (1, 3, 8, 32):
         for name, fields in CASES.items():
             case = Case(num_ingresses=num_ingresses, **fields)
             figures[f"{num_ingresses} ingresses, {name}"] = measure(case, seed=seed)

@@ -1,6 +1,6 @@
 """The service's own code at the size of a large fleet: `python -m benchmarks.service.thousand`.
 
-Four parts, each for fleets of `--replicas`:
+Seven parts, each for fleets of `--replicas`:
 
     dispatch   the registry of one ingress, with reports and cached prefixes of all replicas. Microseconds of one
                decision (p50, p99) by policy; of one report that comes with a frame; milliseconds when one replica is
@@ -9,6 +9,14 @@ Four parts, each for fleets of `--replicas`:
                that only counts) at `--load` of what the fleet can compute. The mean and p99 time to the first token
                over those of a perfect dispatcher: one ingress that looks at all replicas for each request, and whose
                reports are never old. The share of prompt tokens that were found cached
+    newcomer   the same with the first of `--ingresses`; at half of the time one more ingress starts. The time to the
+               first token and the share of prompts that was expected to be cached, by seconds since then, of requests
+               through it and through the others
+    hot        as quality, and half of all conversations begin with the same 1,000 tokens. Also the tokens that the
+               busiest replica computed over the mean
+    adapters   as quality, and each conversation has one of 200 LoRA adapters, the n-th 1/n as often as the first. A
+               replica has 8 loaded; a load takes 0.3 s. Loads a second, the share of requests whose adapter was there,
+               the time to the first token over that of the same conversations without adapters
     sockets    ingresses with a connection to each replica, over real sockets; replicas are simulated engines in other
                processes. Seconds until all are connected, CPU of the idle ingress, bytes of each replica a second; then
                `--streams` at once and one `--event` after the other: all replicas stay; a tenth or a rack of 30% is
@@ -33,24 +41,21 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from app.config import SchedulerConfig
 from app.engine.block_pool import digests_of
 from app.engine.request import Request, SamplingParams
-from app.fleet import ReplicaRegistry, replica_registry
+from app.fleet import ReplicaRegistry
 from app.fleet.dispatch import GroupChooser, PrefixChanges, ReplicaReport, make_policy
 from benchmarks.harness.command import command_parser, positive, run_command, tell
 from benchmarks.harness.processes import resident_mib
-from benchmarks.service import prefixes
+from benchmarks.service.thousand_quality import HOT_TOKENS, adapter_figures, newcomer_figures, quality_figures
 from benchmarks.service.thousand_sockets import EVENTS, sockets_figures
-from deployments.plan.simulation import FleetSimulation
 
 POLICIES = ("round_robin", "least_loaded", "prefix_affinity")
-PARTS = ("dispatch", "quality", "sockets", "metrics")
+PARTS = ("dispatch", "quality", "newcomer", "hot", "adapters", "sockets", "metrics")
 _BLOCK = 16
 _PROMPT_TOKENS = 512
 _PREFIXES_OF_ONE = 1_500  # that ingresses know of a replica with some 6,000 blocks
@@ -77,6 +82,9 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     parts: dict[str, Callable[[int], dict[str, Any]]] = {
         "dispatch": lambda number: dispatch_figures(number, given.seed),
         "quality": lambda number: quality_figures(number, given),
+        "newcomer": lambda number: newcomer_figures(number, given),
+        "hot": lambda number: quality_figures(number, given, hot_tokens=HOT_TOKENS),
+        "adapters": lambda number: adapter_figures(number, given),
         "sockets": lambda number: sockets_figures(number, given.event, given.streams, given.ingresses, given.seed),
         "metrics": lambda number: _metrics_figures(number, given.seed),
     }
@@ -173,67 +181,6 @@ def _time_of_replacement(registry: ReplicaRegistry) -> float:
     for new in range(number):
         registry.set_replicas([*registry.replica_ids[1:], f"replica-new-{new}"])
     return (time.perf_counter() - began) / number
-
-
-# ---------------------------------------------------------------------- quality
-
-
-def quality_figures(num_replicas: int, given: argparse.Namespace) -> dict[str, Any]:
-    """Of each number of ingresses, over the perfect dispatcher."""
-    rate = given.load * num_replicas * _turns_per_s(given.seed)
-    num_turns = num_replicas * given.turns
-    with looking_at_all():
-        best = _served(num_replicas, 1, rate, num_turns, given.seed)
-    figures: dict[str, Any] = {"turns_per_s": round(rate, 1), "perfect": best}
-    for number in given.ingresses:
-        found = _served(num_replicas, number, rate, num_turns, given.seed)
-        found |= {
-            f"{name}_over_perfect": round(found[name] / best[name], 3) for name in ("ttft_mean_ms", "ttft_p99_ms")
-        }
-        figures[f"{number} ingresses"] = found
-        tell(f"{num_replicas} replicas, {number} ingresses: {found}")
-    return figures
-
-
-@contextmanager
-def looking_at_all() -> Iterator[None]:
-    """Every replica of a large fleet is a candidate for each request."""
-    usual = replica_registry.SMALL_FLEET
-    replica_registry.SMALL_FLEET = sys.maxsize
-    try:
-        yield
-    finally:
-        replica_registry.SMALL_FLEET = usual
-
-
-def _turns_per_s(seed: int) -> float:
-    """What one replica can compute: of four that always have work."""
-    num_replicas, num_turns = 4, 800
-    run = _fleet(num_replicas, 1, seed).run(prefixes.conversations(num_turns, 1e6, random.Random(seed), seed))
-    return num_turns / run.seconds / num_replicas
-
-
-def _served(num_replicas: int, num_ingresses: int, rate: float, num_turns: int, seed: int) -> dict[str, float]:
-    fleet = _fleet(num_replicas, num_ingresses, seed)
-    firsts_per_s = rate / prefixes.MEAN_TURNS
-    began = time.perf_counter()
-    run = fleet.run(prefixes.conversations(num_turns, firsts_per_s, random.Random(seed), seed))
-    stats = [engine.stats() for engine in fleet.engines]
-    times = run.per_request_s("ttft") * 1e3
-    return {
-        "ttft_mean_ms": round(float(times.mean()), 2),
-        "ttft_p99_ms": round(float(np.percentile(times, 99)), 2),
-        "refused": run.num_refused,
-        "found": round(sum(s.total_cached_tokens for s in stats) / sum(s.total_prompt_tokens for s in stats), 4),
-        "computed_in_s": round(time.perf_counter() - began, 1),
-    }
-
-
-def _fleet(num_replicas: int, num_ingresses: int, seed: int) -> FleetSimulation:
-    return FleetSimulation(
-        [prefixes.MEASURED] * num_replicas, SchedulerConfig(max_running=32, max_waiting=1_000_000), prefixes.CACHE,
-        dispatch="prefix_affinity", num_ingresses=num_ingresses, seed=seed,
-    )  # fmt: skip
 
 
 if __name__ == "__main__":

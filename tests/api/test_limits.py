@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from contextlib import AsyncExitStack, ExitStack
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from app.api.auth import limits
 from app.api.auth.keys import NoAuthentication
-from app.api.auth.limits import Account, SharedPools, TokenBucket
+from app.api.auth.limits import PLACE_WAIT_S, Account, Places, SharedPools, TokenBucket
 from app.config import KeyConfig
 from app.errors import InvalidRequest, LimitReached, NotPermitted, Overloaded
 from app.fair import SharedPool
@@ -19,7 +20,7 @@ from app.usage import CallUsage, Used
 from app.usage.records import PLACES, LimitUse, Share
 from tests.kit.engine import FakeClock
 from tests.kit.service import KEY, OTHER_KEY, WAIT, Answer, Connection, Service, bearer, entry, say
-from tests.waiting import until
+from tests.waiting import TimelessLoop, until
 
 
 def account(clock: FakeClock, **limits: Any) -> Account:
@@ -153,6 +154,93 @@ def test_a_part_of_a_limit_is_what_a_process_has_until_it_is_given_more() -> Non
         for limit in by_what.values():
             limit.lose_owner(has_share=False)
         assert by_what[PLACES].use().share == 2
+
+
+@pytest.fixture
+def timeless() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner(loop_factory=TimelessLoop) as runner:
+        yield runner
+
+
+async def asked(account: Account, running: ExitStack) -> float:
+    """As the guard does; seconds until it has begun. Raises LimitReached."""
+    began = asyncio.get_running_loop().time()
+    await account.wait_for_place()
+    running.enter_context(account.reserve())
+    return asyncio.get_running_loop().time() - began
+
+
+def sharing(num_here: int, *, of: int) -> tuple[Account, Places, list[None]]:
+    """An account that shares its places with others; the list gets one more whenever the owner should soon be told."""
+    hurried: list[None] = []
+    pools = SharedPools(first_share=0.5)
+    pools.hurry = lambda: hurried.append(None)
+    account = Account(KeyConfig.model_validate(entry(max_concurrency=of)), FakeClock(), pools)
+    assert account.places is not None
+    account.places.set_share(Share(num_here))
+    return account, account.places, hurried
+
+
+def test_a_request_waits_for_a_place_of_another_process_and_asks_for_it_at_once(timeless: asyncio.Runner) -> None:
+    limited, places, hurried = sharing(1, of=4)
+
+    async def run() -> list[float]:
+        with ExitStack() as running:
+            durations = [await asked(limited, running)]
+            waiting = [asyncio.create_task(asked(limited, running)) for _ in range(2)]
+            await asyncio.sleep(0.1)
+            assert places.use() == LimitUse(1, 1, 3, refused=2)
+            places.set_share(Share(3))
+            return [*durations, *await asyncio.gather(*waiting)]
+
+    assert timeless.run(run()) == pytest.approx([0, 0.1, 0.1])
+    assert len(hurried) == 2
+
+
+def test_a_place_that_is_given_back_here_goes_to_a_request_that_waits(timeless: asyncio.Runner) -> None:
+    limited, _, _ = sharing(1, of=4)
+
+    async def run() -> float:
+        with ExitStack() as running, ExitStack() as first:
+            await asked(limited, first)
+            waiting = asyncio.create_task(asked(limited, running))
+            await asyncio.sleep(0.2)
+            first.close()
+            return await waiting
+
+    assert timeless.run(run()) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("owner_is_lost", [False, True])
+def test_a_request_without_a_place_is_refused_after_a_moment_and_at_once_where_none_can_come(
+    owner_is_lost: bool, timeless: asyncio.Runner
+) -> None:
+    limited, places, _ = sharing(1, of=4)
+
+    async def run() -> float:
+        with ExitStack() as running:
+            await asked(limited, running)
+            if owner_is_lost:
+                places.lose_owner(has_share=True)
+            began = asyncio.get_running_loop().time()
+            with pytest.raises(LimitReached, match="4 requests at once"):
+                await asked(limited, running)
+            assert places.use().refused == 0, "none waits any more"
+            return asyncio.get_running_loop().time() - began
+
+    assert timeless.run(run()) == pytest.approx(0.0 if owner_is_lost else PLACE_WAIT_S)
+
+
+def test_free_places_are_given_back_while_requests_wait_elsewhere() -> None:
+    limited, places, hurried = sharing(3, of=4)
+    with limited.reserve():
+        places.set_share(Share(3, elsewhere=1.0))
+        assert places.use().share == 1
+        assert not hurried
+    assert len(hurried) == 1
+    assert places.use().share == 0
+    places.set_share(Share(2))
+    assert places.use().share == 2, "no request waits now"
 
 
 def test_log_probabilities_of_calls_under_way_share_what_a_process_holds_at_once() -> None:

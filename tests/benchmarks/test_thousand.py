@@ -11,8 +11,10 @@ import pytest
 
 from app.engine.async_engine import AsyncEngine
 from app.fleet import FrameServer, replica_registry, report_of_engine
-from benchmarks.service.thousand import POLICIES, dispatch_figures, filled_registry, looking_at_all, quality_figures
+from benchmarks.service.prefixes import conversations
+from benchmarks.service.thousand import POLICIES, dispatch_figures, filled_registry
 from benchmarks.service.thousand_ingress import TOKENS, Played, Stream, figures_of
+from benchmarks.service.thousand_quality import looking_at_all, newcomer_figures, quality_figures
 from benchmarks.service.thousand_replicas import metrics
 from tests.kit.engine import build_fake_engine
 
@@ -41,6 +43,23 @@ def test_quality_compares_with_a_dispatcher_that_looks_at_all() -> None:
     with looking_at_all():
         assert before < replica_registry.SMALL_FLEET
     assert before == replica_registry.SMALL_FLEET
+
+
+def test_a_new_ingress_gets_its_part_of_the_requests_and_is_compared_with_the_others() -> None:
+    class Given:
+        load, turns, ingresses, seed = 0.8, 10, [2], 1
+
+    figures = newcomer_figures(30, Given())  # type: ignore[arg-type]
+    requests = {name: sum(each[name]["requests"] for each in figures.values()) for name in ("new", "others")}
+    assert 130 <= sum(requests.values()) <= 150, "those of the second half"
+    assert 0.2 <= requests["new"] / sum(requests.values()) <= 0.5
+
+
+def test_half_of_all_conversations_begin_with_the_hot_prompt() -> None:
+    trace = conversations(400, 10.0, random.Random(1), 1, hot_tokens=1_000)
+    prompts = [each.prompt_token_ids or () for each in trace.requests]
+    most = max(prompts, key=len)[:300]
+    assert 0.4 <= sum(prompt[:300] == most for prompt in prompts) / len(prompts) <= 0.6
 
 
 def test_streams_that_lack_tokens_or_have_others_are_counted() -> None:

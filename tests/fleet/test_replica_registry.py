@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,9 +13,9 @@ from app.engine.block_pool import BlockPool, Prefix, digests_of
 from app.engine.request import Adapter, Address, PrefixAt, Request
 from app.errors import InvalidRequest, Overloaded, Unavailable
 from app.fleet import ReplicaRegistry
-from app.fleet.dispatch import Group, GroupChooser, PrefixChanges, make_policy
+from app.fleet.dispatch import Candidate, Group, GroupChooser, PrefixChanges, make_policy
 from app.fleet.prefix_feed import PrefixFeed
-from app.fleet.replica_registry import SOME
+from app.fleet.replica_registry import FULL_LIFE_S, SOME
 from tests.kit.engine import FakeClock, make_request
 from tests.kit.fleet import make_report
 
@@ -333,6 +334,60 @@ def test_the_replica_that_is_full_is_not_taken_while_one_of_500_is_not() -> None
     registry.note("r123", make_report(num_requests=10))
     with pytest.raises(Overloaded, match=r"all 500 replicas are full \(5,0\d\d requests\)"):
         registry.place(make_request(request_id="next"), MANY)
+
+
+def placed(registry: ReplicaRegistry, request_id: str, prompt: tuple[int, ...] = (5, 6, 7)) -> str:
+    return registry.place(make_request(prompt, request_id=request_id), registry.replica_ids).replica_id
+
+
+def count_looked_at(registry: ReplicaRegistry, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many replicas the ledger was asked for, each time."""
+    numbers: list[int] = []
+    candidates = registry._ledger.candidates
+
+    def counted(replica_ids: Iterable[str], **more: Any) -> list[Candidate]:
+        found = candidates(replica_ids, **more)
+        numbers.append(len(found))
+        return found
+
+    monkeypatch.setattr(registry._ledger, "candidates", counted)
+    return numbers
+
+
+def test_refusals_of_a_full_fleet_look_at_no_replica_until_one_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = large_registry()
+    for replica_id in MANY:
+        registry.note(replica_id, make_report(num_requests=9))
+    owners = {placed(registry, str(number)): str(number) for number in range(500)}
+    assert len(owners) == 500
+    looked_at = count_looked_at(registry, monkeypatch)
+    for _ in range(100):
+        with pytest.raises(Overloaded, match=r"all 500 replicas are full \(5,000 requests\)"):
+            placed(registry, "refused")
+    assert sum(looked_at) < 2 * 500, "the first refusal alone looks at all"
+    looked_at.clear()
+    registry.note("r007", make_report(num_requests=10, num_own=1))
+    registry.end(owners["r123"])
+    assert placed(registry, "next") == "r123"
+    with pytest.raises(Overloaded, match="all 500"):
+        placed(registry, "refused")
+    registry.note("r007", make_report(num_requests=9, num_own=1))
+    assert placed(registry, "last") == "r007"
+    assert sum(looked_at) < 10
+    registry._clock.advance(FULL_LIFE_S)  # type: ignore[attr-defined]
+    with pytest.raises(Overloaded):
+        placed(registry, "refused")
+    assert sum(looked_at) > 500, "reports grow old, and no one tells"
+
+
+def test_a_full_replica_of_a_large_fleet_is_a_source_of_the_prefix_that_it_has() -> None:
+    registry = large_registry("prefix_affinity")
+    prompt, address = tuple(range(300)), ("host", 1, "key")
+    digests = array("q", digests_of(prompt, salt="", block_size=4)).tobytes()
+    registry.note("r042", make_report(num_requests=10), PrefixChanges(digests, is_all=True, address=address))
+    decision = registry.place(make_request(prompt), registry.replica_ids)
+    assert decision.replica_id != "r042"
+    assert registry.prefix_at(decision) == PrefixAt(Address(*address), 72)
 
 
 def test_a_request_that_must_not_wait_finds_the_one_free_slot_of_500() -> None:

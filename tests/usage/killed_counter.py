@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 from app.usage import CallUsage, UsageCounter, UsageExchange, Used
-from app.usage.records import BudgetTotals, LimitId, Limits, LimitUse, Share
+from app.usage.records import LimitChanges, LimitId, Limits, Share
 from tests.kit.usage import LedgerOwner
 
 CALL = CallUsage("demo", False, Used(1, 5, 2, 3, 0.25))
@@ -25,14 +25,15 @@ class NoLimits(Limits):
 
     takes_slack = True
 
-    def reserved(self) -> dict[str, BudgetTotals]:
-        return {}
+    def on_hurry(self, hurry: Callable[[], None]) -> None:
+        pass
 
-    def uses(self) -> dict[LimitId, LimitUse]:
-        return {}
+    def changes(self, keys: Iterable[str] | None) -> LimitChanges:
+        return LimitChanges({}, {}, are_all=True)
 
-    def take(self, shares: Mapping[LimitId, Share]) -> None:
+    def take(self, shares: Mapping[LimitId, Share], *, asked: Collection[str]) -> None:
         assert not shares
+        assert not asked
 
 
 async def main(folder: Path, log: int) -> None:

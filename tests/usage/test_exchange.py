@@ -20,7 +20,7 @@ from app.api.auth.keys import AccountLimits, KeyRing
 from app.api.auth.limits import SharedPools
 from app.config import KeyConfig
 from app.errors import Unavailable
-from app.usage import CallUsage, UsageCounter, UsageExchange, UsageReport, Used, UsedFor, shares
+from app.usage import CallUsage, UsageAnswer, UsageCounter, UsageExchange, UsageReport, Used, UsedFor, shares
 from app.usage.exchange import SILENCE_S
 from app.usage.journal import UsageJournal, remains
 from app.usage.records import BudgetTotals
@@ -30,6 +30,7 @@ from tests.kit.jobs import Echo, service_in
 from tests.kit.service import entry
 from tests.kit.usage import NOON, TODAY, LedgerOwner
 from tests.usage.killed_counter import CALL
+from tests.waiting import until
 
 PROJECT = Path(__file__).parents[2]
 
@@ -283,6 +284,32 @@ async def test_without_a_folder_to_write_to_usage_is_counted_all_the_same(
     assert owner.total() == CALL.used
 
 
+async def test_limits_are_exchanged_within_the_period_when_a_request_waits_and_usage_is_not(
+    tmp_path: Path, owner: LedgerOwner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.usage.exchange.PERIOD_S", 3600.0)
+    reports: list[UsageReport] = []
+    pools, counter = SharedPools(), UsageCounter(at_noon())
+    report_usage = owner.report_usage
+
+    async def noted(report: UsageReport) -> UsageAnswer:
+        reports.append(report)
+        return await report_usage(report)
+
+    monkeypatch.setattr(owner, "report_usage", noted)
+    exchange = UsageExchange(counter, owner, tmp_path / "usage", AccountLimits(KeyRing([], pools)))
+    exchanging = asyncio.create_task(exchange.run())
+    for number in range(1, 4):
+        await until(lambda: len(reports) == number)  # noqa: B023
+        counter.add("alice", CALL)
+        pools.hurry()
+    await until(lambda: len(reports) == 4)
+    exchanging.cancel()
+    assert not any(report.used for report in reports), "each would be a transaction of the owner"
+    await exchange.exchange()
+    assert owner.total().num_requests == 3
+
+
 async def test_reports_carry_parts_of_limits_and_a_dead_process_leaves_its_own_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,7 +321,7 @@ async def test_reports_carry_parts_of_limits_and_a_dead_process_leaves_its_own_t
             ring = KeyRing([key], SharedPools(first_share=0.5), clock=clock)
             limits = AccountLimits(ring)
             exchanges.append(UsageExchange(counter, owner, tmp_path / "usage", limits, clock=clock))
-            uses.append(lambda limits=limits: next(iter(limits.uses().values())))
+            uses.append(lambda limits=limits: next(iter(limits.changes(None).uses.values())))
             await exchanges[-1].open_journal()
         for _ in range(3):
             for exchange in exchanges:
@@ -303,7 +330,8 @@ async def test_reports_carry_parts_of_limits_and_a_dead_process_leaves_its_own_t
         assert counters[1].journal is not None
         counters[1].journal.close()
         await exchanges[0].report_remains()
-        await exchanges[0].exchange()
+        for _ in range(2):  # it has nothing to tell, and is asked
+            await exchanges[0].exchange()
         assert uses[0]().share == 1.0
     for silence_s, share in ((SILENCE_S + 1, 1.0), (LEASE_S, 0.5)):
         clock.advance(silence_s)

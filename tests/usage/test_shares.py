@@ -13,7 +13,7 @@ from app.api.auth.limits import OWED_PART, UNTOLD_PART, Reservation, SharedPools
 from app.config import KeyConfig
 from app.errors import LimitReached
 from app.usage import CallUsage, UsageAnswer, UsageCounter, UsageReport, Used
-from app.usage.exchange import SILENCE_S
+from app.usage.exchange import UsageReporter
 from app.usage.records import PLACES, BudgetTotals, LimitId, LimitUse, Share
 from app.usage.shares import LEASE_S, SETTLING_S, Shares
 from benchmarks.service.shares import BUDGET_CASES, CASES, Case, measure, measure_budget
@@ -26,13 +26,15 @@ AT_ONCE = LimitId("alice", PLACES, 5)
 
 @pytest.mark.parametrize(
     ("num_ingresses", "name"),
-    [*((number, name) for number in (3, 8) for name in CASES), (1, "tokens, skewed"), (1, "40 at once, even")],
+    [
+        *((number, name) for number in (3, 8) for name in CASES),
+        *((1, name) for name in ("tokens, skewed", "40 at once, even")),
+        *((32, name) for name in ("tokens, even", "200 at once, even", "40 at once, even")),
+    ],
 )
 def test_what_is_admitted_is_what_is_allowed(name: str, num_ingresses: int) -> None:
     figures = measure(Case(num_ingresses=num_ingresses, **CASES[name]), seed=7)
-    # Of few places some are always on their way from one process to another.
-    lowest = 0.85 if name.startswith("40 at once") else 0.95
-    assert lowest <= figures["whole"] <= 1.05, figures
+    assert 0.95 <= figures["whole"] <= 1.05, figures
     assert figures["highest_minute"] <= 1.2, figures
     if most := CASES[name].get("max_concurrency"):
         assert figures["most_at_once"] <= most, figures
@@ -54,8 +56,7 @@ class Process:
         self.counter = pools.usage = UsageCounter(clock)
         ring = KeyRing([KeyConfig.model_validate(entry(**limits))], pools, clock=clock)
         [self.account] = ring.accounts
-        self._limits = AccountLimits(ring)
-        self._answered_at = clock()
+        self._reporter = UsageReporter(self.counter, AccountLimits(ring), clock=clock)
         self.running: list[tuple[ExitStack, Reservation]] = []
         self.num_used = 0
 
@@ -80,22 +81,15 @@ class Process:
         reservation.usages.append(lambda: call)
         running.close()
 
-    def report(self, num_processes: int) -> UsageReport:
-        return self.counter.report(
-            reserved=self._limits.reserved(),
-            limits=self._limits.uses(),
-            num_processes=num_processes,
-            takes_slack=self._limits.takes_slack,
-        )
+    def report(self) -> UsageReport:
+        return self._reporter.report()
 
     def learn(self, answer: UsageAnswer | None) -> None:
         """None: it has come to no answer."""
-        if answer is not None:
-            self._answered_at = self._clock()
-            self.counter.take(answer)
-            self._limits.take(answer.shares)
-        elif (silence_s := self._clock() - self._answered_at) > SILENCE_S:
-            self._limits.lose_owner(has_share=silence_s < LEASE_S)
+        if answer is None:
+            self._reporter.fail()
+        else:
+            self._reporter.take(answer)
 
 
 class Ledger:
@@ -133,7 +127,7 @@ def test_no_order_of_requests_reports_lost_answers_and_deaths_exceeds_a_budget(s
         elif choose.random() < 0.6:
             num_refused += not process.ask(choose.randint(1, 60), is_kept=process is processes[-1])
         else:
-            report = process.report(len(processes))
+            report = process.report()
             arrives, is_answered = choose.random() < 0.9, choose.random() < 0.9
             answer = ledger.answer(report) if arrives else None
             if choose.random() < 0.5:  # it takes requests before it has the answer
@@ -145,6 +139,84 @@ def test_no_order_of_requests_reports_lost_answers_and_deaths_exceeds_a_budget(s
         used = sum(each.num_used + each.account.reserved.tokens_today for each in processes)
         assert used <= 1000 * (1 + UNTOLD_PART + OWED_PART) <= 1100
     assert num_refused
+
+
+def settled(*processes: Process, ledger: Ledger, clock: FakeClock) -> None:
+    """Until each has its parts and nothing to tell."""
+    for _ in range(int(SETTLING_S) + 6):
+        for process in processes:
+            process.learn(ledger.answer(process.report()))
+        clock.advance(1.0)
+
+
+LIMITED = {"tokens_per_minute": 600, "max_concurrency": 4, "tokens_per_day": 10_000}
+
+
+def test_a_report_has_only_what_has_changed() -> None:
+    clock = FakeClock()
+    ledger = Ledger(clock)
+    first, second = processes = [Process(clock, first_share=0.5, **LIMITED) for _ in range(2)]
+    settled(*processes, ledger=ledger, clock=clock)
+    report = first.report()
+    assert (report.limits, report.reserved, report.has_all_limits) == ({}, {}, False)
+    first.learn(ledger.answer(report))
+    assert first.ask(100)
+    report = first.report()
+    assert {limit_id.what for limit_id in report.limits} == {"tokens", PLACES, "tokens_per_day"}
+    assert report.reserved == {"alice": BudgetTotals(100, 100, 1.0)}
+    first.learn(None)
+    assert first.report().has_all_limits, "the owner may not know what the last report had"
+    ledger.die()
+    answer = ledger.answer(second.report())
+    assert answer.wants_all, "it knows nothing of this process"
+    second.learn(answer)
+    assert second.report().has_all_limits
+
+
+def test_a_silent_process_is_asked_for_what_another_needs_and_for_nothing_else() -> None:
+    clock = FakeClock()
+    ledger = Ledger(clock)
+    busy, idle = processes = [Process(clock, first_share=0.5, **LIMITED) for _ in range(2)]
+    settled(*processes, ledger=ledger, clock=clock)
+    assert busy.ask(1)
+    busy.learn(ledger.answer(busy.report()))
+    answer = ledger.answer(idle.report())
+    assert not answer.asks_for
+    idle.learn(answer)
+    assert busy.ask(280)
+    assert not busy.ask(300)
+    for _ in range(4):
+        busy.learn(ledger.answer(busy.report()))
+        answer = ledger.answer(idle.report())
+        assert answer.asks_for == {"alice"}
+        idle.learn(answer)
+        clock.advance(1.0)
+    assert busy.ask(300)
+    busy.end(0, 0.0)
+    for _ in range(60):
+        for process in processes:
+            process.learn(ledger.answer(process.report()))
+        clock.advance(1.0)
+    assert not idle.report().limits
+    assert idle.ask(290), "it has its part again"
+
+
+def test_what_a_silent_process_has_fills_up_meanwhile() -> None:
+    """The owner must not give to others what has come to it."""
+    clock = FakeClock()
+    ledger = Ledger(clock)
+    one, other = processes = [Process(clock, first_share=0.5, tokens_per_minute=600) for _ in range(2)]
+    settled(*processes, ledger=ledger, clock=clock)
+    assert one.ask(300)
+    one.end(0, 1.0)
+    for _ in range(60):  # `one` tells nothing after the first of these
+        for process in processes:
+            process.learn(ledger.answer(process.report()))
+        clock.advance(1.0)
+    assert one.ask(290)
+    for _ in range(3):
+        assert not other.ask(320)
+        other.learn(ledger.answer(other.report()))
 
 
 class Fleet:
@@ -279,14 +351,14 @@ def test_a_kept_response_takes_what_other_processes_have_before_it_has_come() ->
     def exchange(seconds: int) -> None:
         for _ in range(seconds):
             for process in processes:
-                process.learn(ledger.answer(process.report(num_processes=2)))
+                process.learn(ledger.answer(process.report()))
             clock.advance(1.0)
 
     exchange(int(SETTLING_S) + 3)
     for _ in range(3):
         with batches.account.reserve_kept() as kept:
             kept.reserve(100)
-            exchange(2)
+            exchange(3)
             assert not ingress.ask(550), "the tokens that the response has taken are not there any more"
         exchange(60)
         assert ingress.ask(550)

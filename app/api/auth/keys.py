@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from app.api.auth.limits import Account, SharedLimit, SharedPools
+from app.api.auth.limits import Account, SharedPools
 from app.config import ApiConfig, KeyConfig
 from app.errors import Unauthenticated
-from app.usage.records import BudgetTotals, LimitId, LimitUse, Share
+from app.usage.records import LimitChanges, LimitId, Share
 
 Headers = Iterable[tuple[bytes, bytes]]  # names in lower case, as ASGI has them
 
@@ -46,6 +46,7 @@ class KeyRing:
         self._clock = clock
         self.pools = pools or SharedPools()
         self._accounts: dict[bytes, Account] = {}
+        self._by_name: dict[str, Account] = {}
         self.replace(keys)
 
     def replace(self, keys: Iterable[KeyConfig]) -> None:
@@ -58,6 +59,8 @@ class KeyRing:
                 account.set_limits(key)
             accounts[digest] = account
         self._accounts = accounts
+        self._by_name = {account.name: account for account in accounts.values()}
+        self.pools.changed = None
 
     def account_of(self, headers: Headers) -> Account:
         """The account of the first key that was sent and is known. Raises Unauthenticated, never with what was sent."""
@@ -75,10 +78,10 @@ class KeyRing:
         """
         if not name:  # no key could read its results, and none has limits for it
             raise Unauthenticated("this was sent without an API key, before this server required one")
-        for account in self._accounts.values():
-            if account.name == name:
-                return account
-        raise Unauthenticated("the API key that sent this is not known here any more")
+        account = self._by_name.get(name)
+        if account is None:
+            raise Unauthenticated("the API key that sent this is not known here any more")
+        return account
 
     @property
     def accounts(self) -> Sequence[Account]:
@@ -115,25 +118,42 @@ class AccountLimits:
         self._authenticator = authenticator
         self.takes_slack = authenticator.pools.first_share > 0
 
-    def reserved(self) -> dict[str, BudgetTotals]:
+    def on_hurry(self, hurry: Callable[[], None]) -> None:
         """See `app.usage.records.Limits`, as for the others."""
-        return {account.name: account.reserved for account in self._authenticator.accounts if account.budgets}
+        self._authenticator.pools.hurry = hurry
 
-    def uses(self) -> dict[LimitId, LimitUse]:
-        return {limit_id: limit.use() for limit_id, limit in self._limits()}
+    def changes(self, keys: Iterable[str] | None) -> LimitChanges:
+        pools, accounts = self._authenticator.pools, self._authenticator.accounts
+        are_all = keys is None or pools.changed is None
+        if keys is not None and pools.changed is not None:
+            accounts = [each for name in pools.changed.union(keys) if (each := self._named(name)) is not None]
+        pools.changed = set()
+        uses = {limit_id: limit.use() for each in accounts for limit_id, limit in each.shared_limits.items()}
+        return LimitChanges(uses, {each.name: each.reserved for each in accounts if each.budgets}, are_all)
 
-    def take(self, shares: Mapping[LimitId, Share]) -> None:
-        for limit_id, limit in self._limits():
-            if limit_id in shares:
-                limit.set_share(shares[limit_id])
+    def take(self, shares: Mapping[LimitId, Share], *, asked: Collection[str]) -> None:
+        pools = self._authenticator.pools
+        for limit_id, share in shares.items():
+            account = self._named(limit_id.key)
+            limit = None if account is None else account.shared_limits.get(limit_id)
+            if limit is not None and limit.set_share(share):
+                pools.note_change(limit_id.key)
+        for key in asked:
+            pools.note_change(key)
+        if not {limit_id.key for limit_id in shares}.issuperset(asked):
+            pools.hurry()
 
     def lose_owner(self, *, has_share: bool) -> None:
-        for _, limit in self._limits():
-            limit.lose_owner(has_share=has_share)
-
-    def _limits(self) -> Iterator[tuple[LimitId, SharedLimit]]:
         for account in self._authenticator.accounts:
-            yield from account.shared_limits.items()
+            for limit in account.shared_limits.values():
+                limit.lose_owner(has_share=has_share)
+
+    def _named(self, name: str) -> Account | None:
+        """None: there is no such key any more."""
+        try:
+            return self._authenticator.account_named(name)
+        except Unauthenticated:
+            return None
 
 
 def without_keys(config: ApiConfig, pools: SharedPools | None = None) -> NoAuthentication:

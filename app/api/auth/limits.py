@@ -5,7 +5,9 @@ All numbers are those of this process, by its clock.
 
 from __future__ import annotations
 
+import asyncio
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
@@ -22,6 +24,7 @@ from app.usage.records import MONEY, PLACES, ROUNDING, BudgetTotals, LimitId, Li
 CONCURRENCY_RETRY_S = 1.0
 # Of bodies that arrive or are being checked. They take several times as much once they are parsed, one after the other.
 MAX_BODY_BYTES_AT_ONCE = 512 * 1024 * 1024
+PLACE_WAIT_S = 0.5  # a request waits so long for a place that may come from another process
 SHARES_MOVE_S = 2.0  # after a refusal: the next report of each process and its answer
 # All processes together may use this part of a budget before the owner of the ledger has answered them, and after they
 # have lost the owner. The process of batches may owe the other part. So a budget is exceeded by at most both.
@@ -87,12 +90,13 @@ class TokenBucket:
         self._wanted = self._refused = 0.0
         return use
 
-    def set_share(self, share: Share) -> None:
-        """What the owner gives."""
+    def set_share(self, share: Share) -> bool:
+        """What the owner gives. Returns whether the owner has to be told what has come of it."""
         self._counted()
         self._balance += share.given - (0.0 if self._was_given else self._first_share * self.limit)
         self._share, self._elsewhere = share.share, share.elsewhere
         self._was_given = self._is_led = True
+        return False
 
     def lose_owner(self, *, has_share: bool) -> None:
         """The owner is silent. `has_share`: it cannot have given the share to others yet."""
@@ -110,13 +114,51 @@ class TokenBucket:
 
 
 class Places:
-    """How many requests a key may have at once: all, or where several processes share the limit, the part of one."""
+    """How many requests a key may have at once: all, or where several processes share the limit, the part of one.
 
-    def __init__(self, limit: int, num_taken: Callable[[], int], *, share: float = 1.0) -> None:
+    A request that finds no free place here may wait for one from another process. While requests wait in any process,
+    each gives its free places back, and does so at once: where places are few, the next request seldom comes to the
+    process that has one.
+    """
+
+    def __init__(
+        self, limit: int, num_taken: Callable[[], int], *, share: float = 1.0, hurry: Callable[[], None] = lambda: None
+    ) -> None:
+        """`hurry` is called when the owner should soon be told."""
         self.limit = limit
         self.num_here = self._first = max(1, int(limit * share)) if share else 0
         self._num_taken = num_taken
+        self._hurry = hurry
         self._most_taken = self._num_refused = 0  # since the last report
+        self._is_led = False  # the owner answers
+        self._some_wait_elsewhere = False
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    @property
+    def may_come(self) -> bool:
+        """Whether none is free here, and a request may wait for one from another process."""
+        is_full = self._num_taken() >= self.num_here
+        return is_full and self._is_led and self.num_here < self.limit and len(self._waiting) < self.limit
+
+    def wait(self, on_free: Callable[[], None]) -> None:
+        """Call this when a place may be free. Until then, or until `leave`, the request counts as one that waits."""
+        self._waiting.append(on_free)
+        self._hurry()
+
+    def leave(self, on_free: Callable[[], None]) -> None:
+        """The request waits no longer."""
+        if on_free in self._waiting:
+            self._waiting.remove(on_free)
+
+    def note_end(self) -> None:
+        """A request has given its place back."""
+        self._wake()
+        if self._some_wait_elsewhere and self._num_taken() < self.num_here:
+            self._hurry()
+
+    def _wake(self) -> None:
+        for _ in range(min(len(self._waiting), self.num_here - self._num_taken())):
+            self._waiting.popleft()()
 
     def check(self) -> None:
         """Raises LimitReached when none is free."""
@@ -134,16 +176,23 @@ class Places:
 
     def use(self) -> LimitUse:
         """What is reported; what was asked for counts from here on."""
-        wanted = max(self._most_taken, self._num_taken()) + self._num_refused
+        num_taken, num_waiting = self._num_taken(), len(self._waiting)
+        wanted = max(self._most_taken, num_taken) + num_waiting + self._num_refused
         self._most_taken = self._num_refused = 0
-        return LimitUse(self.num_here, self._num_taken(), wanted)
+        if self._some_wait_elsewhere:
+            self.num_here = min(self.num_here, num_taken)
+        return LimitUse(self.num_here, num_taken, wanted, num_waiting)
 
-    def set_share(self, share: Share) -> None:
-        """What the owner gives."""
-        self.num_here = int(share.share)
+    def set_share(self, share: Share) -> bool:
+        """As of a bucket. Places that the owner takes back are another's when it has been told."""
+        before, self.num_here = self.num_here, int(share.share)
+        self._is_led, self._some_wait_elsewhere = True, share.elsewhere > 0
+        self._wake()
+        return self.num_here < before
 
     def lose_owner(self, *, has_share: bool) -> None:
         """As of a bucket."""
+        self._is_led = self._some_wait_elsewhere = False
         if not has_share:
             self.num_here = min(self.num_here, self._first)
 
@@ -178,13 +227,14 @@ class BudgetPart:
         self._wanted = self._refused = 0.0
         return use
 
-    def set_share(self, share: Share) -> None:
-        """Add what the owner gives, or give up what it takes back."""
+    def set_share(self, share: Share) -> bool:
+        """Add what the owner gives, or give up what it takes back. See `TokenBucket.set_share`."""
         if self._was_given:  # requests may have reserved some of that since the report
             self.left += max(share.given, -max(0.0, self.left))
         else:
             self.left += share.given - self._first
         self._was_given = True
+        return share.given < 0
 
     def lose_owner(self, *, has_share: bool) -> None:
         """See `TokenBucket.lose_owner`."""
@@ -215,6 +265,14 @@ class SharedPools:
         max_logprobs_at_once = 8_000_000
         self.logprobs = SharedPool[Account](max_logprobs_at_once)
         self.usage = UsageCounter()
+        # The keys whose limits the owner has to be told of; None: all of them.
+        self.changed: set[str] | None = None
+        self.hurry: Callable[[], None] = lambda: None  # have it told soon
+
+    def note_change(self, key: str) -> None:
+        """Something was asked of a key's limits."""
+        if self.changed is not None:
+            self.changed.add(key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,19 +321,44 @@ class Account:
         self.tokens = self._bucket(key.tokens_per_minute if key else None)
         at_once = key.max_concurrency if key else None
         taken = partial(self.pools.requests.held, self)
-        self._places = Places(at_once, taken, share=self.pools.first_share) if at_once else None
+        share, hurry = self.pools.first_share, lambda: self.pools.hurry()  # of later
+        self.places = Places(at_once, taken, share=share, hurry=hurry) if at_once else None
         self.budgets = key.budgets if key else {}
         shared = self.budgets if self.pools.shares_budgets else {}
-        self._budget_parts = {name: BudgetPart(each, share=self.pools.first_share) for name, each in shared.items()}
+        self._budget_parts = {name: BudgetPart(each, share=share) for name, each in shared.items()}
+        limits: dict[str, SharedLimit | None] = {
+            "requests": self._requests, "tokens": self.tokens, PLACES: self.places, **self._budget_parts
+        }  # fmt: skip
+        # Those that processes share.
+        self.shared_limits = {LimitId(self.name, what, limit.limit): limit for what, limit in limits.items() if limit}
 
     @property
     def usage(self) -> Usage:
         return Usage(self._num_requests, self._num_refused, self.pools.requests.held(self), self._num_tokens)
 
+    async def wait_for_place(self) -> None:
+        """Before `reserve`: wait a moment if all places are taken here and one may come from another process."""
+        places = self.places
+        if places is None or not places.may_come:
+            return
+        self.pools.note_change(self.name)
+        is_free = asyncio.Event()
+        try:
+            async with asyncio.timeout(PLACE_WAIT_S):
+                while places.may_come:  # another request may have come first
+                    is_free.clear()
+                    places.wait(is_free.set)
+                    await is_free.wait()
+        except TimeoutError:
+            pass
+        finally:
+            places.leave(is_free.set)
+
     @contextmanager
     def reserve(self) -> Iterator[Reservation]:
         """Around one HTTP request, from its first byte to its last. Raises LimitReached."""
-        places, running = self._places, self.pools.requests
+        self.pools.note_change(self.name)
+        places, running = self.places, self.pools.requests
         try:
             if places is None and not running.allows(self, 1):
                 raise LimitReached(
@@ -302,6 +385,8 @@ class Account:
             raise
         finally:
             running.take(self, -1)
+            if self.places is not None:
+                self.places.note_end()
             self._settle(reservation)
 
     @contextmanager
@@ -317,6 +402,7 @@ class Account:
             self._settle(reservation)
 
     def _settle(self, reservation: Reservation) -> None:
+        self.pools.note_change(self.name)
         reservation.release_body()
         self.pools.logprobs.take(self, -reservation.num_logprobs)
         num_reserved, cost = reservation.num_reserved, reservation.cost_reserved
@@ -421,14 +507,6 @@ class Account:
         return TokenBucket(per_minute, self._clock, share=self.pools.first_share) if per_minute else None
 
     @property
-    def shared_limits(self) -> dict[LimitId, SharedLimit]:
-        """Those that processes share."""
-        limits: dict[str, SharedLimit | None] = {
-            "requests": self._requests, "tokens": self.tokens, PLACES: self._places, **self._budget_parts
-        }  # fmt: skip
-        return {LimitId(self.name, what, limit.limit): limit for what, limit in limits.items() if limit}
-
-    @property
     def of_sender(self) -> str:
         """The sender of a request, in errors."""
         return "of this API key" if self.key else "without a key"
@@ -467,6 +545,7 @@ class Reservation:
         Raises LimitReached.
         """
         account = self.account
+        account.pools.note_change(account.name)
         if account.budgets:
             account.check_budgets(num_tokens, cost, may_owe=self.may_owe)
         self.hold_logprobs(num_logprobs)

@@ -93,7 +93,9 @@ class Ledger:
             self.end(request_id)
         ours = self._replicas[replica_id].ours
         left = max(1, num_expected_tokens)
-        self._placed[request_id] = _Placed(ours, num_prompt_tokens, left, num_expected_tokens, is_background)
+        self._placed[request_id] = _Placed(
+            replica_id, ours, num_prompt_tokens, left, num_expected_tokens, is_background
+        )
         ours.add(1, is_background, num_prompt_tokens, left)
         # Seen at any moment, half of a request is left on average.
         # The first weigh more: an ingress that has just started soon knows how much work the requests of others are.
@@ -117,11 +119,13 @@ class Ledger:
         ours.num_decode_tokens += left - placed.num_decode_tokens
         placed.num_decode_tokens = left
 
-    def end(self, request_id: str) -> None:
-        """A request has ended, in whatever way, or was placed nowhere."""
+    def end(self, request_id: str) -> str | None:
+        """A request has ended, in whatever way, or was placed nowhere. Returns the replica that had it."""
         placed = self._placed.pop(request_id, None)
-        if placed is not None:
-            placed.work.add(-1, placed.is_background, placed.num_prefill_tokens, placed.num_decode_tokens)
+        if placed is None:
+            return None
+        placed.work.add(-1, placed.is_background, placed.num_prefill_tokens, placed.num_decode_tokens)
+        return placed.replica_id
 
     def note(self, replica_id: str, report: ReplicaReport, *, now: float) -> None:
         """Take in a replica's report."""
@@ -185,6 +189,7 @@ class _Work:
 class _Placed:
     """One request and what is left of it."""
 
+    replica_id: str
     work: _Work  # of its replica, where it is counted
     num_prefill_tokens: int
     num_decode_tokens: int  # expected still to come, at least 1
