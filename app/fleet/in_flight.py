@@ -62,8 +62,8 @@ class InFlightRequest:
     """
 
     __slots__ = (
-        "_began_at", "_error", "_is_in_text", "_num_cached_tokens", "_num_left", "_num_scored_tokens", "_num_sent",
-        "_token_ids", "_turns", "_unread", "_waiting", "decision", "has_ended", "is_accepted", "is_done",
+        "__weakref__", "_began_at", "_error", "_is_in_text", "_num_cached_tokens", "_num_left", "_num_scored_tokens",
+        "_num_sent", "_token_ids", "_turns", "_unread", "_waiting", "decision", "has_ended", "is_accepted", "is_done",
         "leaves_after_prompt", "left", "lost_at", "num_attempts", "num_times_short", "prefixes_at", "replica_id",
         "request", "sent", "take", "weights",
     )  # fmt: skip

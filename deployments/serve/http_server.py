@@ -53,7 +53,8 @@ class Protocol(HttpToolsProtocol):
         knows_chunks = cycle.scope["http_version"] != "1.0"  # RFC 9112, 6.1
         given = app if knows_chunks else partial(_answer_without_chunks, cycle, app)
         if knows_chunks:
-            cycle.scope["extensions"] = {SEND_NOW: Connection(cycle, self.loop)}
+            extensions: dict[str, Any] = {SEND_NOW: Connection(cycle, self.loop)}
+            cycle.scope["extensions"] = extensions
         HttpToolsProtocol._start_asgi_task(self, cycle, given)
 
 

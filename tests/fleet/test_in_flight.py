@@ -245,3 +245,106 @@ async def test_the_loss_of_a_replica_keeps_no_more_than_the_last_of_its_requests
 def test_a_later_attempt_has_all_fields_of_the_request() -> None:
     request = make_full_request()
     assert begun(request).begin_attempt(1.5) == replace(request, request_id="full.1", deadline_s=8.0)
+
+
+class Taker:
+    """Takes deltas in the reader's place, while it may."""
+
+    def __init__(self) -> None:
+        self.taken: list[TokenDelta] = []
+        self.may_take = True
+
+    def __call__(self, each: TokenDelta) -> bool:
+        if self.may_take:
+            self.taken.append(each)
+        return self.may_take
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token_id for each in self.taken for token_id in each.token_ids]
+
+
+async def waiting(in_flight: InFlightRequest) -> asyncio.Task[TokenDelta]:
+    """A reader that waits for the next delta."""
+    reader = asyncio.create_task(in_flight.next())
+    await asyncio.sleep(0)
+    return reader
+
+
+async def test_deltas_between_the_first_token_and_the_end_are_taken_while_the_reader_waits() -> None:
+    in_flight, taker = begun(make_request(max_tokens=50)), Taker()
+    in_flight.take = taker
+    reader = await waiting(in_flight)
+    in_flight.put(TokenDelta(in_flight.sent.request_id, (), queued=Queued(0, 0.0)))
+    assert (await reader).queued is not None
+    reader = await waiting(in_flight)
+    in_flight.put(delta(in_flight, 5))
+    assert (await reader).token_ids == (5,)
+    assert taker.taken == []
+    in_flight.put(delta(in_flight, 6))  # nobody waits
+    reader = await waiting(in_flight)
+    assert (await reader).token_ids == (6,)
+    reader = await waiting(in_flight)
+    in_flight.put(delta(in_flight, 7))
+    in_flight.put(delta(in_flight, 8, 9))
+    assert taker.token_ids == [7, 8, 9]
+    assert not reader.done()
+    taker.may_take = False
+    in_flight.put(delta(in_flight, 10))
+    taker.may_take = True
+    in_flight.put(delta(in_flight, 11))  # the reader has been woken, and comes first
+    assert (await reader).token_ids == (10, 11)
+    reader = await waiting(in_flight)
+    in_flight.put(TokenDelta(in_flight.sent.request_id, (12,), FinishReason.LENGTH))
+    assert (await reader).finish_reason is FinishReason.LENGTH
+    assert taker.token_ids == [7, 8, 9]
+    assert in_flight.num_tokens == 8
+
+
+async def test_another_replica_goes_on_behind_what_was_taken_and_its_first_token_is_read() -> None:
+    in_flight, taker = begun(make_request(max_tokens=50)), Taker()
+    in_flight.take = taker
+    in_flight.put(delta(in_flight, 5, num_cached_tokens=2))
+    await in_flight.next()
+    reader = await waiting(in_flight)
+    in_flight.put(delta(in_flight, 6, num_cached_tokens=2))
+    in_flight.fail(ReplicaLost("gone", reason="ended"))
+    with pytest.raises(ReplicaLost):
+        await reader
+    assert in_flight.begin_attempt(1.0).generated_token_ids == (5, 6)
+    reader = await waiting(in_flight)
+    in_flight.put(delta(in_flight, 7))
+    assert (await reader).token_ids == (7,)
+    reader = await waiting(in_flight)
+    in_flight.put(delta(in_flight, 8))
+    assert taker.token_ids == [6, 8]
+    # Whichever replica they come from, they look as those of the first one.
+    assert {(each.request_id, each.num_cached_tokens) for each in taker.taken} == {(in_flight.request.request_id, 2)}
+    reader.cancel()
+
+
+async def test_an_error_of_the_taker_is_the_requests_own() -> None:
+    in_flight = begun()
+
+    def take(each: TokenDelta) -> bool:
+        raise ZeroDivisionError
+
+    in_flight.take = take
+    in_flight.put(delta(in_flight, 5))
+    await in_flight.next()
+    reader = await waiting(in_flight)
+    in_flight.put(delta(in_flight, 6))
+    with pytest.raises(ZeroDivisionError):
+        await reader
+    assert in_flight.has_ended
+
+
+async def test_nothing_is_taken_for_a_reader_that_has_gone() -> None:
+    in_flight, taker = begun(make_request(max_tokens=50)), Taker()
+    in_flight.take = taker
+    in_flight.put(delta(in_flight, 5))
+    await in_flight.next()
+    reader = await waiting(in_flight)
+    reader.cancel()
+    in_flight.put(delta(in_flight, 6))
+    assert taker.taken == []

@@ -120,7 +120,7 @@ class DirectPath:
     __slots__ = ("_add", "_connection", "_write")
 
     def __init__(self) -> None:
-        self.close()
+        self._connection: Connection | None = None
 
     def open(
         self,
@@ -133,7 +133,7 @@ class DirectPath:
 
     def close(self) -> None:
         """Take nothing more."""
-        self._connection: Connection | None = None
+        self._connection = None
 
     def may_take(self) -> bool:
         """Whether the client takes an event now."""
@@ -182,8 +182,9 @@ async def _choice_pieces(
                 if delta.finish_reason is FinishReason.ABORT:
                     raise Unavailable("the server stopped this generation before its end; try again")
                 piece = choice.piece_of(delta)
+                is_last = piece.finish_reason is not None  # whoever gets the piece may change it
                 yield piece
-                if piece.finish_reason is not None:
+                if is_last:
                     return
     raise Failure(f"the token stream of {choice.request.request_id} ended without a finish reason")
 

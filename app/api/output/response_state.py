@@ -101,12 +101,12 @@ class ResponseState(Answer):
         assert self.writer is not None, "a client sees it"
         writer = self.writer.event_writer(self)
         if connection is not None:
-            self.direct.open(connection, self._added, writer.write)
+            self.direct.open(connection, self.add, writer.write)
         try:
             with self.metrics:
                 async with aclosing(self.pieces):
                     async for piece in self.pieces:
-                        self.add(piece, keep_text=False)
+                        self.add(piece)
                         for written in writer.write(piece):
                             yield written
             last = writer.end()
@@ -122,10 +122,6 @@ class ResponseState(Answer):
             self.direct.close()  # it refers to this response
         for written in last:
             yield written
-
-    def _added(self, piece: ChoiceDelta) -> ChoiceDelta:
-        self.add(piece, keep_text=False)
-        return piece
 
     def headers(self, *, explain: bool) -> dict[str, str]:
         """Where the request went and how long that took, as far as it is known by now.
@@ -147,7 +143,7 @@ class ResponseState(Answer):
             headers["x-carousel-settings"] = self.times.settings
         return headers | {f"x-carousel-{name.replace('_', '-')}": str(ms) for name, ms in self.timings().items()}
 
-    def add(self, piece: ChoiceDelta, *, keep_text: bool) -> None:
+    def add(self, piece: ChoiceDelta, *, keep_text: bool = False) -> None:
         """Add a delta. `keep_text`: its text is needed for the full response."""
         if piece.queued is not None or piece.times is not None:
             self._note_replica(piece)

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
+import pickle
+from collections.abc import AsyncGenerator, Iterator
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 from uvicorn.config import HTTP_PROTOCOLS
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from app.api.http.sse import SEND_NOW, EventStream, connection_of
 from deployments.ray_internals import use_own_protocol
+from deployments.serve.http_server import Connection
 from tests.api.odd_requests import received
 from tests.benchmarks.servers import serving
 from tests.deployments.conftest import Service
@@ -43,7 +51,7 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     use_own_protocol()
     app = Starlette(routes=[
         Route("/echo", echo, methods=["POST"]), Route("/stream", stream, methods=["GET", "HEAD"]),
-        Route("/nothing", nothing),
+        Route("/nothing", nothing), Route("/at-once", at_once),
     ])  # fmt: skip
     with serving(app, ws="auto") as url:
         yield url
@@ -126,3 +134,57 @@ def test_the_service_answers_both_behind_its_proxy(service: Service) -> None:
     assert b"transfer-encoding" not in head.lower()
     assert events.startswith(b"data: {")
     assert events.endswith(b"data: [DONE]\n\n")
+
+
+async def at_once(request: Request) -> Response:
+    """Events that go out between those that the response itself sends."""
+    connection = connection_of(request.scope)
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"data: begin\n\n"
+        if connection is not None:
+            for number in range(3):
+                assert connection.may_send()
+                connection.send(b"data: %d\n\n" % number)
+            await asyncio.sleep(0.01)
+        yield b"data: end\n\n"
+
+    class Streamed(Response):
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            stream = EventStream(
+                events(), headers=dict, heartbeat_s=10.0, may_begin=lambda: True, connection=connection
+            )
+            await stream.send_to(send)
+            assert connection is None or not connection.may_send()
+
+    return Streamed()
+
+
+def test_events_that_are_sent_at_once_come_in_order_as_chunks(url: str) -> None:
+    answer = received(url, "GET /at-once HTTP/1.1\r\nHost: localhost\r\n\r\n", stays=True, until=b"0\r\n\r\n").decode()
+    head, _, body = answer.partition("\r\n\r\n")
+    assert "transfer-encoding: chunked" in head
+    assert [line for line in body.splitlines() if line.startswith("data: ")] == [
+        "data: begin", "data: 0", "data: 1", "data: 2", "data: end"
+    ]  # fmt: skip
+
+
+def test_a_client_without_chunks_gets_all_events_from_the_response_itself(url: str) -> None:
+    answer = received(url, "GET /at-once HTTP/1.0\r\nHost: localhost\r\n\r\n", stays=True)
+    assert answer.endswith(b"\r\n\r\ndata: begin\n\ndata: end\n\n")
+
+
+def test_the_connection_of_a_request_stays_in_its_process_and_its_event_loop() -> None:
+    cycle = cast(RequestResponseCycle, SimpleNamespace(flow=None))
+    loop = asyncio.new_event_loop()
+    scope = {"type": "http", "extensions": {SEND_NOW: Connection(cycle, loop)}}
+
+    async def here() -> object:
+        return connection_of(scope)
+
+    try:
+        assert asyncio.run(here()) is None
+        assert loop.run_until_complete(here()) is scope["extensions"][SEND_NOW]  # type: ignore[index]
+    finally:
+        loop.close()
+    assert pickle.loads(pickle.dumps(scope)) == {"type": "http", "extensions": {SEND_NOW: None}}
