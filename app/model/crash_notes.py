@@ -51,6 +51,9 @@ def open_note(folder: Path, work: str) -> None:
         if descriptor is not None:
             os.close(descriptor)
         return
+    # A library may have put its own handlers of signals in the place of faulthandler's, as Ray does. Enabled already,
+    # faulthandler would only take the new file.
+    faulthandler.disable()
     faulthandler.enable(descriptor)
     _note = path, descriptor
 

@@ -29,6 +29,7 @@ def is_missing() -> bool:
 _module, _structs = ModuleType("msgspec"), ModuleType("msgspec.structs")
 _module.Struct = _Struct  # type: ignore[attr-defined]
 _module.structs = _structs  # type: ignore[attr-defined]
+_module.Meta = dict  # type: ignore[attr-defined]  # bounds, which only a decoder looks at
 _structs.replace = replace  # type: ignore[attr-defined]
 if is_missing():
     sys.modules |= {"msgspec": _module, "msgspec.structs": _structs}

@@ -39,6 +39,8 @@ EXTRA = {
     "thousand": ("deployments", "numpy"),  # the same
     # Open files, the event loop and the garbage of a service.
     **dict.fromkeys(("thousand_ingress", "thousand_sockets", "thousand_replicas"), ("deployments", "numpy", "uvloop")),
+    "thousand_metrics": ("deployments", "starlette", "uvicorn"),  # the route of /metrics and its server
+    "thousand_quality": ("deployments", "msgspec", "numpy"),
     "random_adapter": ("numpy", "safetensors"),
     "reenacting_runner": ("msgspec",),  # steps of the engine are its structs
     "scaling_day": ("deployments", "ray"),  # rules as Serve's controller runs them, in a simulated fleet

@@ -39,6 +39,17 @@ def test_a_note_of_a_process_that_crashed_is_read_once(tmp_path: Path, caplog: p
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_crash_leaves_a_note_though_a_library_has_replaced_the_handler(tmp_path: Path) -> None:
+    pid = os.fork()
+    if pid == 0:
+        faulthandler.enable()
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+        open_note(tmp_path, "work")
+        os.kill(os.getpid(), signal.SIGSEGV)
+    os.waitpid(pid, 0)
+    assert [work for work, *_ in crashes(tmp_path)] == ["work"]
+
+
 def test_a_process_that_lives_has_one_note_and_takes_it_away(tmp_path: Path) -> None:
     open_note(tmp_path, "a first one")
     open_note(tmp_path, "second")
