@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from http.client import HTTPException
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.chaos.networks import HERE, Host, own_network, why_no_networks
@@ -64,14 +63,14 @@ async def lose_nodes(size: Size) -> list[dict[str, Any]]:
             await asyncio.gather(running.is_whole(), _has_ingresses(running))  # the first takes all that is missing
         traffic = await with_reference(running.target, mixed(size.streams, max_tokens=LENGTHS), RovingTraffic)
         assert isinstance(traffic, RovingTraffic), "as asked for"
-        traffic.targets = [replace(running.target, host=HERE)]
         losses = []
         async with traffic.flowing():
             for run in range(size.runs):
                 [victim] = [member for member in members if member.replicas()]
                 members.remove(victim)
                 [spare] = members
-                await traffic.is_served_at(victim.address)
+                for address in (HERE, victim.address):
+                    await traffic.is_served_at(address)
                 await asyncio.sleep(source.uniform(*_QUIET_S))
                 losses.append(await _Loss.made(running, victim, spare))
                 tell(f"node: run {run + 1} of {size.runs}: {losses[-1]}")
@@ -141,7 +140,8 @@ class RovingTraffic(Traffic):
         """From now on this node is asked, too, once it answers."""
         target = replace(self.target, host=address)
         await _serves(target)
-        self.targets.append(target)
+        if target not in self.targets:
+            self.targets.append(target)
 
     async def ask(self, asked: Asked) -> Answer:
         """One request, over as many connections as that takes; the answer of the last."""
@@ -205,7 +205,6 @@ class Node:
 
 _STOP_TIMEOUT_S = 10.0
 OBJECT_STORE_BYTES = 150 * 1024 * 1024  # as Ray's own tests have it; nothing here is stored
-_HAPROXY, _HAPROXY_FILE = "RAY_SERVE_HAPROXY_", "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"
 
 
 @contextmanager
@@ -221,21 +220,20 @@ def node(stage: Stage, *, on: Host | None = None) -> Iterator[Node]:
         "--address", _argument(raylet, "--gcs-address"), "--node-ip-address", address,
         "--num-cpus", "4", "--num-gpus", "0", "--object-store-memory", str(OBJECT_STORE_BYTES),
     ]  # fmt: skip
-    with TemporaryDirectory(prefix="carousel-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        # It leaves at once: by default it waits for other nodes to take over what runs on it, which none can.
-        variables = _environment(raylet, folder) | {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
-        joined = subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, start_new_session=True)
-        stage.nodes.append(joined.pid)
-        member = Node(stage, joined.pid, address)
-        try:
-            yield member
-        finally:
-            joined.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                joined.wait(_STOP_TIMEOUT_S)
-            member.kill()  # without a head its HAProxy is left
-            joined.wait()
-            stage.nodes.remove(joined.pid)
+    # It leaves at once: by default it waits for other nodes to take over what runs on it, which none can.
+    variables = _environment(raylet) | {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
+    joined = subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, start_new_session=True)
+    stage.nodes.append(joined.pid)
+    member = Node(stage, joined.pid, address)
+    try:
+        yield member
+    finally:
+        joined.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            joined.wait(_STOP_TIMEOUT_S)
+        member.kill()  # without a head its HAProxy is left
+        joined.wait()
+        stage.nodes.remove(joined.pid)
 
 
 def _argument(raylet: int, name: str) -> str:
@@ -245,12 +243,8 @@ def _argument(raylet: int, name: str) -> str:
     raise BenchmarkError(f"the service's raylet was started without {name}: is this another version of Ray?")
 
 
-def _environment(raylet: int, folder: str) -> dict[str, str]:
-    """That of the first node, where the token that allows a node to join is, too; HAProxy's files are in `folder`."""
+def _environment(raylet: int) -> dict[str, str]:
+    """That of the first node: Serve reads it on each node, and the token that allows a node to join is in it."""
     entries = Path(f"/proc/{raylet}/environ").read_bytes().split(b"\0")
     pairs = (entry.partition(b"=") for entry in entries if entry)
-    found = {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
-    of_first = os.path.dirname(found[_HAPROXY_FILE])
-    return {
-        name: value.replace(of_first, folder) if name.startswith(_HAPROXY) else value for name, value in found.items()
-    }
+    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
