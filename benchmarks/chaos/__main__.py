@@ -6,8 +6,8 @@ Each row starts the service as `make serve` does, with replicas that compute by 
 makes its fault. Answers are compared with those to the same requests when nothing was wrong. Progress goes to stderr.
 Without ROW: all rows, one after the other. R14 kills and stops processes of every kind at random for `--minutes`: which
 one when is in `strikes`, what came of the streams in `outcomes` (those that are cut with an ingress or HAProxy are
-expected), what has not come back in `missing`. R8 loses packets in a network of its own, for which one has to be
-root on Linux; elsewhere it says that it is skipped, and why.
+expected), what has not come back in `missing`. R8 and `node` have hosts in a network of their own, for which one has to
+be root on Linux; elsewhere they say that they are skipped, and why.
 
 Exits with 1 when a stream was wrong or hung, something was still held at the end, or the service did not come back.
 """
@@ -38,7 +38,7 @@ from benchmarks.chaos.faults import (
     stop_one_of_three,
 )
 from benchmarks.chaos.lost_cards import lose_cards
-from benchmarks.chaos.node_loss import lose_node
+from benchmarks.chaos.node_loss import lose_nodes
 from benchmarks.chaos.rolling_update import change_under_load
 from benchmarks.chaos.stage import MODEL, Size
 from benchmarks.chaos.tier_faults import break_tier
@@ -73,7 +73,7 @@ ROWS: dict[str, Row] = {
     "R14": strike_at_random,
     "R15": break_tier,
     "R16": lose_cards,
-    "node": lose_node,
+    "node": lose_nodes,
     "C1": disconnect_at_each_phase,
     "C7": kill_clients,
 }

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.chaos.head import Batch, why_no_head, with_head
 from benchmarks.chaos.kept import KeptTraffic, kept
-from benchmarks.chaos.networks import THERE, Host, own_network, why_no_networks
+from benchmarks.chaos.networks import Host, own_network, why_no_networks
 from benchmarks.chaos.node_loss import LAYOUT, ON_EACH, node
 from benchmarks.chaos.stage import LENGTHS, Size, Stage, application, stage, under_traffic
 from benchmarks.chaos.traffic import MODEL_NAME, Asked, Traffic, alike, mixed, moment, with_reference
@@ -313,9 +313,9 @@ async def part_from_replicas(size: Size) -> list[Row]:
     if reason is not None:
         return [{"row": "R8", "fault": "a partition between ingress and replicas", "skipped": reason}]
     with ExitStack() as block:
-        host = block.enter_context(own_network())
+        [host] = block.enter_context(own_network())
         running = block.enter_context(stage(application(num_replicas=2 * ON_EACH), layout=LAYOUT))
-        block.enter_context(node(running, within=host.command, address=THERE))
+        block.enter_context(node(running, on=host))
         await running.is_whole()
         traffic = await with_reference(running.target, mixed(size.streams, max_tokens=LENGTHS))
         ways: dict[str, Mend] = {

@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.chaos.networks import HERE, THERE, own_network, why_no_networks
+from benchmarks.chaos.networks import HERE, own_network, why_no_networks
 from benchmarks.chaos.node_loss import OBJECT_STORE_BYTES, node
 from benchmarks.chaos.stage import Stage
 from benchmarks.chaos.traffic import MODEL_NAME
@@ -120,7 +120,7 @@ def with_head(application: Mapping[str, Any]) -> Iterator[tuple[Stage, Head]]:
     layout = Layout(host="0.0.0.0", may_be_joined=True)
     with ExitStack() as block:
         block.enter_context(ended_by_exception())
-        other = block.enter_context(own_network())
+        [other] = block.enter_context(own_network())
         # In /tmp: the path of a socket is short.
         folder = block.enter_context(TemporaryDirectory(prefix="carousel-", dir="/tmp", ignore_cleanup_errors=True))
         file = ServeFile(host=layout.host, port=_HTTP_PORT, applications={})
@@ -129,7 +129,7 @@ def with_head(application: Mapping[str, Any]) -> Iterator[tuple[Stage, Head]]:
         redis_pid = block.enter_context(redis(password, folder))
         # Redis in the launcher's place: everything else has joined.
         service = Service(
-            Target.parse(f"http://{THERE}:{_HTTP_PORT}"),
+            Target.parse(f"http://{other.address}:{_HTTP_PORT}"),
             redis_pid,
             token,
             layout,
@@ -139,7 +139,7 @@ def with_head(application: Mapping[str, Any]) -> Iterator[tuple[Stage, Head]]:
         running = Stage.of(application, service, head.nodes)
         head.start()
         head.wait_until_started()
-        block.enter_context(node(running, within=other.command, address=THERE))
+        block.enter_context(node(running, on=other))
         service.deploy({"api": {"allow_unauthenticated": True}, **application})
         assert head.process is not None
         wait_until_ready(head.process, service.target)

@@ -7,53 +7,184 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos.stage import Size, Stage, under_traffic
-from benchmarks.chaos.traffic import MODEL_NAME
+from benchmarks.chaos.networks import HERE, Host, own_network, why_no_networks
+from benchmarks.chaos.stage import LENGTHS, RECOVERY_TIMEOUT_S, Size, Stage, application, stage
+from benchmarks.chaos.traffic import MODEL_NAME, Asked, Traffic, mixed, with_reference
 from benchmarks.chaos.verdict import judged_row, spread
+from benchmarks.harness.answer import TIMEOUT, Answer, follow
 from benchmarks.harness.command import BenchmarkError, tell
+from benchmarks.harness.http_call import Target
 from benchmarks.harness.processes import family, kill_family
-from benchmarks.harness.service import Layout
+from benchmarks.harness.service import Layout, got
 
 ON_EACH = 2  # replicas; so those of a lost node have to wait for another
-_QUIET_S = (1.0, 2.0)
-_WITHOUT_S = 5.0  # that the rest of the service is alone
-# The proxy on the first node only: both nodes have one address here, so the other's would listen on the same port.
+_NUM_INGRESSES = 2
+_STEP_MS = 100.0
+_QUIET_S = (3.0, 5.0)  # between the moment when all is there again and the next loss
+_AFTER_S = 3.0
+_LOOK_S = 0.1
+_ANSWERS_WITHIN_S = 1.0  # a proxy that is asked whether it serves
+_MAX_AGAIN = 4  # a client tries at once; then it waits
+# The proxy on the first node only, for nodes with one address: another's would listen on the same port.
 LAYOUT = Layout(may_be_joined=True, proxy_location="HeadOnly", max_replicas_per_node={f"replica-{MODEL_NAME}": ON_EACH})
+# A proxy on each node with a replica or an ingress, for clients on other hosts.
+_PROXIES = Layout(
+    host="0.0.0.0", may_be_joined=True, max_replicas_per_node={f"replica-{MODEL_NAME}": ON_EACH, "ingress": 1}
+)  # fmt: skip
 
 
-async def lose_node(size: Size) -> list[dict[str, Any]]:
-    """Two nodes with two replicas each. The one without ingress and controller is killed; later another joins."""
+async def lose_nodes(size: Size) -> list[dict[str, Any]]:
+    """Three nodes: the head and another have a proxy, an ingress and two replicas each; the third is a spare.
+
+    The one with replicas beside the head is killed again and again. The spare takes over, and another node joins at
+    the address of the lost one.
+    """
+    reason = why_no_networks()
+    if reason is not None:
+        return [{"row": "node", "fault": "a node of three is lost", "skipped": reason}]
     source = size.source("node")
-    struck_s: list[float] = []
-    recoveries_s: list[float] = []
-    async with under_traffic(size, num_replicas=2 * ON_EACH, layout=LAYOUT) as (running, traffic):
+    config = application(num_replicas=2 * ON_EACH, step_ms=_STEP_MS) | {
+        "ingress": {"num_replicas": _NUM_INGRESSES}, "api": {"allow_unauthenticated": True},
+    }  # fmt: skip
+    with ExitStack() as block:
+        hosts = {host.address: host for host in block.enter_context(own_network(2))}
+        running = block.enter_context(stage(config, layout=_PROXIES))
+        members = []
+        for host in hosts.values():
+            members.append(block.enter_context(node(running, on=host)))
+            await asyncio.gather(running.is_whole(), _has_ingresses(running))  # the first takes all that is missing
+        traffic = await with_reference(running.target, mixed(size.streams, max_tokens=LENGTHS), RovingTraffic)
+        assert isinstance(traffic, RovingTraffic), "as asked for"
+        losses = []
         async with traffic.flowing():
-            for run in range(size.runs + 1):
-                joined_s = time.perf_counter()
-                with node(running) as member:
-                    recoveries_s.append(await running.is_whole() - joined_s)
-                    tell(f"node: all replicas there {recoveries_s[-1]:.1f} s after a node has joined")
-                    if run == size.runs:
-                        break  # it is whole again after the last loss, too
-                    await asyncio.sleep(source.uniform(*_QUIET_S))
-                    struck_s.append(time.perf_counter())
-                    member.kill()
-                    await asyncio.sleep(_WITHOUT_S)
-        fault = "kill -9 everything of one of 2 nodes, with 2 of 4 replicas"
-        found = {"row": "node", "fault": fault, "runs": size.runs}
+            for run in range(size.runs):
+                [victim] = [member for member in members if member.replicas()]
+                members.remove(victim)
+                [spare] = members
+                for address in (HERE, victim.address):
+                    await traffic.is_served_at(address)
+                await asyncio.sleep(source.uniform(*_QUIET_S))
+                losses.append(await _Loss.made(running, victim, spare))
+                tell(f"node: run {run + 1} of {size.runs}: {losses[-1]}")
+                members.append(block.enter_context(node(running, on=hosts[victim.address])))
+            await asyncio.sleep(_AFTER_S)
+        found = {"row": "node", "fault": "kill -9 everything of one of 3 nodes", "runs": size.runs}
         return [
-            await judged_row(found, running, traffic, struck_s, spread("whole_after_another_joined_s", recoveries_s))
+            await judged_row(found, running, traffic, [loss.struck_s for loss in losses], _figures(losses, traffic))
         ]
 
 
-_STOP_TIMEOUT_S = 10.0
-OBJECT_STORE_BYTES = 150 * 1024 * 1024  # as Ray's own tests have it; nothing here is stored
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """A node that was killed, and when the rest of the service had made up for it, in seconds since then."""
+
+    address: str  # of the node
+    struck_s: float
+    replicas_s: float
+    ingress_s: float
+    proxy_s: float  # of the spare node
+
+    @classmethod
+    async def made(cls, running: Stage, lost: Node, spare: Node) -> _Loss:
+        """Kill a node, and wait for that. Raises BenchmarkError when it does not come."""
+        struck_s = time.perf_counter()
+        lost.kill()
+        at_s = await asyncio.gather(
+            running.is_whole(), _has_ingresses(running), _serves(replace(running.target, host=spare.address))
+        )
+        return cls(lost.address, struck_s, *(each - struck_s for each in at_s))
+
+
+async def _has_ingresses(running: Stage) -> float:
+    """Wait until all ingresses answer; returns when that was."""
+    return await _since(lambda: running.holdings().num_ingresses == _NUM_INGRESSES, "all ingresses")
+
+
+async def _serves(target: Target) -> float:
+    """Wait until a proxy answers for the service; returns when that was."""
+    return await _since(lambda: bool(got(target, "/ready", timeout_s=_ANSWERS_WITHIN_S)), f"a proxy at {target.host}")
+
+
+async def _since(holds: Callable[[], bool], text: str) -> float:
+    deadline_s = time.perf_counter() + RECOVERY_TIMEOUT_S
+    while time.perf_counter() < deadline_s:
+        with suppress(OSError, HTTPException):  # no answer, or one that breaks off
+            if await asyncio.to_thread(holds):
+                return time.perf_counter()
+        await asyncio.sleep(_LOOK_S)
+    raise BenchmarkError(f"there was not {text} within {RECOVERY_TIMEOUT_S:.0f} s")
+
+
+@dataclass(slots=True)
+class RovingTraffic(Traffic):
+    """Clients of several nodes, as behind a balancer: each try goes to the next node.
+
+    A request whose connection breaks is asked again at once. A node to which there is no connection is left out until
+    it serves again.
+    """
+
+    targets: list[Target] = field(default_factory=list)  # default: `target`
+    tried: list[str] = field(default_factory=list)  # for each answer the node's address
+    again_s: list[float] = field(default_factory=list)  # from a broken connection to the first token of another
+    num_requests: int = 0
+
+    async def is_served_at(self, address: str) -> None:
+        """From now on this node is asked, too, once it answers."""
+        target = replace(self.target, host=address)
+        await _serves(target)
+        if target not in self.targets:
+            self.targets.append(target)
+
+    async def ask(self, asked: Asked) -> Answer:
+        """One request, over as many connections as that takes; the answer of the last."""
+        self.num_requests += 1
+        answer = await self._try(asked)
+        broken_s = answer.ended_s
+        for _ in range(_MAX_AGAIN):
+            if answer.failure in (None, TIMEOUT):
+                break
+            answer = await self._try(asked)
+            if answer.events_s:
+                self.again_s.append(answer.events_s[0] - broken_s)
+                broken_s = answer.ended_s
+        return answer
+
+    async def _try(self, asked: Asked) -> Answer:
+        targets = self.targets or [self.target]
+        target = targets[len(self.answers) % len(targets)]
+        answer = Answer(time.perf_counter(), name=asked.name)
+        self.answers.append(answer)
+        self.tried.append(target.host)
+        await follow(answer, target, target.request("completions", asked.body), timeout_s=self.timeout_s)
+        if answer.status is None and answer.failure != TIMEOUT and target in self.targets:
+            self.targets.remove(target)
+        return answer
+
+
+def _figures(losses: Sequence[_Loss], traffic: RovingTraffic) -> dict[str, Any]:
+    """What the losses cost: seconds until each part was back, and what came of the tries at each kind of node."""
+    at_lost, at_others, later = Counter[str](), Counter[str](), Counter[str]()
+    for answer, address in zip(traffic.answers, traffic.tried, strict=True):
+        hit = [loss for loss in losses if answer.begun_s <= loss.struck_s <= answer.ended_s]
+        counts = later if not hit else at_lost if hit[0].address == address else at_others
+        counts[answer.outcome] += 1
+    return {
+        "requests": traffic.num_requests,
+        "tries_under_way": {"at_the_lost_node": dict(at_lost), "at_other_nodes": dict(at_others)},
+        "other_tries": dict(later),
+        **spread("first_token_after_break_s", traffic.again_s, 2),
+        **spread("replicas_back_s", [loss.replicas_s for loss in losses]),
+        **spread("ingress_back_s", [loss.ingress_s for loss in losses]),
+        **spread("proxy_back_s", [loss.proxy_s for loss in losses]),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +193,7 @@ class Node:
 
     stage: Stage
     pid: int
+    address: str
 
     def replicas(self) -> list[int]:
         return sorted(set(self.stage.replicas()) & family(self.pid).keys())
@@ -71,25 +203,28 @@ class Node:
         kill_family(self.pid)
 
 
+_STOP_TIMEOUT_S = 10.0
+OBJECT_STORE_BYTES = 150 * 1024 * 1024  # as Ray's own tests have it; nothing here is stored
+
+
 @contextmanager
-def node(stage: Stage, *, within: Sequence[str] = (), address: str = "") -> Iterator[Node]:
+def node(stage: Stage, *, on: Host | None = None) -> Iterator[Node]:
     """Another node joins the service, which must be one that `may_be_joined`, and leaves it with the block.
 
-    `within`: the beginning of a command that runs the rest of it elsewhere, such as in another network, where its
-    address is `address`.
+    on: the host where it runs; None: this one.
     """
     raylet = stage.named("raylet")[0]
+    within, address = ([], _argument(raylet, "--node_ip_address")) if on is None else (on.command, on.address)
     command = [
         *within, sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--log-style", "record",
-        "--address", _argument(raylet, "--gcs-address"),
-        "--node-ip-address", address or _argument(raylet, "--node_ip_address"),
+        "--address", _argument(raylet, "--gcs-address"), "--node-ip-address", address,
         "--num-cpus", "4", "--num-gpus", "0", "--object-store-memory", str(OBJECT_STORE_BYTES),
     ]  # fmt: skip
     # It leaves at once: by default it waits for other nodes to take over what runs on it, which none can.
     variables = _environment(raylet) | {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
     joined = subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, start_new_session=True)
     stage.nodes.append(joined.pid)
-    member = Node(stage, joined.pid)
+    member = Node(stage, joined.pid, address)
     try:
         yield member
     finally:

@@ -36,6 +36,7 @@ class Holdings:
     """What the replicas that answer hold, and the ingresses."""
 
     replica_ids: frozenset[str]
+    num_ingresses: int
     num_missing: int  # processes that did not answer
     held: Mapping[str, int]  # requests `in_flight` at ingresses, `running` and `waiting` on replicas, and `blocks`
 
@@ -97,6 +98,7 @@ class Stage:
                and (match := _REPLICA_LABEL.search(labels))}  # fmt: skip
         return Holdings(
             frozenset(ids),
+            total(samples, "carousel_ingresses"),
             total(samples, "carousel_scrape_missing"),
             {
                 "in_flight": total(samples, "carousel_requests_in_flight"),

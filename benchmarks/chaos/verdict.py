@@ -101,16 +101,21 @@ async def judged_row(
     struck_s: Sequence[float],
     more: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """A row of the table: its name, what came of the streams, of those that ran when the faults were made, `more`."""
+    """A row of the table: its name, what came of the streams, of those that ran when the faults were made, `more`.
+
+    A stream whose connection broke has no pause.
+    """
+    hit = [(at_s, each) for at_s in struck_s for each in in_flight(traffic.answers, at_s)]
     pauses = [
         pause
-        for at_s in struck_s
-        for pause in pauses_ms(in_flight(traffic.answers, at_s), at_s, step_s=running.step_s, within_s=_AFTERMATH_S)
+        for at_s, each in hit
+        if each.failure is None
+        for pause in pauses_ms([each], at_s, step_s=running.step_s, within_s=_AFTERMATH_S)
     ]
     return {
         **found,
         **judged(traffic.answers, traffic.reference),
-        "in_flight_at_faults": len(pauses),
+        "in_flight_at_faults": len(hit),
         **spread("added_pause_ms", pauses),
         **more,
         "left_over": await running.left_over(),

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from benchmarks.chaos.networks import HERE, THERE, Host, own_network, set_tcp_retries, why_no_networks
+from benchmarks.chaos.networks import HERE, Host, own_network, set_tcp_retries, why_no_networks
 from benchmarks.chaos.node_loss import LAYOUT, Node, node
 from benchmarks.chaos.stage import Stage, application, stage
 from benchmarks.chaos.traffic import MODEL_NAME, Asked, Traffic, alike, mixed, with_reference
@@ -37,13 +37,8 @@ class Hosts:
     traffic: Traffic
 
     def another_node(self) -> AbstractContextManager[Node]:
-        return another_node(self.running, self.wire)
-
-
-def another_node(running: Stage, wire: Host | None) -> AbstractContextManager[Node]:
-    """A node for the replicas for which there is no place on the first."""
-    within, address = ([], "") if wire is None else (wire.command, THERE)
-    return node(running, within=within, address=address)
+        """A node for the replicas for which there is no place on the first."""
+        return node(self.running, on=self.wire)
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +49,11 @@ def hosts() -> Iterator[Hosts]:
         environment = block.enter_context(pytest.MonkeyPatch.context())
         for name in [name for name in os.environ if name.startswith("RAY_")]:
             environment.delenv(name)  # they are this session's
-        wire = block.enter_context(own_network()) if NO_NETWORKS is None else None
+        wire = block.enter_context(own_network())[0] if NO_NETWORKS is None else None
         layout = replace(LAYOUT, max_replicas_per_node={f"replica-{MODEL_NAME}": ON_EACH})
         layout = layout if wire is None else replace(layout, host="0.0.0.0")
         running = block.enter_context(stage(config, layout=layout))
-        second = block.enter_context(another_node(running, wire))
+        second = block.enter_context(node(running, on=wire))
         # Meanwhile the first node answers alone.
         traffic = asyncio.run(with_reference(running.target, mixed(16, max_tokens=(20, 60))))
         asyncio.run(running.is_whole())

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def ends() -> Iterator[tuple[Host, socket.socket, socket.socket]]:
     """Another host, and a connection between it (the second end) and this one (the first)."""
     before = os.readlink("/proc/thread-self/ns/net")
-    with own_network() as host, socket.create_server((HERE, 0)) as listening:
+    with own_network() as [host], socket.create_server((HERE, 0)) as listening:
         with host.visited():
             there = socket.create_connection(listening.getsockname(), timeout=5)
         here, _ = listening.accept()
