@@ -75,7 +75,7 @@ ALLOWED = {
     "app.webhooks": {"app.config", "app.disk", "app.errors", "aiohttp", "yarl"},
     # What the API needs of it sends nothing.
     "app.webhooks.receiver": {"app.config", "app.errors", "app.webhooks.addresses", "app.webhooks.signature"},
-    "app.usage": {"app.disk", "app.errors"},
+    "app.usage": {"app.disk", "app.errors", "numpy"},
     "app.records": set(),
     "app.batches": {"app.errors", "app.json_pieces", "app.usage", "app.webhooks.receiver", "msgspec"},
     "app.jobs": {

@@ -107,7 +107,15 @@ def measure(
     return figures
 
 
-def conversations(num_requests: int, num_per_s: float, rng: random.Random, seed: int, *, hot_tokens: int = 0) -> Trace:
+def conversations(
+    num_requests: int,
+    num_per_s: float,
+    rng: random.Random,
+    seed: int,
+    *,
+    hot_tokens: int = 0,
+    mean_pause_s: float = _MEAN_PAUSE_S,
+) -> Trace:
     """The first turns, each with those that follow. `hot_tokens`: half of all begin with the same so many tokens."""
     systems = [tuple(rng.choices(range(1, _VOCAB_SIZE), k=_SYSTEM_TOKENS)) for _ in range(_NUM_SYSTEM_PROMPTS)]
     hot = tuple(rng.choices(range(1, _VOCAB_SIZE), k=hot_tokens))
@@ -120,7 +128,7 @@ def conversations(num_requests: int, num_per_s: float, rng: random.Random, seed:
         prompt = (*(hot if begins_hot else history or rng.choice(systems)), *line["prompt_token_ids"])
         num_tokens = line["max_tokens"]
         turn = TracedRequest(
-            arrival_s=rng.expovariate(1 / _MEAN_PAUSE_S), num_prompt_tokens=len(prompt), num_output_tokens=num_tokens,
+            arrival_s=rng.expovariate(1 / mean_pause_s), num_prompt_tokens=len(prompt), num_output_tokens=num_tokens,
             max_tokens=_MAX_TOKENS, prompt_token_ids=prompt,
         )  # fmt: skip
         conversations[-1].append(turn)

@@ -12,8 +12,7 @@ Seven parts, each for fleets of `--replicas`:
     newcomer   the same with the first of `--ingresses`; at half of the time one more ingress starts. The time to the
                first token and the share of prompts that was expected to be cached, by seconds since then, of requests
                through it and through the others
-    hot        as quality, and half of all conversations begin with the same 1,000 tokens. Also the tokens that the
-               busiest replica computed over the mean
+    hot        as quality, and half of all conversations begin with the same 1,000 tokens
     adapters   as quality, and each conversation has one of 200 LoRA adapters, the n-th 1/n as often as the first. A
                replica has 8 loaded; a load takes 0.3 s. Loads a second, the share of requests whose adapter was there,
                the time to the first token over that of the same conversations without adapters
@@ -68,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--replicas", type=positive, nargs="+", default=[10, 100, 1000], metavar="N")
     parser.add_argument("--ingresses", type=positive, nargs="+", default=[1, 8, 32], metavar="N")
     parser.add_argument("--load", type=float, default=0.8, help="of quality")
-    parser.add_argument("--turns", type=positive, default=20, metavar="N", help="of quality, for each replica")
+    parser.add_argument("--seconds", type=float, default=15.0, metavar="S", help="of quality, in simulated time")
     parser.add_argument(
         "--streams", type=positive, metavar="N", help="of sockets (20 for each replica; 5 with --event ingresses)"
     )

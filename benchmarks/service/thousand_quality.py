@@ -11,13 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
-from itertools import pairwise
-from math import inf
+from functools import cache, partial
+from itertools import pairwise, takewhile
+from math import exp, inf
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from app.config import SchedulerConfig
 from app.engine.adapter_store import HeldAdapter
@@ -26,7 +27,7 @@ from app.fleet import ReplicaRegistry, replica_registry
 from app.fleet.dispatch import GroupChooser, ReplicaReport, make_policy
 from benchmarks.harness.command import tell
 from benchmarks.service import prefixes
-from deployments.plan.simulation import FleetSimulation
+from deployments.plan.simulation import Control, FleetSimulation
 from deployments.plan.traces import Trace, TracedRequest
 
 HOT_TOKENS = 1_000
@@ -34,17 +35,18 @@ HOT_TOKENS = 1_000
 NUM_ADAPTERS, MAX_LOADED, ADAPTER_LOAD_S = 200, 8, 0.3
 _DISPATCH = "prefix_affinity"
 _SINCE_S = (0, 1, 2, 5, 10, 1_000)  # seconds since an ingress has started, from one to the next
+_TURN_S = 7.0  # from one turn of a conversation to the next, about: a pause of 5 s, and the answer
 
 
 def quality_figures(num_replicas: int, given: argparse.Namespace, *, hot_tokens: int = 0) -> dict[str, Any]:
     """Of each number of ingresses, over the perfect dispatcher. `hot_tokens`: see `prefixes.conversations`."""
-    rate = given.load * num_replicas * _turns_per_s(given.seed, hot_tokens)
-    num_turns = num_replicas * given.turns
+    load = Load.of(num_replicas, given, hot_tokens)
     with looking_at_all():
-        best = _served(num_replicas, 1, rate, num_turns, given.seed, hot_tokens)
-    figures: dict[str, Any] = {"turns_per_s": round(rate, 1), "perfect": best}
+        best = _served(load, num_replicas, 1, given.seed)
+    figures: dict[str, Any] = {"turns_per_s": round(load.turns_per_s, 1), "perfect": best}
+    tell(f"{num_replicas} replicas, perfect: {best}")
     for number in given.ingresses:
-        found = _served(num_replicas, number, rate, num_turns, given.seed, hot_tokens)
+        found = _served(load, num_replicas, number, given.seed)
         found |= {
             f"{name}_over_perfect": round(found[name] / best[name], 3) for name in ("ttft_mean_ms", "ttft_p99_ms")
         }
@@ -64,40 +66,93 @@ def looking_at_all() -> Iterator[None]:
         replica_registry.SMALL_FLEET = usual
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Conversations that ask for the same number of turns in each second, from the first to the last."""
+
+    turns_per_s: float
+    seconds: float
+    conversations: Trace
+
+    @classmethod
+    def of(cls, num_replicas: int, given: argparse.Namespace, hot_tokens: int = 0) -> Load:
+        """A part of what so many replicas can compute."""
+        rate, seconds = given.load * num_replicas * _turns_per_s(given.seed, hot_tokens), given.seconds
+        begins_s = list(takewhile(lambda at_s: at_s < seconds, _begins_s(rate, random.Random(given.seed))))
+        # Some more turns than these conversations should have, as conversations may be short.
+        num_turns = round(1.2 * prefixes.MEAN_TURNS * len(begins_s)) + 100
+        trace = prefixes.conversations(num_turns, 1.0, random.Random(given.seed), given.seed, hot_tokens=hot_tokens)
+        pairs = zip(trace.requests, begins_s, strict=False)
+        return cls(rate, seconds, Trace(trace.name, tuple(replace(each, arrival_s=at_s) for each, at_s in pairs)))
+
+
+def _begins_s(turns_per_s: float, rng: random.Random) -> Iterator[float]:
+    """When conversations begin.
+
+    At first all turns are first ones, so conversations begin as often as turns are asked for; the more conversations go
+    on, the fewer begin. Turns of one conversation follow each other after `_TURN_S`.
+    """
+    at_s, part = 0.0, 1 / prefixes.MEAN_TURNS
+    while True:
+        at_s += rng.expovariate(turns_per_s * (part + (1 - part) * exp(-at_s / _TURN_S)))
+        yield at_s
+
+
+@cache
 def _turns_per_s(seed: int, hot_tokens: int = 0) -> float:
-    """What one replica can compute: of four that always have work."""
-    num_replicas, num_turns = 4, 800
-    trace = _conversations(num_turns, 1e6 * prefixes.MEAN_TURNS, seed, hot_tokens)
-    run = FleetSimulation(**_fleet_fields(num_replicas, 1, seed)).run(trace)
-    return num_turns / run.seconds / num_replicas
+    """What one replica can compute in a second: of four that always have enough requests for all slots."""
+    num_replicas, num_turns = 4, 2_400
+    trace = prefixes.conversations(num_turns, 1e6, random.Random(seed), seed, hot_tokens=hot_tokens, mean_pause_s=1e-6)
+    run = FleetSimulation(**fleet_fields(num_replicas, 1, seed)).run(trace)
+    # Without the beginning, where nothing is cached, and the end, where slots are empty.
+    first, last = np.percentile(run.last_tokens_s, (25, 75))
+    return num_turns / 2 / float(last - first) / num_replicas
 
 
-def _served(
-    num_replicas: int, num_ingresses: int, rate: float, num_turns: int, seed: int, hot_tokens: int
-) -> dict[str, float]:
-    fleet = FleetSimulation(**_fleet_fields(num_replicas, num_ingresses, seed))
-    began = time.perf_counter()
-    run = fleet.run(_conversations(num_turns, rate, seed, hot_tokens))
-    stats = [engine.stats() for engine in fleet.engines]
-    times = run.per_request_s("ttft") * 1e3
-    computed = [s.total_prompt_tokens - s.total_cached_tokens + s.total_generated_tokens for s in stats]
+class CutFleet(FleetSimulation):
+    """No request arrives after so many seconds."""
+
+    def __init__(self, *, until_s: float, **more: Any) -> None:
+        super().__init__(**more)
+        self._until_s = until_s
+
+    def _expect(self, traced: TracedRequest, *, is_first: bool, after_s: float = 0.0) -> None:
+        if after_s + traced.arrival_s < self._until_s:
+            super()._expect(traced, is_first=is_first, after_s=after_s)
+
+
+def _served(load: Load, num_replicas: int, num_ingresses: int, seed: int) -> dict[str, float]:
+    """Of the requests that come after a third of the time: at first no replica has any prefix."""
+    fleet = CutFleet(until_s=load.seconds, **fleet_fields(num_replicas, num_ingresses, seed))
+    began, begins_s = time.process_time(), load.seconds / 3
+    looks: list[NDArray[np.int64]] = []
+    control = Control(lambda at_s: looks.append(_counted(fleet)), every_s=begins_s)
+    run = fleet.run(load.conversations, control)
+    is_later = np.asarray(run.arrivals_s) >= begins_s
+    times, gaps = run.per_request_s("ttft") * 1e3, run.per_request_s("itl") * 1e3
+    prompts, cached, computed = looks[3] - looks[1]
     return {
-        "ttft_mean_ms": round(float(times.mean()), 2),
-        "ttft_p99_ms": round(float(np.percentile(times, 99)), 2),
+        "turns_per_s": round(float(is_later.sum()) / (load.seconds - begins_s), 1),
+        "ttft_mean_ms": round(float(times[is_later].mean()), 2),
+        "ttft_p99_ms": round(float(np.percentile(times[is_later], 99)), 2),
+        "itl_mean_ms": round(float(gaps[is_later].mean()), 2),
         "refused": run.num_refused,
-        "found": round(sum(s.total_cached_tokens for s in stats) / sum(s.total_prompt_tokens for s in stats), 4),
-        "busiest_over_mean": round(max(computed) * num_replicas / sum(computed), 2),
-        "computed_in_s": round(time.perf_counter() - began, 1),
+        "found": round(float(cached.sum() / prompts.sum()), 4),
+        "busiest_over_mean": round(float(computed.max() / computed.mean()), 2),
+        "idlest_over_mean": round(float(computed.min() / computed.mean()), 2),
+        "computed_in_s": round(time.process_time() - began, 1),
     }
 
 
-def _conversations(num_turns: int, rate: float, seed: int, hot_tokens: int = 0) -> Trace:
-    """`rate`: turns in a second."""
-    rng = random.Random(seed)
-    return prefixes.conversations(num_turns, rate / prefixes.MEAN_TURNS, rng, seed, hot_tokens=hot_tokens)
+def _counted(fleet: FleetSimulation) -> NDArray[np.int64]:
+    """Tokens of prompts, of these the cached ones, and computed tokens until now: [3, num_replicas]."""
+    stats = [engine.stats() for engine in fleet.engines]
+    prompts, cached = ([getattr(s, f"total_{name}_tokens") for s in stats] for name in ("prompt", "cached"))
+    computed = [s.total_prompt_tokens - s.total_cached_tokens + s.total_generated_tokens for s in stats]
+    return np.array([prompts, cached, computed], dtype=np.int64)
 
 
-def _fleet_fields(num_replicas: int, num_ingresses: int, seed: int) -> dict[str, Any]:
+def fleet_fields(num_replicas: int, num_ingresses: int, seed: int) -> dict[str, Any]:
     return {
         "replicas": [prefixes.MEASURED] * num_replicas,
         "scheduler": SchedulerConfig(max_running=32, max_waiting=1_000_000),
@@ -115,7 +170,7 @@ class _Arrival(NamedTuple):
     num_prompt_tokens: int
 
 
-class _GrowingFleet(FleetSimulation):
+class _GrowingFleet(CutFleet):
     """One more ingress starts after so many requests, and gets its part of the others."""
 
     def __init__(self, *, grows_at: int, **more: Any) -> None:
@@ -147,9 +202,11 @@ class _GrowingFleet(FleetSimulation):
 
 def newcomer_figures(num_replicas: int, given: argparse.Namespace) -> dict[str, Any]:
     """By seconds since the new ingress has started."""
-    rate, num_turns = given.load * num_replicas * _turns_per_s(given.seed), num_replicas * given.turns
-    fleet = _GrowingFleet(grows_at=num_turns // 2, **_fleet_fields(num_replicas, given.ingresses[0], given.seed))
-    run = fleet.run(_conversations(num_turns, rate, given.seed))
+    load = Load.of(num_replicas, given)
+    grows_at = round(load.turns_per_s * load.seconds / 2)
+    of_fleet = fleet_fields(num_replicas, given.ingresses[0], given.seed)
+    fleet = _GrowingFleet(grows_at=grows_at, until_s=load.seconds, **of_fleet)
+    run = fleet.run(load.conversations)
     times = run.per_request_s("ttft") * 1e3
     figures: dict[str, Any] = {}
     for begin, end in pairwise(_SINCE_S):
@@ -213,7 +270,7 @@ class _Adapters:
         return at
 
 
-class _AdaptedFleet(FleetSimulation):
+class _AdaptedFleet(CutFleet):
     """Replicas that load adapters, and report which they have."""
 
     def __init__(self, **more: Any) -> None:
@@ -278,18 +335,17 @@ class _Entering:
 
 def adapter_figures(num_replicas: int, given: argparse.Namespace) -> dict[str, Any]:
     """Over the same conversations without adapters, by the number of ingresses."""
-    rate, num_turns = given.load * num_replicas * _turns_per_s(given.seed), num_replicas * given.turns
+    load = Load.of(num_replicas, given)
     figures: dict[str, Any] = {}
     for number in given.ingresses:
-        of_fleet = _fleet_fields(num_replicas, number, given.seed)
-        trace = _conversations(num_turns, rate, given.seed)
-        without = FleetSimulation(**of_fleet).run(trace).per_request_s("ttft") * 1e3
+        of_fleet: dict[str, Any] = {"until_s": load.seconds, **fleet_fields(num_replicas, number, given.seed)}
+        without = CutFleet(**of_fleet).run(load.conversations).per_request_s("ttft") * 1e3
         fleet = _AdaptedFleet(**of_fleet)
-        run = fleet.run(_adapted(trace, random.Random(given.seed)))
+        run = fleet.run(_adapted(load.conversations, random.Random(given.seed)))
         times = run.per_request_s("ttft") * 1e3
         found = figures[f"{number} ingresses"] = {
             "loads_per_s": round(fleet.num_loads / run.seconds, 2),
-            "found_loaded": round(fleet.num_found / num_turns, 4),
+            "found_loaded": round(fleet.num_found / run.num_requests, 4),
             "ttft_mean_ms": round(float(times.mean()), 1),
             "ttft_p99_ms": round(float(np.percentile(times, 99)), 1),
             "ttft_mean_over_without": round(float(times.mean() / without.mean()), 2),

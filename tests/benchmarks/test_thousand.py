@@ -7,6 +7,7 @@ import random
 import warnings
 from functools import partial
 
+import numpy as np
 import pytest
 
 from app.engine.async_engine import AsyncEngine
@@ -14,7 +15,15 @@ from app.fleet import FrameServer, replica_registry, report_of_engine
 from benchmarks.service.prefixes import conversations
 from benchmarks.service.thousand import POLICIES, dispatch_figures, filled_registry
 from benchmarks.service.thousand_ingress import TOKENS, Played, Stream, figures_of
-from benchmarks.service.thousand_quality import looking_at_all, newcomer_figures, quality_figures
+from benchmarks.service.thousand_quality import (
+    CutFleet,
+    Load,
+    adapter_figures,
+    fleet_fields,
+    looking_at_all,
+    newcomer_figures,
+    quality_figures,
+)
 from benchmarks.service.thousand_replicas import metrics
 from tests.kit.engine import build_fake_engine
 
@@ -34,7 +43,7 @@ def test_the_figures_of_dispatch_have_all_policies(monkeypatch: pytest.MonkeyPat
 
 def test_quality_compares_with_a_dispatcher_that_looks_at_all() -> None:
     class Given:
-        load, turns, ingresses, seed = 0.8, 5, [2], 1
+        load, seconds, ingresses, seed = 0.8, 1.5, [2], 1
 
     figures = quality_figures(30, Given())  # type: ignore[arg-type]
     assert figures["perfect"]["refused"] == figures["2 ingresses"]["refused"] == 0
@@ -47,12 +56,56 @@ def test_quality_compares_with_a_dispatcher_that_looks_at_all() -> None:
 
 def test_a_new_ingress_gets_its_part_of_the_requests_and_is_compared_with_the_others() -> None:
     class Given:
-        load, turns, ingresses, seed = 0.8, 10, [2], 1
+        load, seconds, ingresses, seed = 0.2, 4.0, [2], 1
 
+    load = Load.of(30, Given())  # type: ignore[arg-type]
     figures = newcomer_figures(30, Given())  # type: ignore[arg-type]
     requests = {name: sum(each[name]["requests"] for each in figures.values()) for name in ("new", "others")}
-    assert 130 <= sum(requests.values()) <= 150, "those of the second half"
+    assert sum(requests.values()) == pytest.approx(load.turns_per_s * load.seconds / 2, rel=0.15), "the second half"
     assert 0.2 <= requests["new"] / sum(requests.values()) <= 0.5
+
+
+def test_a_fleet_gets_the_part_of_what_it_can_compute_that_is_asked_for_from_the_first_second_on() -> None:
+    class Given:
+        load, seconds, ingresses, seed = 0.5, 12.0, [1], 1
+
+    load = Load.of(4, Given())  # type: ignore[arg-type]
+    busy = CutFleet(until_s=load.seconds, **fleet_fields(4, 1, 1)).run(load.conversations)
+    arrivals = np.asarray(busy.arrivals_s)
+    assert arrivals.max() < load.seconds
+    by_third = np.histogram(arrivals, 3, (0.0, load.seconds))[0] / load.seconds * 3
+    assert by_third == pytest.approx([load.turns_per_s] * 3, rel=0.2)
+
+    class Twice(Given):
+        load = 2.5
+
+    load = Load.of(4, Twice())  # type: ignore[arg-type]
+    flooded = CutFleet(until_s=load.seconds, **fleet_fields(4, 1, 1)).run(load.conversations)
+    ended = np.asarray(flooded.last_tokens_s)
+    ended_per_s = np.sum((ended > 6.0) & (ended <= 12.0)) / 6.0
+    # In the first seconds more turns are first ones, which are short.
+    assert 0.9 <= ended_per_s / (load.turns_per_s / 2.5) <= 1.4, "about all of what it can compute"
+    assert busy.per_request_s("ttft").mean() < 0.1 < flooded.per_request_s("ttft").mean()
+
+
+def test_the_load_of_replicas_is_even_though_conversations_begin_alike() -> None:
+    class Given:
+        load, seconds, ingresses, seed = 0.8, 6.0, [1], 1
+
+    figures = quality_figures(12, Given())["1 ingresses"]  # type: ignore[arg-type]
+    assert figures["busiest_over_mean"] < 1.5
+    assert figures["idlest_over_mean"] > 0.4
+    assert figures["found"] > 0.6
+
+
+def test_adapters_are_loaded_where_they_are_used_and_cost_time() -> None:
+    class Given:
+        load, seconds, ingresses, seed = 0.2, 4.0, [2], 1
+
+    figures = adapter_figures(30, Given())["2 ingresses"]  # type: ignore[arg-type]
+    assert figures["loads_per_s"] > 0
+    assert 0.5 < figures["found_loaded"] < 1, "many requests find the adapter that another has loaded"
+    assert figures["ttft_p99_over_without"] > 1, "some wait for a load"
 
 
 def test_half_of_all_conversations_begin_with_the_hot_prompt() -> None:

@@ -61,7 +61,7 @@ def test_a_replica_that_has_just_refused_is_tried_last() -> None:
 
 def test_a_known_prefix_and_a_session_go_where_they_were_before() -> None:
     registry = make_registry("prefix_affinity")
-    prompt = tuple(range(2, 42))
+    prompt = tuple(range(2, 1_002))
     _, first = place(registry, prompt)
     assert {place(registry, (*prompt, n))[1] for n in range(6)} == {first}, "those of a moment see each other"
     registry = make_registry("prefix_affinity")

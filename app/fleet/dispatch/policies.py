@@ -9,10 +9,14 @@ from typing import Protocol
 
 from app.fleet.dispatch.decision import Candidate, Decision, RequestSize, Scoring
 
-# So many outstanding (weighed) tokens more than the least loaded replica has are accepted for a cached prefix or a
-# session: about the work of one long conversation. With fewer, two requests in a row could end an affinity; with more,
-# a prefix that many requests share fills one replica while others are idle.
+# At most so many outstanding (weighed) tokens more than the least loaded replica has are accepted for a cached prefix,
+# a session or an adapter: about the work of one long conversation. With fewer, two requests in a row could end the
+# affinity of a session; with more, one replica is filled while others are idle.
 MAX_IMBALANCE_TOKENS = 4096
+# A cached token is worth so many outstanding ones. A prompt that is computed again is more work for the fleet, and more
+# work in one place is not. With 1 replicas compute more; with 4 the first replicas that have a prompt which many
+# conversations share have most of the work (docs/results/scale.md).
+_WORTH_OF_CACHED = 3
 
 
 def near_adapter(candidates: Sequence[Candidate], size: RequestSize, loaded_on: Collection[str]) -> list[Candidate]:
@@ -98,10 +102,13 @@ class LeastLoaded:
 
 
 class PrefixAffinity:
-    """The longest cached prefix first, or the session's replica, while its load is near enough to the least.
+    """The least work, where each cached token of the prompt makes up for three; or the session's replica.
 
-    A replica with `max_imbalance_tokens` more outstanding (weighed) tokens than the least loaded one is passed over, so
-    that a prefix which all requests share does not fill one replica; without any match the least loaded is first.
+    So a prefix that many requests share comes to more replicas the more requests there are, and a conversation moves
+    away only if its replica has much more to do than others. Where all have queues, the longest match is first. A
+    replica with `max_imbalance_tokens` more outstanding (weighed) tokens than the least loaded one is passed over,
+    whatever it has cached. A session counts where no prefix is known to be cached. Without any match the least loaded
+    is first.
     The idea of a bound on imbalance is that of SGLang's cache-aware router; Preble (arXiv 2407.00023) has both sides
     of the trade.
     """
@@ -117,21 +124,28 @@ class PrefixAffinity:
     def decide(self, candidates: Sequence[Candidate], size: RequestSize) -> Decision:
         scoring = Scoring.of(candidates, size)
         ranked = self._least_loaded.ranked(candidates, scoring)
-        matching = [each for each in ranked if (each.num_cached_tokens or each.holds_session) and not each.is_full]
-        balanced = _balanced(ranked, scoring, self._max_imbalance_tokens)
-        near = [each for each in balanced if each.num_cached_tokens or each.holds_session]
-        # The sort is stable: of equal matches the least loaded comes first.
-        near.sort(key=lambda each: (-each.num_cached_tokens, not each.holds_session))
-        rest = [each for each in ranked if each not in near]
-        return Decision(
-            policy="prefix_affinity", rule=self._rule(near, matching), candidates=(*near, *rest), scoring=scoring
-        )
+        near = _balanced(ranked, scoring, self._max_imbalance_tokens)
+        # The sorts are stable: of equal candidates the least loaded stays first.
+        near.sort(key=lambda each: not each.holds_session)
+        if all(each.num_ahead for each in near):  # all have queues: no place is lost by waiting, only by computing more
+            near.sort(key=lambda each: -each.num_cached_tokens)
+        elif any(each.num_cached_tokens for each in near):
+            near.sort(key=lambda each: _work_beyond_cached(each, scoring))
+        chosen = {each.replica_id for each in near}
+        order = (*near, *(each for each in ranked if each.replica_id not in chosen))
+        return Decision(policy="prefix_affinity", rule=self._rule(order), candidates=order, scoring=scoring)
 
-    def _rule(self, near: Sequence[Candidate], matching: Sequence[Candidate]) -> str:
-        if near and near[0].num_cached_tokens:
-            return f"{near[0].num_cached_tokens:,} tokens of the prompt cached"
-        if near:
+    def _rule(self, order: Sequence[Candidate]) -> str:
+        first, *others = order
+        if first.num_cached_tokens:
+            return f"{first.num_cached_tokens:,} tokens of the prompt cached"
+        if first.holds_session:
             return "the session's replica"
-        if matching:
-            return f"the least work, the matching have over {self._max_imbalance_tokens:,} tokens more"
+        if any((each.num_cached_tokens or each.holds_session) and not each.is_full for each in others):
+            return "the least work, the matching have too much more"
         return "the least work, no match"
+
+
+def _work_beyond_cached(candidate: Candidate, scoring: Scoring) -> float:
+    saved = _WORTH_OF_CACHED * candidate.num_cached_tokens / scoring.relative_speed(candidate)
+    return scoring.score(candidate) - saved

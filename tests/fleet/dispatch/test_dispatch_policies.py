@@ -113,15 +113,45 @@ def test_a_replica_of_unknown_speed_is_taken_for_a_usual_one() -> None:
 
 def test_prefix_affinity_takes_the_longest_match_near_the_least_load() -> None:
     short = load("short", num_cached_tokens=16)
-    long = load("long", num_cached_tokens=64, num_decode_tokens=1000)
+    long = load("long", num_cached_tokens=64, num_decode_tokens=100)
     assert order(prefix_affinity(), load("none"), short, long) == ["long", "short", "none"]
+
+
+def test_prefix_affinity_takes_no_more_load_than_the_match_is_worth() -> None:
+    policy, idle = prefix_affinity(), load("idle", num_cached_tokens=256)
+    assert order(policy, idle, load("busy", num_cached_tokens=512, num_decode_tokens=700))[0] == "busy"
+    assert order(policy, idle, load("busy", num_cached_tokens=512, num_decode_tokens=800))[0] == "idle"
+    alike = load("alike", num_cached_tokens=256, num_decode_tokens=10)
+    assert order(policy, alike, idle)[0] == "idle", "of two that have the same prefix"
+
+
+def test_prefix_affinity_takes_the_longest_match_where_all_have_queues() -> None:
+    policy = prefix_affinity()
+    short = load("short", num_cached_tokens=256, num_ahead=1)
+    long = load("long", num_cached_tokens=512, num_ahead=2, num_decode_tokens=900)
+    assert order(policy, short, long)[0] == "long"
+    assert order(policy, replace(short, num_ahead=0), long)[0] == "short"
+
+
+def test_a_prefix_that_all_requests_share_comes_to_all_replicas() -> None:
+    policy, tokens, cached = prefix_affinity(4096), dict.fromkeys("abcdefgh", 0), {"a"}
+    for _ in range(200):
+        candidates = [
+            load(each, num_decode_tokens=number, num_cached_tokens=256 * (each in cached))
+            for each, number in tokens.items()
+        ]
+        chosen = policy.decide(candidates, SIZE).replica_id
+        tokens[chosen] += 150
+        cached.add(chosen)
+    assert cached == set(tokens)
+    assert max(tokens.values()) - min(tokens.values()) <= 3 * 256 + 150 + 150
 
 
 def test_prefix_affinity_passes_over_a_match_beyond_the_bound_and_says_so() -> None:
     matching = load("matching", num_cached_tokens=64, num_prefill_tokens=1, num_decode_tokens=1000)
     decision = prefix_affinity().decide([matching, load("idle")], SIZE)
     assert ids(decision) == ["idle", "matching"]
-    assert "over 1,000 tokens more" in decision.reason
+    assert "the matching have too much more" in decision.reason
 
 
 def test_prefix_affinity_takes_the_second_best_match_when_the_best_is_too_loaded() -> None:
