@@ -44,9 +44,11 @@ class Turns:
             self._next = asyncio.get_running_loop().call_soon(self._take)
 
     def _take(self) -> None:
-        for _ in range(min(self._at_once, len(self._calls))):
-            self._calls.popleft()()
-        self._next = asyncio.get_running_loop().call_soon(self._take) if self._calls else None
+        try:
+            for _ in range(min(self._at_once, len(self._calls))):
+                self._calls.popleft()()
+        finally:
+            self._next = asyncio.get_running_loop().call_soon(self._take) if self._calls else None
 
 
 class InFlightRequest:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from datetime import UTC, date, datetime, timedelta
 from operator import add, attrgetter
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 ONLINE, BACKGROUND = "online", "background"
 ROUNDING = 1e-6  # of a limit: so much less is as much
@@ -102,6 +102,17 @@ class LimitChanges(NamedTuple):
     are_all: bool  # all limits that there are, and not only changed ones
 
 
+def _set_known_fields(record: Any, state: Sequence[Any]) -> None:
+    """Set the fields of a record that was pickled, perhaps by another version of this code.
+
+    Fields go by position, so new ones come at the end with a default: an older version passes them over, and a newer
+    version takes their defaults where they are missing.
+    """
+    for number, each in enumerate(fields(record)):
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        object.__setattr__(record, each.name, state[number] if number < len(state) else default)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageReport:
     """What one process has counted since its last report; that is sent again, unchanged, until it is answered.
@@ -116,9 +127,11 @@ class UsageReport:
         default_factory=dict
     )  # by key with budgets: what running requests may use, and what has ended and is not in `used` yet
     limits: Mapping[LimitId, LimitUse] = field(default_factory=dict)
-    has_all_limits: bool = True  # else `reserved` and `limits` are of keys with changes, and others are as before
     num_processes: int = 0  # that share limits, as it was last told
     takes_slack: bool = True  # it has a part of what no process asks for, too
+    has_all_limits: bool = True  # else `reserved` and `limits` are of keys with changes, and others are as before
+
+    __setstate__ = _set_known_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +148,8 @@ class UsageAnswer:
     wants_all: bool = False  # the next report is to have all limits
     # Keys that the next report is to have, with changes or without: the parts of their limits are to change.
     asks_for: Collection[str] = ()
+
+    __setstate__ = _set_known_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -238,7 +238,7 @@ class Shares:
             shares=shares,
             num_processes=len(self._processes),
             wants_all=not self._is_settled or (is_new and not report.has_all_limits),
-            asks_for=self._moving_keys(report.process, now),
+            asks_for=self._moving_keys(report.process, now) if self._is_settled else (),
         )
 
     def _with_reserved(self, key: str, used: BudgetTotals, but: str | None = None) -> BudgetTotals:
@@ -370,6 +370,10 @@ class Shares:
             places = sums.share  # places on their way to another are of use to none
         needed = sums.held + sums.refused
         asked = needed if sums.waiting_elsewhere else max(places, needed)
+        if sums.waiting_elsewhere and sums.held > places:
+            # Its own requests would take each place that becomes free, and those of others wait for ever: one by one,
+            # the places beyond its part go to others.
+            asked = max(places, sums.held - 1)
         places = max(0.0, min(asked, most - sums.taken_by_others))
         # A place that is taken from a process may be in use again: it goes to others once the next report shows it.
         share = Share(places, elsewhere=sums.waiting_elsewhere)

@@ -8,6 +8,7 @@ Serve has no setting for the protocol. No upstream issues are known.
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from functools import partial
 from typing import Any
@@ -19,6 +20,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from app.api.http.sse import SEND_NOW
 
+logger = logging.getLogger(__name__)
+
 
 class Protocol(HttpToolsProtocol):
     """One connection. No request changes its protocol, and no chunks are sent to a client that does not know them.
@@ -29,6 +32,7 @@ class Protocol(HttpToolsProtocol):
     """
 
     _data = b""
+    _running: RequestResponseCycle | None = None  # whose request is answered, or was the last one
 
     def data_received(self, data: bytes) -> None:
         self._data = data
@@ -51,11 +55,17 @@ class Protocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         knows_chunks = cycle.scope["http_version"] != "1.0"  # RFC 9112, 6.1
-        given = app if knows_chunks else partial(_answer_without_chunks, cycle, app)
-        if knows_chunks:
-            extensions: dict[str, Any] = {SEND_NOW: Connection(cycle, self.loop)}
-            cycle.scope["extensions"] = extensions
-        HttpToolsProtocol._start_asgi_task(self, cycle, given)
+        answer = partial(_answer_with_connection, self.loop) if knows_chunks else _answer_without_chunks
+        self._running = cycle
+        HttpToolsProtocol._start_asgi_task(self, cycle, partial(answer, cycle, app))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell the request that runs, too: uvicorn tells the last one, which may wait behind it."""
+        super().connection_lost(exc)
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
+        self._running = None
 
 
 class Connection:
@@ -65,7 +75,7 @@ class Connection:
     that reads them is awake, and to wake a process takes several times as long as to send.
     """
 
-    __slots__ = ("_cycle", "_flow", "_outbox", "is_blocked", "loop", "sent_at")
+    __slots__ = ("__weakref__", "_cycle", "_flow", "_outbox", "is_blocked", "loop", "sent_at")
 
     def __init__(self, cycle: RequestResponseCycle, loop: asyncio.AbstractEventLoop) -> None:
         self._cycle = cycle
@@ -86,10 +96,11 @@ class Connection:
         self._outbox.append((self, data))
 
     def write(self, data: bytes, now: float) -> None:
-        """Write a piece to the socket, as a chunk."""
-        if not self._cycle.disconnected:
+        """Write a piece to the socket, as a chunk. An empty one would end the response."""
+        transport = self._cycle.transport
+        if data and not (self._cycle.disconnected or transport.is_closing()):
             self.sent_at = now
-            self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+            transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """In another process it is nothing: Serve's own proxy sends the scope of a request to an ingress."""
@@ -104,7 +115,27 @@ def _send_all(outbox: _Outbox, loop: asyncio.AbstractEventLoop) -> None:
     pieces, now = outbox.copy(), loop.time()
     outbox.clear()
     for connection, data in pieces:
-        connection.write(data, now)
+        try:
+            connection.write(data, now)
+        except Exception:  # the task of the stream finds out why when it sends the next event
+            connection.is_blocked = True
+            logger.exception("an event could not be sent")
+
+
+async def _answer_with_connection(
+    loop: asyncio.AbstractEventLoop,
+    cycle: RequestResponseCycle,
+    app: ASGIApp,
+    scope: Scope,
+    receive: Receive,
+    send: Send,
+) -> None:
+    """Answer a request whose scope has a `Connection`. Afterwards the two must not keep each other."""
+    scope["extensions"] = {SEND_NOW: Connection(cycle, loop)}
+    try:
+        await app(scope, receive, send)
+    finally:
+        del scope["extensions"]
 
 
 async def _answer_without_chunks(

@@ -13,6 +13,7 @@ import pytest
 
 from app.api import RequestHandler, ServedModel, build_app
 from app.api.http.sse import SEND_NOW
+from app.api.output.response_state import ResponseState
 from app.build import build_engine
 from app.config import ApiConfig, EngineConfig, ModelConfig
 from app.text import Tokenizer
@@ -207,5 +208,6 @@ async def test_nothing_of_a_stream_stays_without_the_garbage_collector(tokenizer
             del client
             await asyncio.sleep(0)
             assert is_there() is None
+            assert not [each for each in gc.get_objects() if isinstance(each, ResponseState)]
         finally:
             gc.enable()

@@ -242,9 +242,11 @@ def token_of(passed: Sequence[Passed], sent: Sequence[int]) -> Sequence[Passed]:
 
 
 def begin_of_token(passed: Sequence[Passed], sent: Sequence[int]) -> int | None:
-    """Where the second token leaves the engine; None if it came with another one."""
+    """Where the second token leaves the engine; None if another one came before its event was sent."""
     delivered = ("call", stations("Back")[0])
-    return next((index for index in range(sent[0], sent[1]) if passed[index].moment == delivered), None)
+    begins = next((index for index in range(sent[0], sent[1]) if passed[index].moment == delivered), None)
+    read = [each for each in passed[begins : sent[1]] if each.moment == ("call", stations("Back")[2])]
+    return begins if len(read) == 1 else None
 
 
 # They run beside all requests: the connection is held open, the loop's pauses are measured, metrics are handed over.

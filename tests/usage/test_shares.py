@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -326,6 +328,36 @@ def test_a_process_with_more_requests_than_places_keeps_them_from_others_until_t
         fleet.report("b", AT_ONCE, wanted=50.0)
         fleet.clock.advance(1.0)
     assert (fleet.uses["a"].share, fleet.uses["b"].share) == (0, 5)
+
+
+def test_a_process_whose_requests_always_wait_gives_places_to_one_whose_requests_wait_too() -> None:
+    fleet = Fleet("a", "b")
+    fleet.settle(AT_ONCE)
+    for _ in range(20):  # b needs nothing, and a has all places
+        fleet.report("a", AT_ONCE, wanted=9.0, refused=1.0)
+        fleet.report("b", AT_ONCE)
+        fleet.clock.advance(0.5)
+        fleet.uses["a"] = fleet.uses["a"]._replace(held=fleet.uses["a"].share)
+    assert fleet.uses["a"].held == 5
+    for _ in range(20):
+        for process in ("a", "b"):
+            fleet.report(process, AT_ONCE, wanted=9.0, refused=1.0)
+            # A request ends, and the one that waits takes its place if the process still has it.
+            fleet.uses[process] = fleet.uses[process]._replace(held=fleet.uses[process].share)
+            assert fleet.sum_held <= 5
+        fleet.clock.advance(0.5)
+    assert min(use.held for use in fleet.uses.values()) >= 1
+
+
+def test_records_of_another_version_are_read() -> None:
+    report = UsageReport(process="a", number=3, num_processes=2, takes_slack=False, has_all_limits=False)
+    state = report.__getstate__()  # type: ignore[misc]
+    older = object.__new__(UsageReport)
+    older.__setstate__(state[:-1])
+    assert older == replace(report, has_all_limits=True)
+    newer = object.__new__(UsageReport)
+    newer.__setstate__([*state, "a field that is not known here"])
+    assert newer == report == pickle.loads(pickle.dumps(report))
 
 
 @pytest.mark.parametrize("limit_id", [AT_ONCE._replace(limit=1), TOKENS], ids=str)

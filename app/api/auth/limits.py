@@ -127,6 +127,7 @@ class Places:
         """`hurry` is called when the owner should soon be told."""
         self.limit = limit
         self.num_here = self._first = max(1, int(limit * share)) if share else 0
+        self._own = int(limit * share)  # all processes together have no more than the limit
         self._num_taken = num_taken
         self._hurry = hurry
         self._most_taken = self._num_refused = 0  # since the last report
@@ -193,8 +194,9 @@ class Places:
     def lose_owner(self, *, has_share: bool) -> None:
         """As of a bucket."""
         self._is_led = self._some_wait_elsewhere = False
-        if not has_share:
-            self.num_here = min(self.num_here, self._first)
+        if not has_share:  # it may have given all of its places back
+            self.num_here = max(min(self.num_here, self._first), self._own)
+            self._wake()
 
 
 class BudgetPart:

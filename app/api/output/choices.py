@@ -121,6 +121,8 @@ class DirectPath:
 
     def __init__(self) -> None:
         self._connection: Connection | None = None
+        self._add: Callable[[ChoiceDelta], object] = _passed_over
+        self._write: Callable[[ChoiceDelta], Iterable[bytes]] = _passed_over
 
     def open(
         self,
@@ -132,8 +134,8 @@ class DirectPath:
         self._connection, self._add, self._write = connection, add, write
 
     def close(self) -> None:
-        """Take nothing more."""
-        self._connection = None
+        """Take nothing more, and keep nothing of the answer."""
+        self._connection, self._add, self._write = None, _passed_over, _passed_over
 
     def may_take(self) -> bool:
         """Whether the client takes an event now."""
@@ -145,6 +147,10 @@ class DirectPath:
         self._add(piece)
         for written in self._write(piece):
             self._connection.send(written)
+
+
+def _passed_over(piece: ChoiceDelta) -> tuple[()]:
+    return ()
 
 
 def generate_choices(prepared: PreparedRequest, direct: DirectPath | None = None) -> AsyncGenerator[ChoiceDelta, None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import pickle
 from collections.abc import AsyncGenerator, Iterator
@@ -18,12 +19,14 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.config import HTTP_PROTOCOLS
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from app.api.http import sse
 from app.api.http.sse import SEND_NOW, EventStream, connection_of
 from deployments.ray_internals import use_own_protocol
 from deployments.serve.http_server import Connection
 from tests.api.odd_requests import received
 from tests.benchmarks.servers import serving
 from tests.deployments.conftest import Service
+from tests.waiting import eventually
 
 WEBSOCKET = (
     "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
@@ -149,15 +152,20 @@ async def at_once(request: Request) -> Response:
             await asyncio.sleep(0.01)
         yield b"data: end\n\n"
 
-    class Streamed(Response):
-        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-            stream = EventStream(
-                events(), headers=dict, heartbeat_s=10.0, may_begin=lambda: True, connection=connection
-            )
-            await stream.send_to(send)
-            assert connection is None or not connection.may_send()
+    return Streamed(events(), connection)
 
-    return Streamed()
+
+class Streamed(Response):
+    def __init__(self, events: AsyncGenerator[bytes, None], connection: sse.Connection | None) -> None:
+        super().__init__()
+        self._stream = EventStream(
+            events, headers=dict, heartbeat_s=10.0, may_begin=lambda: True, connection=connection
+        )
+        self._connection = connection
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._stream.send_to(send)
+        assert self._connection is None or not self._connection.may_send()
 
 
 def test_events_that_are_sent_at_once_come_in_order_as_chunks(url: str) -> None:
@@ -172,6 +180,53 @@ def test_events_that_are_sent_at_once_come_in_order_as_chunks(url: str) -> None:
 def test_a_client_without_chunks_gets_all_events_from_the_response_itself(url: str) -> None:
     answer = received(url, "GET /at-once HTTP/1.0\r\nHost: localhost\r\n\r\n", stays=True)
     assert answer.endswith(b"\r\n\r\ndata: begin\n\ndata: end\n\n")
+
+
+def test_nothing_of_a_request_stays_without_the_garbage_collector(url: str) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        received(url, "GET /at-once HTTP/1.1\r\nHost: localhost\r\n\r\n", stays=True, until=b"0\r\n\r\n")
+        eventually(lambda: not [each for each in gc.get_objects() if isinstance(each, Connection | EventStream)])
+    finally:
+        gc.enable()
+
+
+def test_a_client_that_goes_away_ends_the_request_that_runs_and_no_event_of_others_is_lost() -> None:
+    class Transport:
+        is_closed = False
+
+        def is_closing(self) -> bool:
+            return self.is_closed
+
+        def write(self, data: bytes) -> None:
+            assert not self.is_closed
+            if broken:
+                raise OSError
+            written.append(data)
+
+    broken, written = False, list[bytes]()
+    loop = asyncio.new_event_loop()
+    connections, transports = [], [Transport() for _ in range(3)]
+    for transport in transports:
+        cycle = SimpleNamespace(flow=SimpleNamespace(write_paused=False), transport=transport, disconnected=False)
+        connections.append(Connection(cast(RequestResponseCycle, cycle), loop))
+        connections[-1].is_blocked = False
+
+    async def send() -> None:
+        for connection in connections:
+            connection.send(b"x")
+        await asyncio.sleep(0)
+
+    transports[1].is_closed = True
+    try:
+        loop.run_until_complete(send())
+        assert len(written) == 2
+        broken = True
+        loop.run_until_complete(send())
+        assert [each.may_send() for each in connections] == [False, True, False]
+    finally:
+        loop.close()
 
 
 def test_the_connection_of_a_request_stays_in_its_process_and_its_event_loop() -> None:
