@@ -119,14 +119,20 @@ def fleet_of(replica: Any) -> Fleet:
     return Fleet(ServeTransport(handle, "ingress"), registry, limits, Counts())
 
 
-class SentChunks:
-    """The parts of a request's cycle in uvicorn that send a chunk."""
-
-    disconnected = False
+class RecordedConnection(Connection):
+    """Notes where in the record each event is sent."""
 
     def __init__(self, recorder: Recorder, sent: list[int]) -> None:
-        self.flow = SimpleNamespace(write_paused=False)
-        self.transport = SimpleNamespace(write=lambda chunk: sent.append(len(recorder.passed)))
+        cycle = SimpleNamespace(flow=SimpleNamespace(write_paused=False), disconnected=True)
+        super().__init__(cast(RequestResponseCycle, cycle), asyncio.get_running_loop())
+        self._recorder, self._sent = recorder, sent
+
+    def send(self, data: bytes) -> None:
+        super().send(data)
+        self._sent.append(len(self._recorder.passed))
+
+    def write(self, data: bytes, now: float) -> None:
+        """There is no socket."""
 
 
 async def walk(make_replica: Callable[..., Any], recorder: Recorder) -> list[int]:
@@ -163,7 +169,7 @@ async def walk(make_replica: Callable[..., Any], recorder: Recorder) -> list[int
     most = 20  # on a busy machine two tokens may come in one frame
     for number in range(most):
         # As the HTTP server makes it before the request comes.
-        connection = Connection(cast(RequestResponseCycle, SentChunks(recorder, sent)), asyncio.get_running_loop())
+        connection = RecordedConnection(recorder, sent)
         recorder.passed.clear()
         sent.clear()
         messages.append({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False})
@@ -242,11 +248,9 @@ def token_of(passed: Sequence[Passed], sent: Sequence[int]) -> Sequence[Passed]:
 
 
 def begin_of_token(passed: Sequence[Passed], sent: Sequence[int]) -> int | None:
-    """Where the second token leaves the engine; None if another one came before its event was sent."""
+    """Where the second token leaves the engine; None if it came with another one."""
     delivered = ("call", stations("Back")[0])
-    begins = next((index for index in range(sent[0], sent[1]) if passed[index].moment == delivered), None)
-    read = [each for each in passed[begins : sent[1]] if each.moment == ("call", stations("Back")[2])]
-    return begins if len(read) == 1 else None
+    return next((index for index in range(sent[0], sent[1]) if passed[index].moment == delivered), None)
 
 
 # They run beside all requests: the connection is held open, the loop's pauses are measured, metrics are handed over.
