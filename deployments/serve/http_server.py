@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from app.api.http.sse import SEND_NOW
+from app.errors import described
 
 logger = logging.getLogger(__name__)
 
@@ -117,9 +118,9 @@ def _send_all(outbox: _Outbox, loop: asyncio.AbstractEventLoop) -> None:
     for connection, data in pieces:
         try:
             connection.write(data, now)
-        except Exception:  # the task of the stream finds out why when it sends the next event
+        except Exception as error:  # the task of the stream finds out why when it sends the next event
             connection.is_blocked = True
-            logger.exception("an event could not be sent")
+            logger.warning("an event could not be sent: %s", described(error))
 
 
 async def _answer_with_connection(
