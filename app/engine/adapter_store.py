@@ -1,4 +1,4 @@
-"""The LoRA adapters that an engine has loaded: a bounded number, tenants take turns to load. No torch here."""
+"""A bounded store of loaded LoRA adapters, in which tenants take turns to load. No torch here."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ logger = logging.getLogger(__name__)
 
 
 class AdapterStats(NamedTuple):
-    """What a store has, and what it has done since its start."""
+    """The loaded adapters of a store, and the number of loads since the store was created."""
 
-    loaded: tuple[str, ...] = ()  # digests
+    loaded: tuple[str, ...] = ()  # digests of the loaded adapters
     num_loads: int = 0
     max_loaded: int = 0
-    names: tuple[str, ...] = ()  # of those that are loaded
-    waiting_names: tuple[str, ...] = ()  # of those that requests wait for
+    names: tuple[str, ...] = ()  # names of the loaded adapters
+    waiting_names: tuple[str, ...] = ()  # names of the adapters that requests wait for
 
 
 class HeldAdapter:
-    """A loaded adapter for one request, which keeps it from being unloaded until `release`."""
+    """A loaded adapter that one request uses. The store does not unload the adapter before `release`."""
 
     def __init__(self, weights: object, release: Callable[[], None]) -> None:
-        self.weights = weights  # as the model runner has loaded it
+        self.weights = weights  # the object that the model runner returned
         self._release = release
 
     def release(self) -> None:
-        """The request has ended. To be called once."""
+        """Release the adapter when the request has ended. Call this method once."""
         self._release()
 
 
 class AdapterStore:
-    """Loads adapters when requests need them, one at a time in a thread of its own. Any thread may call.
+    """Loads adapters when requests need them, one at a time, in a dedicated thread. Any thread may call.
 
-    Tenants take turns to load, whatever one of them asks for. An adapter that makes room is of the tenant that would
-    have the most loaded, of these the least recently used; it belongs to the tenant that has used it last.
+    Tenants take turns to load, however many adapters one tenant requests. To make room, the store unloads the least
+    recently used adapter of the tenant with the most adapters. An adapter counts for the tenant that used it last.
     """
 
     def __init__(
@@ -54,34 +54,34 @@ class AdapterStore:
         unload: Callable[[object], None],
         max_loaded: int,
     ) -> None:
-        """load: reads an adapter, then calls what it is given, which makes room, and only then takes its memory.
+        """load: reads an adapter, then calls its second argument to make room, and only then allocates memory.
 
-        It may take seconds; it raises UnsupportedAdapter. unload: takes what it gave.
+        `load` may take seconds and raises UnsupportedAdapter. unload: receives the object that `load` returned.
         """
         self._load, self._unload = load, unload
         self._max_loaded = max_loaded
         self._loaded: OrderedDict[str, _Loaded] = OrderedDict()  # by digest, the least recently used first
         self._waiting: FairQueue[_Waiting] = FairQueue()
-        self._reading: Adapter | None = None  # what waits for it is not in the queue any more
+        self._reading: Adapter | None = None  # the adapter being loaded; its first request has left the queue
         self._num_loads = 0
         self._is_closed = False
-        self._lock = threading.Lock()  # of the fields
-        # One at a time: each may need the place that another would free.
+        self._lock = threading.Lock()  # guards the fields
+        # One adapter at a time, because each load may need the room that another load makes.
         self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapters")
 
     def hold(self, adapter: Adapter, *, tenant: str = "") -> HeldAdapter:
-        """An adapter for one request, loaded if it is not there.
+        """Return an adapter for one request. Blocks until the adapter is loaded.
 
         Raises:
-            Overloaded: as many as there may be are in use by other requests.
-            UnsupportedAdapter: it cannot be read, or it is not what the request means.
+            Overloaded: other requests use the maximum number of adapters.
+            UnsupportedAdapter: the adapter cannot be read, or its files do not have the digest of the request.
         """
         return self.hold_soon(adapter, tenant=tenant).result()
 
     def hold_soon(self, adapter: Adapter, *, tenant: str = "") -> Future[HeldAdapter]:
-        """What `hold` returns or raises, once the tenant has had its turn; at once of an adapter that is loaded.
+        """Return a future with the result or the error of `hold`. The future of a loaded adapter is already done.
 
-        It may be cancelled until then. Raises EngineStopped after `close`.
+        The future can be cancelled until the tenant's turn comes. Raises EngineStopped after `close`.
         """
         held: Future[HeldAdapter] = Future()
         with self._lock:
@@ -96,7 +96,7 @@ class AdapterStore:
         return held
 
     def close(self) -> None:
-        """Load nothing more. Requests that wait for an adapter end with EngineStopped. Safe to call twice."""
+        """Stop loading. Requests that wait for an adapter end with EngineStopped. Safe to call twice."""
         with self._lock:
             self._is_closed = True
             self._loader.shutdown(wait=False, cancel_futures=True)
@@ -105,7 +105,7 @@ class AdapterStore:
             waiting.held.set_exception(EngineStopped("the engine stopped before this adapter was loaded"))
 
     def _load_next(self) -> None:
-        """Load what the next of all that wait needs, if any. Called as often as something began to wait."""
+        """Load the adapter of the next waiting request, if there is one. Called once for each request that waits."""
         with self._lock:
             first = self._next()
             self._reading = None if first is None else first.adapter
@@ -127,18 +127,18 @@ class AdapterStore:
             self._loaded[adapter.digest] = _Loaded(adapter.name, weights)
             served = [(each, self._take(adapter.digest, each.tenant)) for each in (first, *self._others_for(first))]
         for each, held in served:
-            each.held.set_result(held)  # not under the lock: one that has gone meanwhile releases it at once
+            each.held.set_result(held)  # outside the lock: a callback may release the adapter at once
 
     def _loaded_for(self, first: _Waiting) -> object:
         adapter, began_at = first.adapter, time.monotonic()
         with self._lock:
-            self._to_unload(first.tenant)  # nothing is read for an adapter that would have no place
+            self._to_unload(first.tenant)  # raises Overloaded before a file is read if no adapter can make room
         weights = self._load(adapter, lambda: self._make_room(first.tenant))
         logger.info("adapter %s (%s) loaded in %.2f s", adapter.name, adapter.digest, time.monotonic() - began_at)
         return weights
 
     def _next(self) -> _Waiting | None:
-        """The next that waits and is not cancelled; it cannot be cancelled any more."""
+        """Take the next waiting request that is not cancelled. Its future can no longer be cancelled."""
         while (taken := self._waiting.take()) is not None:
             tenant, waiting = taken
             self._waiting.end(tenant)
@@ -147,7 +147,7 @@ class AdapterStore:
         return None
 
     def _others_for(self, first: _Waiting) -> list[_Waiting]:
-        """All others that wait for its adapter; they wait no more, and cannot be cancelled any more."""
+        """Take all other requests that wait for this adapter. Their futures can no longer be cancelled."""
         digest = first.adapter.digest
         found = [each for line in self._waiting.lines.values() for each in line if each.adapter.digest == digest]
         for each in found:
@@ -155,13 +155,13 @@ class AdapterStore:
         return [each for each in found if each.held.set_running_or_notify_cancel()]
 
     def unload(self, digest: str) -> None:
-        """Forget an adapter that no request uses; one that is in use goes when others need its place."""
+        """Unload an adapter if no request uses it. An adapter in use stays until another adapter needs its room."""
         with self._lock:
             if digest in self._loaded and not self._loaded[digest].num_users:
                 self._forget(digest)
 
     def unload_unused(self) -> None:
-        """Forget every adapter that no request uses."""
+        """Unload every adapter that no request uses."""
         with self._lock:
             for digest in [digest for digest, each in self._loaded.items() if not each.num_users]:
                 self._forget(digest)
@@ -194,7 +194,7 @@ class AdapterStore:
                 self._forget(digest)
 
     def _to_unload(self, tenant: str) -> str | None:
-        """The adapter that makes room for one of this tenant; None while there is room. Raises Overloaded."""
+        """Return the adapter to unload for one of this tenant, or None while there is room. Raises Overloaded."""
         if len(self._loaded) < self._max_loaded:
             return None
         num_loaded = Counter([tenant, *(each.tenant for each in self._loaded.values())])
@@ -204,7 +204,7 @@ class AdapterStore:
                 f"{self._max_loaded} adapters are in use, and no more are loaded at once "
                 f"(engine.model.max_loaded_adapters); try again shortly"
             )
-        return max(unused, key=lambda digest: num_loaded[self._loaded[digest].tenant])  # of equal ones the first
+        return max(unused, key=lambda digest: num_loaded[self._loaded[digest].tenant])  # tie: least recently used
 
     def _forget(self, digest: str) -> None:
         self._unload(self._loaded.pop(digest).weights)
@@ -214,7 +214,7 @@ class _Loaded:
     def __init__(self, name: str, weights: object) -> None:
         self.name = name
         self.weights = weights
-        self.tenant = ""  # that has used it last
+        self.tenant = ""  # the tenant that used the adapter last
         self.num_users = 0
 
 

@@ -1,7 +1,7 @@
 """The thread that steps an engine, and one async stream for each request.
 
-asyncio outside, one thread inside. Two hand-over points, both without polling: commands go in through a condition,
-the deltas of a whole step come out through one call per receiver.
+Callers use asyncio; the engine runs in one thread. Neither side polls the other: callers pass commands through a
+condition variable, and the thread passes all deltas of a step to a receiver in one call.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ logger = logging.getLogger(__name__)
 
 
 class DeltaReceiver(Protocol):
-    """Receives the deltas of one request or of several, in order. Called in the event loop of `submit`."""
+    """Receives the deltas of one or more requests, in order. Called in the event loop that called `submit`."""
 
     def put_all(self, deltas: Sequence[TokenDelta]) -> None:
-        """One step's deltas, one for each request; a request's last has a finish reason, and with ERROR the error."""
+        """Receive one step's deltas. A request's last delta has a finish reason and, if that is ERROR, an error."""
         ...
 
 
 def ignored_by(matcher: Matcher | None) -> tuple[str, ...]:
-    """The places of keywords that a request's grammar does not keep, as its first delta has them."""
+    """Return the places of the schema keywords that a request's grammar ignores, for the request's first delta."""
     return () if matcher is None else tuple(matcher.ignored_keywords)
 
 
@@ -68,33 +68,33 @@ class AsyncEngine:
         matchers: Matchers | None = None,
         sleeper: SleepController | None = None,
     ) -> None:
-        """Start the engine's thread; returns when it is prepared for its first step, or raises what prevents that.
+        """Start the engine's thread. Returns when the engine is prepared for its first step, or raises its error.
 
-        More than `max_requests` at once are refused. So is a request with which more than `max_waiting_tokens` prompt
-        tokens would wait, unless no other waits. Background requests do not count as long as they can be preempted;
-        there are never more of them than one step can have. Without `matchers` no request may have a grammar,
-        without a `sleeper` the engine never sleeps.
+        The engine refuses a request if `max_requests` others are running or waiting. It also refuses a request that
+        would raise the waiting prompt tokens above `max_waiting_tokens`, unless no other request waits. Background
+        requests that can be preempted do not count; at most one step's worth of them is accepted. Without `matchers`,
+        no request may have a grammar. Without a `sleeper`, the engine never sleeps.
         """
         self._engine = engine
-        self.adapters = engine.adapters  # None where it computes with none
+        self.adapters = engine.adapters  # None if the model runner supports no adapters
         self._matchers = matchers
         self._sleeper = sleeper
-        # Of running and waiting requests, without background that can be preempted; more are refused.
+        # The limit for running and waiting requests, not counting background requests that can be preempted.
         self.max_requests = max_requests
         self._max_waiting_tokens = max_waiting_tokens
-        self._num_entering = 0  # requests that the engine's thread has not taken yet; guarded by _wake
-        self._num_entering_tokens = 0  # of their prompts
+        self._num_entering = 0  # submitted requests that the engine's thread has not queued yet; guarded by _wake
+        self._num_entering_tokens = 0  # prompt tokens of these requests; guarded by _wake
         self._retry_times = RetryTimes()  # guarded by _wake
-        self._calls: set[Future[None]] = set()  # commands with a caller that waits for the end; guarded by _wake
-        # By request id; added by callers, removed by any thread when the request ends.
+        self._calls: set[Future[None]] = set()  # commands whose callers wait for the result; guarded by _wake
+        # By request id. Callers add entries; any thread removes the entry of a request that ends.
         self._receivers: dict[str, _Subscription] = {}
-        self._foreground: set[str] = set()  # the ids of those that are foreground requests
+        self._foreground: set[str] = set()  # ids of the foreground requests in `_receivers`
         self._commands: list[Callable[[], None]] = []  # guarded by _wake
         self._is_stopping = False  # guarded by _wake
         self._wake = threading.Condition()
-        self._stats = engine.stats()  # replaced as a whole by the engine's thread
+        self._stats = engine.stats()  # an immutable snapshot; the engine's thread replaces it
         self._num_failed_in_a_row = 0
-        self._step_began_at: float | None = None  # by the engine's clock, while its thread is in a step
+        self._step_began_at: float | None = None  # the engine's clock at the start of the current step, if any
         prepared: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(prepared,), name="engine", daemon=True)
         self._thread.start()
@@ -112,7 +112,7 @@ class AsyncEngine:
 
     @property
     def num_requests(self) -> int:
-        """Submitted, and not ended or aborted yet. The snapshot of `stats` is as old as the last step."""
+        """Requests that were submitted and have neither ended nor been aborted. This number is newer than `stats`."""
         return len(self._receivers)
 
     async def generate(self, request: Request) -> AsyncIterator[TokenDelta]:
@@ -120,8 +120,8 @@ class AsyncEngine:
 
         Closing the iterator aborts the request and frees its blocks at the next step.
 
-        Raises: before the first delta the errors of `matcher_of`, `adapter_of` and `submit`, later the error of the
-        last delta.
+        Raises the errors of `matcher_of`, `adapter_of` and `submit` before the first delta, and later the error that
+        the last delta holds.
         """
         stream = _Stream()
         matcher = await self.matcher_of(request)
@@ -137,16 +137,16 @@ class AsyncEngine:
                 yield structs.replace(delta, queued=queued, ignored=ignored)
                 queued, ignored = None, ()
         finally:
-            if not has_ended:  # otherwise another request may have this id by now
+            if not has_ended:  # after the end, another request may already use this id
                 self.abort(request.request_id)
 
     def prepare_for_grammars(self) -> None:
-        """Begin what the first grammar of a request would wait for, and return at once."""
+        """Start the preparations that the first grammar would otherwise wait for, without blocking."""
         if self._matchers is not None and self.facts.generates:
             self._matchers.prepare()
 
     async def matcher_of(self, request: Request) -> Matcher | None:
-        """The matcher that `submit` needs for a request with a grammar; no other request waits while it is made.
+        """Return the matcher that `submit` needs for a request with a grammar, or None without a grammar.
 
         Raises:
             InvalidRequest: the grammar cannot be used.
@@ -160,14 +160,14 @@ class AsyncEngine:
         return await asyncio.wrap_future(self._matchers.matcher_of(request))
 
     async def adapter_of(self, request: Request) -> HeldAdapter | None:
-        """The adapter that `submit` needs for a request with one; while it is loaded, no other request waits.
+        """Return the adapter that `submit` needs for a request with one. Loading it does not delay other requests.
 
-        It is held from then on: the request must be submitted without waiting for anything else.
+        The adapter is held from now on: submit the request without awaiting anything else.
 
         Raises:
             InvalidRequest: the engine could never serve the request.
-            UnsupportedAdapter: it cannot be loaded.
-            Overloaded: as many adapters as may be loaded are in use.
+            UnsupportedAdapter: the adapter cannot be loaded.
+            Overloaded: other requests use the maximum number of adapters.
         """
         if request.adapter is None:
             return None
@@ -175,7 +175,7 @@ class AsyncEngine:
         return await self._held(request.adapter, tenant=request.tenant)
 
     async def load_adapter(self, adapter: Adapter) -> None:
-        """Have an adapter loaded before a request needs it. Raises as `adapter_of`."""
+        """Load an adapter before a request needs it. Raises UnsupportedAdapter or Overloaded as `adapter_of` does."""
         (await self._held(adapter, tenant="")).release()
 
     async def _held(self, adapter: Adapter, *, tenant: str) -> HeldAdapter:
@@ -198,17 +198,17 @@ class AsyncEngine:
         matcher: Matcher | None = None,
         adapter: HeldAdapter | None = None,
     ) -> Queued:
-        """Queue a request; `receiver` gets its deltas in the event loop that runs now, until its end or `abort`.
+        """Queue a request. `receiver` gets the deltas in the running event loop until the request ends or is aborted.
 
-        A request with a grammar comes with the result of `matcher_of`, one with an adapter with that of `adapter_of`,
-        which is released when the request has ended or is refused.
+        A request with a grammar needs the result of `matcher_of`. A request with an adapter needs the result of
+        `adapter_of`; the engine releases that adapter when the request has ended or is refused.
 
         A request that does not end by stop or length ends with an error delta: DeadlineMissed, StepFailed (this request
         made the model fail), DeviceFault (the device failed on its whole batch), EngineStopped (shut down or dead).
 
         Raises:
-            InvalidRequest: it can never be served, or its id is in use. Nothing was queued.
-            Overloaded: the queue is full; it says when to try again. Nothing was queued.
+            InvalidRequest: the request can never be served, or its id is in use. Nothing was queued.
+            Overloaded: the queue is full; the error says when to try again. Nothing was queued.
             EngineStopped: the engine has shut down or died.
         """
         try:
@@ -246,10 +246,10 @@ class AsyncEngine:
             logger.debug("request %s aborted after the engine stopped", request_id)
 
     async def reconfigure(self, config: SchedulerConfig) -> None:
-        """Use other settings; returns when they are in force, between two steps. No request is lost.
+        """Replace the scheduler settings between two steps. Returns when they are in force. No request is lost.
 
         Raises:
-            InvalidSetup: this engine cannot use them without a restart; nothing has changed.
+            InvalidSetup: this engine cannot use the settings without a restart; nothing has changed.
             EngineStopped: the engine has shut down or died.
         """
         await asyncio.wrap_future(self._call(lambda: self._reconfigure(config)))
@@ -257,46 +257,43 @@ class AsyncEngine:
         logger.info("scheduling by %s and %s from now on", config.strategy.name, config.policy.name)
 
     def stats(self) -> EngineStats:
-        """The snapshot of the engine's thread after its last step."""
+        """Return the statistics that the engine's thread published last. Any thread may call."""
         return self._stats
 
     @property
     def step_age_s(self) -> float:
-        """Seconds since the current step began; 0 between two steps."""
+        """Seconds since the current step began, or 0 between two steps."""
         began_at = self._step_began_at
         return 0.0 if began_at is None else self._engine.now() - began_at
 
     def measurements(self) -> EngineMeasurements:
-        """What the engine has measured since it started."""
+        """Return all measurements since the engine started."""
         measured = self._engine.measurements()
         return measured if self._sleeper is None else replace(measured, sleep=self._sleeper.stats)
 
     @property
     def sleep(self) -> SleepStats:
-        """Whether the engine sleeps, and what its sleeper has done. Any thread may read it."""
+        """Whether the engine sleeps, with statistics of its sleeper. Any thread may read this property."""
         return AWAKE if self._sleeper is None else self._sleeper.stats
 
     @property
     def backend(self) -> TakenBackend | None:
-        """The code that computes on a GPU; None on a CPU. Any thread may read it."""
+        """The backend that computes on a GPU, or None on a CPU. Any thread may read this property."""
         return self._engine.runner.backend
 
     async def snapshot(self, *, is_full: bool = True) -> EngineSnapshot:
-        """`Engine.snapshot`, after the current step.
-
-        Raises EngineStopped.
-        """
+        """Return `Engine.snapshot` after the current step. Raises EngineStopped."""
         views: list[EngineSnapshot] = []
         await asyncio.wrap_future(self._call(lambda: views.append(self._engine.snapshot(is_full=is_full))))
         return views[0]
 
     def end_snapshots(self) -> None:
-        """Note nothing for views any more."""
+        """Stop recording events for snapshots, from the next step on."""
         with suppress(EngineStopped):
             self._command(self._engine.end_snapshots)
 
     def on_prefixes(self, note_held: Callable[[Prefix, bool], None]) -> None:
-        """`Engine.on_prefixes`, from the next step on."""
+        """Call `Engine.on_prefixes` in the engine's thread, before the next step."""
         with suppress(EngineStopped):
             self._command(lambda: self._engine.on_prefixes(note_held))
 
@@ -314,7 +311,7 @@ class AsyncEngine:
             raise EngineStopped(f"the engine can compute nothing more: {error}") from error
 
     def shutdown(self) -> None:
-        """Stop after the current step; every open request fails with EngineStopped. Safe to call twice."""
+        """Stop after the current step. Every open request fails with EngineStopped. Safe to call twice."""
         with self._wake:
             self._is_stopping = True
             self._wake.notify()
@@ -325,15 +322,15 @@ class AsyncEngine:
     # ------------------------------------------------------------------ the callers' side
 
     def _leave(self, request_id: str) -> _Subscription | None:
-        """Remove and return a request's subscription; None if it has none. Any thread."""
-        self._foreground.discard(request_id)  # first: once the subscription is removed, another request may have the id
+        """Remove and return a request's subscription, or return None if there is none. Any thread may call."""
+        self._foreground.discard(request_id)  # first, because another request may reuse the id after the next line
         return self._receivers.pop(request_id, None)
 
     def _check_room(self, request: Request, now: float) -> None:
-        """Raise Overloaded when there is no room.
+        """Raise Overloaded if the engine has no room for a request.
 
-        Background requests are accepted only when there is a slot. No other request is refused because of them, unless
-        they run and cannot be preempted.
+        A background request is accepted only if a slot is free. Background requests cause no refusal of another
+        request, unless they run and cannot be preempted.
         """
         stats, num_tokens = self._stats, len(request.prompt_token_ids)
         if request.is_background:
@@ -357,7 +354,7 @@ class AsyncEngine:
         raise Overloaded(f"the engine is full: {problem}; try again shortly", retry_after_s=retry_after_s)
 
     def _can_start(self, request: Request, num_before: int) -> bool:
-        """Whether a request has a slot and KV memory at once; where whole batches run, only on an idle engine."""
+        """Whether a request gets a slot and KV memory at once. A strategy with whole batches needs an idle engine."""
         stats = self._stats
         if self.sleep.state is not SleepState.AWAKE or num_before >= (1 if stats.batch_size else stats.max_running):
             return False
@@ -372,7 +369,7 @@ class AsyncEngine:
             self._wake.notify()
 
     def _call(self, action: Callable[[], None]) -> Future[None]:
-        """Queue an action for the engine's thread; the future has its end or its error."""
+        """Queue an action for the engine's thread. The future is done when the action has returned or raised."""
         future: Future[None] = Future()
 
         def command() -> None:
@@ -404,10 +401,10 @@ class AsyncEngine:
             self._close()
 
     def _serve(self) -> None:
-        """Run commands and steps until the engine is to stop."""
+        """Run commands and steps until the engine is told to stop."""
         while self._run_commands():
             if self._rest():
-                continue  # what came meanwhile goes first: requests may have been cancelled
+                continue  # falling asleep or waking takes time, in which new commands (aborts) may have arrived
             if self._engine.idle_s == 0.0:
                 self._step_began_at = self._engine.now()
                 self._step()
@@ -415,7 +412,7 @@ class AsyncEngine:
                 self._rest()
 
     def _close(self) -> None:
-        """Close the engine and its sleeper. An error of one does not keep the other open."""
+        """Close the engine and its sleeper, each even if closing the other raises."""
         for part in (self._engine, self._sleeper):
             try:
                 if part is not None:
@@ -424,21 +421,21 @@ class AsyncEngine:
                 logger.error("a part of the engine could not be closed: %s", traceback_of(error))
 
     def _rest(self) -> bool:
-        """Let the engine sleep or wake if it is time, and return whether it did. It is no step, so none is hung."""
+        """Let the engine sleep or wake if it is time. Returns whether it did. `step_age_s` does not count this time."""
         if self._sleeper is None or not self._sleeper.advance():
             return False
         self._stats = self._engine.stats()
         return True
 
     def _turns_changed(self) -> None:
-        """Called by the thread that listens to the other engines of the device."""
-        assert self._sleeper is not None, "it listens for the sleeper"
+        """Wake the engine's thread. Called by the thread that listens to the other engines of the device."""
+        assert self._sleeper is not None, "only a sleeper listens to other engines"
         with self._wake:
             self._sleeper.note_change()
             self._wake.notify()
 
     def _due_in_s(self) -> float | None:
-        """Seconds until the engine's thread has something to do if no command comes; 0: now; None: never."""
+        """Return the seconds until the engine's thread has work if no command arrives. 0: now. None: never."""
         idle_s = self._engine.idle_s
         if self._sleeper is None or idle_s == 0.0:
             return idle_s
@@ -446,7 +443,7 @@ class AsyncEngine:
         return min(times, default=None)
 
     def _run_commands(self) -> bool:
-        """Run the queued commands; waits for them, or for the next step's time, while no step is due. False to stop."""
+        """Run the queued commands. Blocks until a command or a step is due. Returns False if the engine must stop."""
         with self._wake:
             while not (self._commands or self._is_stopping or (due_in_s := self._due_in_s()) == 0.0):
                 self._wake.wait(due_in_s)
@@ -457,14 +454,14 @@ class AsyncEngine:
         if commands:
             for command in commands:
                 self._run_command(command)
-            with self._wake:  # from now on `stats` counts these tokens as waiting
+            with self._wake:  # from now on, `stats` counts these requests and their tokens
                 self._stats = self._engine.stats()
                 self._num_entering -= num_entering
                 self._num_entering_tokens -= num_entering_tokens
         return True
 
     def _run_command(self, command: Callable[[], None]) -> None:
-        """A command that fails, as no command should, ends no other request."""
+        """Run a command. Logs an error of the command, so that no other request ends because of it."""
         try:
             command()
         except Exception as error:
@@ -473,13 +470,13 @@ class AsyncEngine:
     def _enter(
         self, request: Request, *, arrived_at: float, matcher: Matcher | None, adapter: HeldAdapter | None
     ) -> None:
-        """Queue a request that was checked. Whatever prevents that ends this request alone."""
+        """Queue a request that was checked. An error ends only this request."""
         try:
             self._engine.add_checked(request, arrived_at=arrived_at, matcher=matcher, adapter=adapter)
         except Exception as error:
             failure = error if isinstance(error, CarouselError) else Failure("the engine could not take this request")
             self._fail([request.request_id], failure)
-            # Of a request that is refused nothing was queued, and another may have its id.
+            # The scheduler holds nothing of a request that the engine refused, and another request may have its id.
             was_queued = failure is not error and self._engine.abort(request.request_id) is not None
             if adapter is not None and not was_queued:
                 adapter.release()
@@ -487,7 +484,7 @@ class AsyncEngine:
 
     def _reconfigure(self, config: SchedulerConfig) -> None:
         self._engine.reconfigure(config)
-        self._stats = self._engine.stats()  # before the caller of `reconfigure` continues
+        self._stats = self._engine.stats()  # before `reconfigure` returns to its caller
 
     def _step(self) -> None:
         num_steps = self._stats.total_steps
@@ -499,9 +496,9 @@ class AsyncEngine:
             self._fail(error.request_ids, DeviceFault("the model step that computed this request failed"))
             self._num_failed_in_a_row += 1
             if self._num_failed_in_a_row >= max_failed_in_a_row:
-                raise  # such a device does not recover: the engine stops, and its replica is replaced
+                raise  # such a device does not recover, so the engine stops and the replica is replaced
             return
-        if self._stats.total_steps > num_steps:  # not a call that only ended overdue requests
+        if self._stats.total_steps > num_steps:  # the call computed a step and did not only end overdue requests
             self._num_failed_in_a_row = 0
         self._deliver(deltas)
 
@@ -509,14 +506,14 @@ class AsyncEngine:
         try:
             return self._engine.step()
         finally:
-            self._stats = self._engine.stats()  # before any receiver gets a delta of this step
+            self._stats = self._engine.stats()  # before a receiver gets a delta of this step
 
     def _abort(self, request_id: str) -> None:
         if self._engine.abort(request_id) is not None:
             logger.info("request %s aborted", request_id)
 
     def _deliver(self, deltas: Iterable[TokenDelta]) -> None:
-        """Pass a step's deltas to their receivers: one call for each receiver, not one for each request."""
+        """Pass the deltas of a step to their receivers, with one call for each receiver."""
         batches: dict[DeltaReceiver, tuple[asyncio.AbstractEventLoop, list[TokenDelta]]] = {}
         for delta in deltas:
             ended = delta.finish_reason is not None
@@ -530,7 +527,7 @@ class AsyncEngine:
         for receiver, (loop, batch_of_receiver) in batches.items():
             try:
                 loop.call_soon_threadsafe(receiver.put_all, batch_of_receiver)
-            except RuntimeError:  # that loop has closed, and its receivers with it
+            except RuntimeError:  # the event loop has closed, so the receiver needs no delta
                 logger.debug("%d deltas belong to a closed event loop", len(batch_of_receiver))
 
     def _fail(self, request_ids: Iterable[str], error: CarouselError) -> None:
@@ -538,13 +535,13 @@ class AsyncEngine:
 
 
 def _release_loaded(loading: Future[HeldAdapter]) -> None:
-    """The request that it was loaded for has gone."""
+    """Release an adapter whose request was cancelled while the adapter was loaded."""
     if not loading.cancelled() and loading.exception() is None:
         loading.result().release()
 
 
 def _resolve(future: Future[None], action: Callable[[], None]) -> bool:
-    """Run an action and put its end or its error into a future; returns whether it had no error."""
+    """Run an action and set the future's result or its exception. Returns whether the action succeeded."""
     try:
         action()
     except Exception as error:
@@ -563,7 +560,7 @@ class _Subscription:
 
 
 class _Stream:
-    """The deltas of one request that are not read yet. Used only in its event loop."""
+    """The unread deltas of one request. Used only in the event loop of the request."""
 
     def __init__(self) -> None:
         self.deltas: asyncio.Queue[TokenDelta] = asyncio.Queue()

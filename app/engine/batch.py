@@ -1,6 +1,6 @@
-"""What one step computes, how it is put together under its token budget, and its result.
+"""The batch of one step, the builder that fills a batch up to its token budget, and the result of a step.
 
-A model runner reads a batch and changes nothing.
+A model runner reads a batch and does not change it.
 """
 
 from __future__ import annotations
@@ -25,59 +25,60 @@ from app.engine.state_pool import StatePath
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """What a step computes of one sequence: `token_ids` at positions `start`, `start + 1`, …
+    """The part of one sequence that a step computes: `token_ids` at positions `start`, `start + 1`, …
 
-    When `samples` is true, they reach the end of the sequence and the step draws the token after them. A negative token
-    id -1 - n is the token that the step before draws for `sampled[n]`; only runners that launch steps get any.
-    A thousand are made in every step: a struct takes a third of the time of a dataclass, and none of the collector's.
+    If `samples` is true, the tokens reach the end of the sequence and the step draws the next token. A negative token
+    id -1 - n is the token that the previous step draws for `sampled[n]`; only runners that launch steps get such ids.
+    A step makes a thousand of these objects: creating a struct takes a third of the time of a dataclass, and the
+    garbage collector does not track it.
     """
 
     request_id: str
     token_ids: tuple[int, ...]
     start: int
-    block_ids: list[int]  # in token order; covers at least start + len(token_ids) tokens
+    block_ids: list[int]  # in token order; the blocks cover at least start + len(token_ids) tokens
     samples: bool
     sampling: SamplingParams
     banned_token_ids: tuple[int, ...] = ()  # may not be drawn: end tokens before min_tokens, ends of bad words
-    adjustments: LogitAdjustments | None = None  # as of this step; only where there are penalties or biases
-    matcher: Matcher | None = None  # says which tokens may be drawn; None: all
-    # The draw depends on the token before it, which is still being drawn (`SamplingParams.needs_output_history`):
-    # penalties, bans and matcher are brought up to date by `Scheduler.with_history`.
+    adjustments: LogitAdjustments | None = None  # penalties and biases at this step; None if the request has none
+    matcher: Matcher | None = None  # decides which tokens may be drawn; None allows all tokens
+    # The draw depends on the previous token, which is still being drawn (`SamplingParams.needs_output_history`).
+    # `Scheduler.with_history` updates penalties, bans and matcher when that token is known.
     lacks_history: bool = False
-    # Consecutive prompt tokens for which log-probabilities are wanted, and the position of the first. The token before
-    # each, which predicts it, is computed in this step.
+    # Consecutive prompt tokens whose log-probabilities are wanted, and the position of the first. This step computes
+    # the token before each target, because that token predicts the target.
     targets: tuple[int, ...] = ()
     first_target: int = 0
-    # Which hidden states are wanted: the last token's, or the sum of all.
+    # The wanted hidden states: the last token's, or the sum over all tokens.
     pooling: Pooling | None = None
-    adapter: object = None  # as the model runner has loaded it
-    window_ids: tuple[list[int], ...] = ()  # by window group, as `block_ids`; ids behind the window may be of others
-    states: StatePath | None = None  # of a model with recurrent layers
-    second_text_at: int = 0  # as the request has it
-    # Where there are drafts and a draw depends on the tokens before it: the item up to each of its tokens.
+    adapter: object = None  # the object that the model runner's `load_adapter` returned
+    window_ids: tuple[list[int], ...] = ()  # `block_ids` of each window group; blocks before the window may be reused
+    states: StatePath | None = None  # for a model with recurrent layers
+    second_text_at: int = 0  # see `Request.second_text_at`
+    # With drafts, and if a draw depends on the tokens before it: copies of this item that end at each of its tokens.
     draws: tuple[ScheduledSequence, ...] = ()
 
     def ids_of(self, group: int) -> list[int]:
-        """Its blocks' ids in a group: the first looks back to the start, the others to a window."""
+        """Return the block ids of a group. Group 0 looks back to the start, the other groups to a window."""
         return self.window_ids[group - 1] if group else self.block_ids
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether log-probabilities are wanted, of the drawn token or of prompt tokens."""
+        """Whether log-probabilities of the drawn token or of prompt tokens are wanted."""
         return bool(self.targets) or (self.samples and self.sampling.logprobs is not None)
 
     @property
     def end(self) -> int:
-        """Tokens in the KV cache after this step; also the position of the token that is drawn."""
+        """Tokens in the KV cache after this step, which is also the position of the drawn token."""
         return self.start + len(self.token_ids)
 
     @property
     def takes_all_logits(self) -> bool:
-        """Whether its logits stay as the model gives them."""
+        """Whether the sampler uses the model's logits unchanged."""
         return self.adjustments is None and self.matcher is None and not self.banned_token_ids
 
     def allowed(self) -> bytes:
-        """The tokens that its matcher allows, as bits (see `Matcher.allowed`), without the banned ones."""
+        """Return the tokens that the matcher allows, without banned tokens, as bits (see `Matcher.allowed`)."""
         assert self.matcher is not None, "without a matcher all tokens may be drawn"
         if not self.banned_token_ids:
             return self.matcher.allowed()
@@ -89,40 +90,40 @@ class WaitReason(StrEnum):
 
     SLOTS = "slots"  # `max_running` sequences run
     BLOCKS = "blocks"  # memory is short
-    BUDGET = "budget"  # the step has no tokens left for prefill
-    STRATEGY = "strategy"  # the strategy waits: for a timer, for the running batch, or for others of that length
-    RESULT = "result"  # it was preempted, and its last token is still being drawn
+    BUDGET = "budget"  # the step has no budget left for prefill
+    STRATEGY = "strategy"  # the strategy waits for a timer, for the running batch, or for prompts of similar length
+    RESULT = "result"  # the sequence was preempted, and its last token is still being drawn
 
 
 class SchedulingDecision(NamedTuple):
-    """What the scheduler decided about a step beside its batch; for the trace."""
+    """The scheduler's decisions about a step that the batch does not show, for the trace."""
 
     joined: Several[Sequence] = ()  # sequences that started to run with this step
-    preempted: Several[Sequence] = ()  # sequences that were preempted since the step before was scheduled
-    wait_reason: WaitReason | None = None  # why the first waiting sequence waits; None when none waits
-    num_waiting: int = 0  # when this step was scheduled, as the next
-    num_free_blocks: int = 0
-    # Fetches from a store that began with this step, and those that were done before it: the sequence's arrival, and
-    # how many blocks; of those done the filled ones.
+    preempted: Several[Sequence] = ()  # sequences that were preempted since the previous step was scheduled
+    wait_reason: WaitReason | None = None  # why the first waiting sequence waits; None if no sequence waits
+    num_waiting: int = 0  # waiting sequences after this step was scheduled
+    num_free_blocks: int = 0  # free blocks after this step was scheduled
+    # The fetches from a store that began with this step, and those that ended since the previous step. Each pair is
+    # the arrival number of the sequence and a number of blocks: requested blocks, and filled blocks.
     fetching: Several[tuple[int, int]] = ()
     fetched: Several[tuple[int, int]] = ()
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One step's work, in order of precedence."""
+    """The work of one step, in order of precedence."""
 
     scheduled: tuple[ScheduledSequence, ...]
     sequences: tuple[Sequence, ...]  # the scheduler's own records, one for each of `scheduled`
-    began_at: float = 0.0  # when it was scheduled, in seconds of the engine's clock
-    num_scheduled_tokens: int = 0  # `num_tokens`, counted by the builder: adding up a thousand takes time
-    has_logprobs: bool = False  # any sequence wants log-probabilities, of the tokens that are drawn or of its prompt
+    began_at: float = 0.0  # when the step was scheduled, in seconds of the engine's clock
+    num_scheduled_tokens: int = 0  # `num_tokens`, counted by the builder because summing over a thousand items is slow
+    has_logprobs: bool = False  # any sequence wants log-probabilities of drawn tokens or of its prompt
     has_pooling: bool = False  # any sequence wants hidden states
-    has_preempted: bool = False  # sequences were preempted so that these have the blocks that they need
-    # Every sequence decodes, and the tokens after its first are drafts, not known to be its own: a token is drawn after
-    # each of them. See `kept_tokens`.
+    has_preempted: bool = False  # other sequences were preempted to free blocks for this batch
+    # Every sequence decodes, and the tokens after its first are unverified drafts. The step draws a token after each
+    # draft; see `kept_tokens`.
     has_drafts: bool = False
-    # Of an engine that launches ahead: no other step was under way when it was scheduled.
+    # In an engine that launches ahead: no other step was in flight when this step was scheduled.
     has_waited: bool = False
 
     @cached_property
@@ -131,14 +132,14 @@ class StepBatch:
 
     @cached_property
     def has_targets(self) -> bool:
-        """Whether prompt tokens are scored."""
+        """Whether any sequence wants log-probabilities of prompt tokens."""
         return self.has_logprobs and any(item.targets for item in self.scheduled)
 
     @cached_property
     def sampled(self) -> tuple[ScheduledSequence, ...]:
-        """The items for which a token is drawn: the step's result has one token id for each, in this order.
+        """The items for which the step draws a token. The step's result has one token id for each, in this order.
 
-        With drafts, an item for each token of it, which ends with that token.
+        With drafts, a sequence has one item for each of its tokens, and each item ends with that token.
         """
         if self.has_drafts:
             return tuple([each for item in self.scheduled for each in _by_draw(item)])
@@ -146,22 +147,22 @@ class StepBatch:
 
     @cached_property
     def has_adapters(self) -> bool:
-        """Whether any sequence is computed with an adapter."""
+        """Whether any sequence uses an adapter."""
         return any(item.adapter is not None for item in self.scheduled)
 
     @cached_property
     def matchers(self) -> tuple[Matcher, ...]:
-        """The matchers of the items for which a token is drawn."""
+        """The matchers of the items for which the step draws a token."""
         items = self.sampled if self.has_drafts else self.scheduled
         return tuple([item.matcher for item in items if item.matcher is not None])
 
     @cached_property
     def lacks_history(self) -> bool:
-        """Whether a draw depends on a token that is not known yet."""
+        """Whether any draw depends on a token that is not known yet."""
         return any(item.lacks_history for item in self.scheduled)
 
     def part(self, which: slice) -> StepBatch:
-        """A batch of some of its sequences."""
+        """Return a batch of some of the sequences."""
         scheduled = self.scheduled[which]
         return StepBatch(
             scheduled,
@@ -181,7 +182,7 @@ EMPTY_BATCH = StepBatch((), ())
 
 
 def _by_draw(item: ScheduledSequence) -> Several[ScheduledSequence]:
-    """The item up to each of its tokens."""
+    """Return copies of an item that end at each of its tokens."""
     if item.draws:
         return item.draws
     shorter = [structs.replace(item, token_ids=item.token_ids[:end]) for end in range(1, len(item.token_ids))]
@@ -192,18 +193,20 @@ _EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 class StepResult(NamedTuple):
-    """What a step gave. The mappings, by request id, hold only requests that want log-probabilities or embeddings."""
+    """The result of a step. The mappings, by request id, hold only requests that want log-probabilities or embeddings.
 
-    token_ids: list[int]  # one for each of the batch's `sampled`, in that order
-    logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = _EMPTY  # of the tokens that were drawn
+    After `kept_tokens`, `token_ids` holds only the kept draws, and `num_kept` their number for each sequence.
+    """
+
+    token_ids: list[int]  # one for each item of the batch's `sampled`, in that order
+    logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = _EMPTY  # of the drawn tokens
     prompt_logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = _EMPTY  # one for each of a sequence's `targets`
-    pooled: Mapping[str, list[float]] = _EMPTY  # behind the final norm: the last token's, or the sum of a share's
-    # How many of the tokens are each sequence's, where there were drafts; then `token_ids` has only what was kept.
+    pooled: Mapping[str, list[float]] = _EMPTY  # hidden states after the final norm: the last token's, or a sum
     num_kept: Several[int] = ()
 
 
 def by_request(logprobs: Iterable[tuple[str, TokenLogprobs]]) -> dict[str, tuple[TokenLogprobs, ...]]:
-    """Of drawn tokens, with the ids of their requests, as `StepResult` has them."""
+    """Group the log-probabilities of drawn tokens by request id, as `StepResult.logprobs` needs them."""
     found: dict[str, tuple[TokenLogprobs, ...]] = {}
     for request_id, each in logprobs:
         found[request_id] = (*found[request_id], each) if request_id in found else (each,)
@@ -211,14 +214,14 @@ def by_request(logprobs: Iterable[tuple[str, TokenLogprobs]]) -> dict[str, tuple
 
 
 class DeviceLost(Exception):
-    """The device can compute nothing more in this process. No request is at fault, and no other step is tried."""
+    """The device is unusable for the rest of this process. No request is at fault, and no other step is tried."""
 
 
 # ---------------------------------------------------------------------- building
 
 
 class StepLimits(NamedTuple):
-    """What a step may have; what the tuner moves. `max_running` is at most `max_step_tokens`."""
+    """The limits of a step, which the tuner adjusts. `max_running` is at most `max_step_tokens`."""
 
     max_step_tokens: int
     prefill_chunk_tokens: int
@@ -226,20 +229,20 @@ class StepLimits(NamedTuple):
 
     @classmethod
     def of(cls, config: SchedulerConfig) -> StepLimits:
-        """The configured limits, which are the upper bounds: memory, graphs and workspaces were sized by them."""
+        """Return the configured limits. They are the upper bounds by which memory, graphs and workspaces are sized."""
         return cls(config.max_step_tokens, config.prefill_chunk_tokens, config.max_running)
 
 
-# Prompt tokens of one step that get log-probabilities, at most. Each takes a row of logits: 300 MB in all with a
-# vocabulary of 150,000 tokens. A longer prompt takes more steps.
+# The maximum number of prompt tokens that get log-probabilities in one step. Each needs a row of logits: 300 MB
+# together with a vocabulary of 150,000 tokens. A longer prompt takes more steps.
 MAX_SCORED_TOKENS = 512
-# Prompts that begin or go on, or sequences with drafts, in a step that a GPU replays from a graph: each may need a
-# program of its own, in every replay.
+# The maximum number of sequences with more than one token (prompts or drafts) in a step that a GPU replays from a
+# graph. Each may need an extra kernel program in every replay.
 MAX_LONGER = 64
 
 
 class BatchBuilder:
-    """Takes sequences in order of precedence and charges them to the budget."""
+    """Builds a batch: adds sequences in order of precedence and charges their tokens to the budget."""
 
     def __init__(
         self,
@@ -251,8 +254,9 @@ class BatchBuilder:
         eos_token_ids: frozenset[int],
         takes_whole_prompts: bool = False,
     ) -> None:
-        """`max_prefill_tokens` of the budget may go to prompts, `chunk_tokens` to one of them, `max_background_tokens`
-        to those of background requests. Whole prompts are not divided: one above a limit has a step of its own.
+        """max_prefill_tokens, chunk_tokens, max_background_tokens: the tokens of the budget that all prompts, one
+        prompt, and all prompts of background requests may use. takes_whole_prompts: do not divide prompts; a prompt
+        above a limit gets a step of its own.
         """
         self._budget = budget
         self.num_tokens_left = budget
@@ -270,14 +274,14 @@ class BatchBuilder:
         self.sequences: list[Sequence] = []  # one for each of `scheduled`
 
     def has_room_for_prefill(self, sequence: Sequence) -> bool:
-        """Whether the step may take any token of a prompt, or all of a whole one."""
+        """Whether the step has room for a token of a prompt, or for all tokens if prompts are not divided."""
         if self._takes_whole_prompts:
             return self._has_room_for_all(sequence)
         return self.num_tokens_left > 0 and self._num_prompt_tokens_left(sequence) > 0
 
     @property
     def has_single_tokens(self) -> bool:
-        """Whether there are sequences, each with one token, and room for more tokens."""
+        """Whether the batch is not empty, each sequence has one token, and the budget has tokens left."""
         return 0 < len(self.sequences) == self._budget - self.num_tokens_left < self._budget
 
     @property
@@ -285,7 +289,7 @@ class BatchBuilder:
         return self._num_scored_tokens_left > 0
 
     def chunk(self, sequence: Sequence, *, num_reserved: int = 0) -> int:
-        """How many tokens of a prompt the step takes, with `num_reserved` of the budget kept for others."""
+        """Return the number of prompt tokens that the step takes, leaving `num_reserved` of the budget unused."""
         if self._takes_whole_prompts:
             return sequence.num_uncomputed_tokens if self._has_room_for_all(sequence) else 0
         num_tokens = min(
@@ -301,7 +305,7 @@ class BatchBuilder:
         return sequence.num_uncomputed_tokens <= num_left or not self.scheduled
 
     def _num_scorable(self, sequence: Sequence) -> int:
-        """How many tokens the step may compute: up to the prompt token that it may no longer score."""
+        """Return the number of tokens that the step may compute before it reaches `MAX_SCORED_TOKENS`."""
         start = sequence.num_computed_tokens
         end = max(start, sequence.num_scored_tokens) + self._num_scored_tokens_left
         return sequence.num_uncomputed_tokens if end >= sequence.num_prompt_tokens - 1 else end - start
@@ -312,17 +316,17 @@ class BatchBuilder:
         return self._num_prefill_tokens_left
 
     def give_states(self, path_of: Callable[[Sequence, int], StatePath]) -> None:
-        """Give every sequence the slots for its states, of a model with recurrent layers."""
+        """Set the slots for the states of every sequence. Called for a model with recurrent layers."""
         self.scheduled = [
             structs.replace(item, states=path_of(sequence, len(item.token_ids)))
             for item, sequence in zip(self.scheduled, self.sequences, strict=True)
         ]
 
     def add_decoding(self, sequence: Sequence) -> None:
-        """Add the last token of a sequence; its block is allocated."""
-        if sequence.has_plain_sampling:  # the common case: equals `_scheduled_sequence`, but is faster
+        """Add the last token of a sequence. The token's block must be allocated."""
+        if sequence.has_plain_sampling:  # the common case: the same result as `_scheduled_sequence`, but faster
             request = sequence.request
-            scheduled = ScheduledSequence(  # by position: names take longer
+            scheduled = ScheduledSequence(  # positional arguments, because keyword arguments are slower
                 request.request_id,
                 (sequence.generated_token_ids[-1],),
                 sequence.num_computed_tokens,
@@ -348,7 +352,7 @@ class BatchBuilder:
         self.num_tokens_left -= 1
 
     def add_prefill(self, sequence: Sequence, num_tokens: int) -> None:
-        """Add the next tokens of a prompt; their blocks are allocated."""
+        """Add the next tokens of a prompt. The tokens' blocks must be allocated."""
         self.scheduled.append(self._scheduled_sequence(sequence, num_tokens))
         self.sequences.append(sequence)
         self.num_tokens_left -= num_tokens
@@ -356,7 +360,7 @@ class BatchBuilder:
         self._num_background_tokens_left -= num_tokens if sequence.request.is_background else 0
 
     def add_drafts(self, place: int, drafts: Several[int]) -> None:
-        """Add drafts to what the step computes of a sequence that decodes, as do all others; it has the blocks."""
+        """Add drafts to the item at `place`. Every sequence must decode, and the drafts' blocks must be allocated."""
         item, sequence = self.scheduled[place], self.sequences[place]
         is_simple = sequence.has_plain_sampling and item.matcher is None
         draws = () if is_simple else expand_drafts(item, sequence, drafts, self._eos_token_ids)
@@ -365,7 +369,7 @@ class BatchBuilder:
         self._has_drafts = True
 
     def build(self, *, began_at: float, has_waited: bool = False) -> StepBatch:
-        """The batch for the model runner."""
+        """Return the batch for the model runner."""
         return StepBatch(
             tuple(self.scheduled),
             tuple(self.sequences),
@@ -409,7 +413,7 @@ class BatchBuilder:
         return scheduled
 
     def _targets(self, sequence: Sequence, end: int) -> tuple[int, tuple[int, ...]]:
-        """The prompt tokens that are scored when the step computes up to `end`, after the position of the first."""
+        """Return the position of the first target and the targets, for a step that computes tokens up to `end`."""
         first = max(sequence.num_computed_tokens, sequence.num_scored_tokens) + 1
         targets = sequence.request.prompt_token_ids[first : end + 1]
         self._num_scored_tokens_left -= len(targets)
@@ -417,8 +421,10 @@ class BatchBuilder:
 
 
 def with_history(item: ScheduledSequence, sequence: Sequence, eos_token_ids: frozenset[int]) -> ScheduledSequence:
-    """An item that lacked history, once the token before its draw is known. Of a sequence that ended with that token,
-    any draw will do: it is discarded."""
+    """Complete an item that lacked history, now that the token before its draw is known.
+
+    If the sequence ended with that token, the draw is discarded, so the item needs no bans, adjustments or matcher.
+    """
     if sequence.is_finished:
         return structs.replace(item, lacks_history=False, matcher=None)
     return structs.replace(
@@ -432,7 +438,7 @@ def with_history(item: ScheduledSequence, sequence: Sequence, eos_token_ids: fro
 def expand_drafts(
     item: ScheduledSequence, sequence: Sequence, drafts: Several[int], eos_token_ids: frozenset[int]
 ) -> tuple[ScheduledSequence, ...]:
-    """An item with one token, and that item behind each draft: penalties, bans and matcher as they are there."""
+    """Return an item with one token, and its extension by each draft with the penalties, bans and matcher there."""
     draws, generated = [item], list(sequence.generated_token_ids)
     for draft in drafts:
         generated.append(draft)
@@ -441,7 +447,7 @@ def expand_drafts(
 
 
 def behind_draft(item: ScheduledSequence, generated: list[int], eos_token_ids: frozenset[int]) -> ScheduledSequence:
-    """An item with the last of these generated tokens, a draft, behind it."""
+    """Return an item extended by a draft, which is the last of the `generated` tokens."""
     draft = generated[-1]
     return structs.replace(
         item,
@@ -453,33 +459,33 @@ def behind_draft(item: ScheduledSequence, generated: list[int], eos_token_ids: f
 
 
 def _banned(sequence: Sequence, eos_token_ids: frozenset[int]) -> tuple[int, ...]:
-    """Those that may not be drawn behind all tokens of a sequence, which must be known."""
+    """Return the tokens that may not be drawn next for a sequence. All tokens of the sequence must be known."""
     return banned_token_ids(sequence.request.sampling, sequence.generated_token_ids, eos_token_ids)
 
 
 def banned_token_ids(sampling: SamplingParams, generated: list[int], eos_token_ids: frozenset[int]) -> tuple[int, ...]:
-    """The tokens that may not be drawn behind these generated ones."""
+    """Return the tokens that may not be drawn after the `generated` tokens."""
     banned = _ends_of_bad_words(sampling.bad_words, generated) if sampling.bad_words else ()
     if len(generated) < sampling.min_tokens:
         return (*banned, *eos_token_ids, *sampling.stop_token_ids)
-    if sampling.ignore_eos and sampling.grammar is not None:  # only a grammar that is complete may draw them
+    if sampling.ignore_eos and sampling.grammar is not None:  # does not apply once the grammar allows no other token
         return (*banned, *eos_token_ids)
     return banned
 
 
 def _ends_of_bad_words(bad_words: tuple[tuple[int, ...], ...], generated: list[int]) -> tuple[int, ...]:
-    """The tokens that would complete one of the words after the tokens generated so far."""
+    """Return the tokens that would complete one of the words after the `generated` tokens."""
     last = generated[-1] if generated else None
     return tuple([word[-1] for word in bad_words if len(word) == 1 or (word[-2] == last and _ends(generated, word))])
 
 
 def _ends(generated: list[int], word: tuple[int, ...]) -> bool:
-    """Whether the next token may complete the word."""
+    """Whether the `generated` tokens end with all tokens of the word but the last."""
     return tuple(generated[1 - len(word) :]) == word[:-1]
 
 
 def _pooling(sequence: Sequence, end: int) -> Pooling | None:
-    """Which hidden states the embedding needs of a step that computes up to `end`."""
+    """Return the hidden states that the embedding needs from a step that computes tokens up to `end`."""
     pooling = sequence.request.pooling
     return None if pooling == Pooling.LAST and end < sequence.num_prompt_tokens else pooling
 
@@ -488,12 +494,11 @@ def _pooling(sequence: Sequence, end: int) -> Pooling | None:
 
 
 def kept_tokens(batch: StepBatch, result: StepResult) -> StepResult:
-    """The result of a batch with drafts, without the draws that come to nothing: those behind a draft that is not what
-    was drawn at its place.
+    """Return the result of a batch with drafts, without the draws after a draft that differs from the drawn token.
 
-    A draw is a function of the request, its position and the tokens before it, so what is left are the tokens that
-    steps without drafts would have drawn, whether they are the likeliest or sampled. (Leviathan et al., 2023, accept
-    by a ratio of probabilities instead, as their draws are random.)
+    A draw is a function of the request, the position and the previous tokens. The kept tokens are therefore the tokens
+    that steps without drafts would have drawn, both with greedy decoding and with sampling. (Leviathan et al., 2023,
+    accept by a ratio of probabilities instead, because their draws are random.)
     """
     token_ids: list[int] = []
     num_kept: list[int] = []
@@ -511,9 +516,9 @@ def kept_tokens(batch: StepBatch, result: StepResult) -> StepResult:
 
 
 def _num_kept(draws: Several[int], item: ScheduledSequence, end_token_ids: Collection[int]) -> int:
-    """The first draw is always kept, each further one if the draft before it is what was drawn there, and no end.
+    """Return the number of kept draws: the first, and each later one if the draft before it was drawn and is no end.
 
-    None is kept where a matcher cannot say what may be drawn: if it is the first of a step, its request ends.
+    A later draw is not kept if its matcher has failed. If it fails again as the first of a step, its request ends.
     """
     number = 1
     for drawn, draft in zip(draws, item.token_ids[1:], strict=False):
