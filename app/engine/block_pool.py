@@ -1,12 +1,12 @@
-"""KV memory as numbers: blocks of token slots, their owners, and which hold a prefix that others may share.
+"""The bookkeeping of KV memory: blocks of token slots, the owners of a block, and the prefixes that can be shared.
 
-No tensors here. Paging follows PagedAttention (Kwon et al., 2023); sharing equal prefixes block by block follows
-vLLM's automatic prefix caching, except that a prefix is looked up by its exact tokens, so no hash collision can ever
+No tensors here. Paging follows PagedAttention (Kwon et al., 2023). Sharing equal prefixes block by block follows
+vLLM's automatic prefix caching, except that a prefix is looked up by its exact tokens, so a hash collision can never
 show one request the KV of another.
 
-Where some layers look back a window of tokens only, a block has the KV of one group of layers: the first group looks
-back to the start, each other one to the window, and gives back the blocks behind it. All groups take blocks from one
-pool, as in vLLM's hybrid KV cache manager.
+In a model with sliding-window layers, a block holds the KV of one group of layers. The first group looks back to the
+start. Each other group looks back to the window and gives back the blocks before the window. All groups take blocks
+from one pool, as in vLLM's hybrid KV cache manager.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from app.engine.state_pool import Snapshot, StatePool
 
 
 def root_digest(salt: str) -> int:
-    """Of the prefix of no tokens. The same in every process, unlike the hash of a string."""
+    """Return the digest of the empty prefix. All processes compute the same digest, unlike the hash of a string."""
     return int.from_bytes(blake2b(salt.encode(), digest_size=8).digest(), "big", signed=True)
 
 
 def digests_of(token_ids: Sequence[int], *, salt: str, block_size: int) -> list[int]:
-    """Of each whole block and all before it, as `Prefix.digest`."""
+    """Return the `Prefix.digest` of each prefix that ends at a full block."""
     digests, digest = [], root_digest(salt)
     for start in range(0, len(token_ids) - block_size + 1, block_size):
         digest = hash((digest, tuple(token_ids[start : start + block_size])))
@@ -37,23 +37,22 @@ def digests_of(token_ids: Sequence[int], *, salt: str, block_size: int) -> list[
 
 @dataclass(slots=True, eq=False)
 class Prefix:
-    """Full blocks of tokens from the start of a sequence: the prefix before it, or the caller's salt at the root, and
-    the tokens of its last block.
+    """A sequence's tokens from the start to the end of a full block.
 
-    Each is another one, also where another had equal tokens before: a block that still has its prefix has not been
-    handed out since.
+    Every `Prefix` object is unique, even if an earlier one had equal tokens. While `block.prefix is prefix`, the block
+    has not been handed out again.
     """
 
-    parent: Prefix | str
-    token_ids: tuple[int, ...]
-    block: Block  # that holds the last of it, unless it was handed out since
-    tenant: str = ""  # for which it was computed first
-    name: bytes = b""  # what other processes call it; made when it is first asked for, see `block_store`
-    noted_in: int = 0  # the minute, since 1970, in which its store last noted that it is used
-    snapshot: Snapshot | None = None  # of the states behind it, of a model with recurrent layers; see `StatePool`
+    parent: Prefix | str  # the prefix without the last block; for the first block, the caller's salt
+    token_ids: tuple[int, ...]  # the tokens of the last block
+    block: Block  # the block that held the last tokens when this prefix was cached
+    tenant: str = ""  # the tenant of the request that computed the prefix first
+    name: bytes = b""  # the name in other processes, set when first needed; see `block_store`
+    noted_in: int = 0  # the minute, since 1970, in which the store last recorded a use of this prefix
+    snapshot: Snapshot | None = None  # the states after the prefix, for a model with recurrent layers; see `StatePool`
 
-    num_blocks: int = field(init=False)  # from the start
-    # Of all its tokens and the salt, 64 bits, the same in every process. For guesses: two prefixes may share one.
+    num_blocks: int = field(init=False)  # blocks from the start
+    # A 64-bit digest of the salt and all tokens, equal in every process. Digests of two prefixes may collide.
     digest: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -66,25 +65,26 @@ class Prefix:
 
     @property
     def num_tokens(self) -> int:
-        """From the start."""
+        """Tokens from the start."""
         return self.num_blocks * len(self.token_ids)
 
     @property
     def is_held(self) -> bool:
-        """Whether its block still holds it. Any thread may ask."""
+        """Whether the block still holds this prefix. Any thread may call."""
         return self.block.prefix is self
 
     @property
     def key(self) -> tuple[Prefix | str, tuple[int, ...]]:
-        """What it is found by."""
+        """The key of this prefix in the pool's cache."""
         return self.parent, self.token_ids
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A fixed number of token slots. `prefix` is set while its content can be found and shared.
+    """A fixed number of token slots.
 
-    So is `window_of` of a block of a window group: the prefix whose last tokens it holds, and the group.
+    While the content can be found and shared, a block of the first group has `prefix`, and a block of a window group
+    has `window_of`: the prefix whose last tokens the block holds, and the group.
     """
 
     block_id: int
@@ -94,10 +94,10 @@ class Block:
 
 
 class BlockPool:
-    """Owns every block: hands them out, takes them back, and finds those that already hold a wanted prefix.
+    """Owns all blocks: hands blocks out, takes them back, and finds the blocks that hold a prefix.
 
-    A block without owners is free. It keeps its content until it is handed out again, the longest unused first, so
-    the order of the free blocks is also the order of eviction.
+    A block without owners is free. A free block keeps its content until the pool hands it out again. The pool hands out
+    the least recently used block first, so the order of the free blocks is the order of eviction.
     """
 
     def __init__(
@@ -110,12 +110,11 @@ class BlockPool:
         max_chunk_tokens: int = 0,
         states: StatePool | None = None,
     ) -> None:
-        """window_tokens: the last tokens of a sequence that the window groups keep.
+        """window_tokens: the number of a sequence's last tokens that the window groups keep.
 
-        states: the slots of a model with recurrent layers.
+        max_chunk_tokens: the most tokens that one step adds to a sequence. Ignored without window groups.
 
-        max_chunk_tokens: of one sequence, that a step may add before they give anything back. For a model without them
-        any number.
+        states: the state slots of a model with recurrent layers.
         """
         assert num_blocks >= 0, "a pool has blocks or none"
         assert block_size > 0, "a block needs at least one slot"
@@ -124,11 +123,11 @@ class BlockPool:
         self.num_groups = 1 + num_window_groups
         self.max_chunk_tokens = max_chunk_tokens if num_window_groups else None
         self._window_tokens = window_tokens
-        # Blocks of one group that a sequence has at once: it may get those of two steps before the first has ended, and
-        # gives none back before a block is full.
+        # The most blocks of one window group that a sequence has at once. The sequence may get the blocks of two steps
+        # before the first step has ended, and gives back only whole blocks.
         self._max_in_window = self.num_blocks_for(window_tokens + 2 * max_chunk_tokens) + 2
-        self._blank = [Block(block_id) for block_id in reversed(range(num_blocks))]  # free, nothing to share
-        self._evictable: OrderedDict[int, Block] = OrderedDict()  # free, by block id, content still shareable
+        self._blank = [Block(block_id) for block_id in reversed(range(num_blocks))]  # free, without content
+        self._evictable: OrderedDict[int, Block] = OrderedDict()  # free, with content; by block id, oldest first
         self._cached: dict[tuple[Prefix | str, tuple[int, ...]], Block] = {}
         self._in_windows: dict[tuple[Prefix, int], Block] = {}
         self.note_findable: Callable[[Prefix], None] | None = None  # called with each prefix that becomes findable
@@ -139,7 +138,7 @@ class BlockPool:
 
     @classmethod
     def of(cls, facts: ModelInfo, limits: SchedulerConfig, *, num_blocks: int, block_size: int) -> BlockPool:
-        """For a model with KV memory."""
+        """Return the pool of a model with KV memory."""
         states = None
         if facts.num_state_slots:
             states = StatePool(facts.num_state_slots, interval_tokens=facts.state_interval_tokens)
@@ -162,7 +161,7 @@ class BlockPool:
         return len(self._evictable)
 
     def on_prefixes(self, note_held: Callable[[Prefix, bool], None]) -> None:
-        """Call this with each prefix that can be found now, becomes findable (true) or is gone (false).
+        """Call `note_held` with true for each prefix that is or becomes findable, and with false when it is evicted.
 
         More than one prefix may have the same digest.
         """
@@ -176,26 +175,26 @@ class BlockPool:
             note_held(block.prefix, True)
 
     def _note_resumable(self, prefix: Prefix, is_resumable: bool) -> None:
-        """Of a model with recurrent layers, prefixes up to a snapshot count as held: no other can be resumed."""
+        """Report a prefix and its ancestors. A model with recurrent layers can resume a prefix only at a snapshot."""
         at: Prefix | str = prefix
         while self._note_held is not None and isinstance(at, Prefix):
             self._note_held(at, is_resumable)
             at = at.parent
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """How many blocks of a group that keeps all hold `num_tokens` tokens."""
+        """Return the number of blocks that hold `num_tokens` tokens in one group without a window."""
         return -(-num_tokens // self.block_size)
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Of a sequence that has all blocks."""
+        """The most tokens that a sequence can have if it gets all blocks."""
         num_window_groups, num_each = self.num_groups - 1, self.num_blocks // self.num_groups
         if num_window_groups and num_each > self._max_in_window:
             num_each = self.num_blocks - num_window_groups * self._max_in_window
         return num_each * self.block_size
 
     def num_blocks_behind(self, cached: Sequence[Block], num_tokens: int) -> int:
-        """How many blocks of all groups the tokens behind cached blocks take at once, at most."""
+        """Return the most blocks, over all groups, that a sequence of `num_tokens` needs beside its cached blocks."""
         number = self.num_blocks_for(num_tokens) - len(cached)
         if self.num_groups == 1:
             return number
@@ -206,15 +205,15 @@ class BlockPool:
         return num_blocks <= self.num_free
 
     def allocate(self, num_blocks: int) -> list[Block]:
-        """Hand out blocks with nothing in them. `can_allocate` must hold."""
+        """Hand out blocks without content, and evict cached ones if needed. `can_allocate` must be true."""
         assert self.can_allocate(num_blocks), f"asked for {num_blocks} blocks, {self.num_free} are free"
         return [self._take() for _ in range(num_blocks)]
 
     def match(self, token_ids: Sequence[int], *, salt: str, known: Sequence[Block] = ()) -> list[Block]:
-        """The cached blocks that hold the longest prefix of `token_ids`, leaving at least one token out.
+        """Return the cached blocks of the longest prefix of `token_ids` that leaves at least one token out.
 
-        known: an earlier result for these tokens, of which every block is still cached with the same prefix.
-        Changes nothing: `share` the result to own it.
+        known: an earlier result for these tokens, if every block in it still has the same prefix.
+        The caller does not own the returned blocks until `share`.
         """
         parent = (known[-1].prefix if known else None) or salt
         # One token stays uncomputed: a full prefix hit would leave no logits to sample from.
@@ -222,16 +221,16 @@ class BlockPool:
         return [*known, *(prefix.block for prefix in rest)]
 
     def find(self, token_ids: Sequence[int], salt: str) -> list[Prefix]:
-        """The prefixes of these tokens that were cached a moment ago, from the first block on. Any thread may call."""
+        """Return the cached prefixes of these tokens, shortest first. Any thread may call; the result may be outdated."""
         return list(self._cached_prefixes(salt, token_ids, begin=0, end=len(token_ids)))
 
     def _cached_prefixes(
         self, parent: Prefix | str, token_ids: Sequence[int], *, begin: int, end: int
     ) -> Iterator[Prefix]:
-        """Behind the parent, which ends at `begin`, those that end at `end` or before, up to the first that is not."""
+        """Yield the cached prefixes after the parent, which ends at token `begin`, until one is missing or `end`."""
         for start in range(begin, end - self.block_size + 1, self.block_size):
             block = self._cached.get((parent, tuple(token_ids[start : start + self.block_size])))
-            prefix = None if block is None else block.prefix  # in another thread, it may just be handed out
+            prefix = None if block is None else block.prefix  # None if the engine's thread has just evicted the prefix
             if prefix is None:
                 return
             yield prefix
@@ -240,11 +239,11 @@ class BlockPool:
     # ------------------------------------------------------------------ windows
 
     def first_in_window(self, num_tokens: int) -> int:
-        """The first block that window groups keep for the token behind so many."""
+        """Return the index of the first block that window groups keep once `num_tokens` tokens are computed."""
         return max(0, num_tokens - self._window_tokens + 1) // self.block_size
 
     def with_windows(self, cached: list[Block]) -> list[Block]:
-        """The longest beginning of these cached blocks of which the window groups can find all that they would keep."""
+        """Return the longest prefix of these blocks for which every window group has all blocks of its window."""
         if self.num_groups == 1:
             return cached
         num_cached = len(cached)
@@ -252,25 +251,25 @@ class BlockPool:
         while missing is not None:
             looked_at = range(self.first_in_window(num_cached * self.block_size), num_cached)
             missing = next((at for at in reversed(looked_at) if None in self._windows_of(cached[at])), None)
-            num_cached = num_cached if missing is None else missing  # what is longer looks back to that block, too
+            num_cached = num_cached if missing is None else missing  # the window of a longer prefix has that block
         return cached[:num_cached]
 
     def found_in_windows(self, cached: Sequence[Block]) -> list[list[Block]]:
-        """By window group, what it keeps of these cached blocks. `with_windows` must have given them."""
+        """Return, for each window group, the blocks inside the window. `cached` must be a result of `with_windows`."""
         first = self.first_in_window(len(cached) * self.block_size)
         found: list[list[Block]] = [[] for _ in range(self.num_groups - 1)]
         for block in cached[first:]:
             for of_group, own in zip(found, self._windows_of(block), strict=True):
-                assert own is not None, "found before"
+                assert own is not None, "`with_windows` found this block"
                 of_group.append(own)
         return found
 
     def _windows_of(self, block: Block) -> list[Block | None]:
-        assert block.prefix is not None, "it is cached"
+        assert block.prefix is not None, "only cached blocks have window blocks"
         return [self._in_windows.get((block.prefix, group)) for group in range(1, self.num_groups)]
 
     def cache_in_window(self, block: Block, prefix: Prefix, group: int) -> None:
-        """Make a full, computed block of a window group findable, if no other holds the same."""
+        """Make a full, computed block of a window group findable, unless another block holds the same prefix."""
         key = prefix, group
         if self._in_windows.setdefault(key, block) is block:
             block.window_of = key
@@ -278,8 +277,8 @@ class BlockPool:
     # ------------------------------------------------------------------ states
 
     def with_states(self, cached: list[Block]) -> list[Block]:
-        """The longest prefix in these cached blocks that can be resumed: of a model with recurrent layers, that has a
-        snapshot and leaves slots for the sequence."""
+        """Return the longest resumable prefix of these blocks. With recurrent layers, only a prefix with a snapshot is
+        resumable, and the sequence needs free slots."""
         states = self.states
         if states is None:
             return cached
@@ -291,11 +290,11 @@ class BlockPool:
     # ------------------------------------------------------------------ owners
 
     def num_free_among(self, blocks: Iterable[Block]) -> int:
-        """How many of these blocks have no owner, so that sharing them uses up free blocks."""
+        """Return how many of these blocks have no owner. Sharing these reduces the number of free blocks."""
         return sum(block.num_owners == 0 for block in blocks)
 
     def share(self, blocks: Iterable[Block]) -> None:
-        """Become one more owner of each block."""
+        """Add one owner to each block."""
         for block in blocks:
             if block.num_owners == 0:
                 del self._evictable[block.block_id]
@@ -304,9 +303,9 @@ class BlockPool:
     def cache_full_block(
         self, block: Block, token_ids: Sequence[int], *, parent: Prefix | str, tenant: str = ""
     ) -> Prefix:
-        """Make a full, computed block findable; returns its prefix, the `parent` of the next block.
+        """Make a full, computed block findable. Returns the block's prefix, which is the `parent` of the next block.
 
-        If another block holds the same prefix already, that one stays the findable one.
+        If another block already holds the same prefix, the other block stays the findable one.
         """
         assert len(token_ids) == self.block_size, "only full blocks are published"
         key = (parent, tuple(token_ids))
@@ -321,8 +320,8 @@ class BlockPool:
         return holder.prefix
 
     def free(self, blocks: Sequence[Block]) -> None:
-        """Give up one ownership of each block, given in token order."""
-        # In reverse: the end of a prefix is of use only after its beginning, so it is evicted first.
+        """Remove one owner from each block. The blocks must be in token order."""
+        # Reverse order evicts the last block of a prefix first, because that block is useless without those before it.
         for block in reversed(blocks):
             assert block.num_owners > 0, f"block {block.block_id} freed more often than it was owned"
             block.num_owners -= 1
@@ -334,7 +333,7 @@ class BlockPool:
                 self._evictable[block.block_id] = block
 
     def clear_cache(self) -> None:
-        """Forget every shared prefix. Blocks in use stay with their owners."""
+        """Forget every cached prefix. Blocks in use stay with their owners."""
         for block in (*self._cached.values(), *self._in_windows.values()):
             self._forget(block)
         self._cached.clear()
@@ -370,10 +369,10 @@ def _is_resumable(block: Block) -> bool:
 
 
 class NoBlocks(BlockPool):
-    """The pool of a model without KV memory: no number of tokens takes a block, and nothing is shared."""
+    """The pool of a model without KV memory: no sequence needs a block, and no prefix is shared."""
 
     def __init__(self, *, max_model_len: int) -> None:
-        # No sequence fills a block of this size.
+        # No sequence fills a block of this size, so no block is ever cached.
         super().__init__(num_blocks=0, block_size=max_model_len + 1)
 
     def num_blocks_for(self, num_tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""The border between an engine and what keeps blocks of KV beside its memory. No torch here, no files, no threads."""
+"""The interface between an engine and a store of KV blocks outside KV memory. No torch here, no files, no threads."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from app.engine.request import Address, Request
 from app.engine.state_pool import label_of_snapshot
 from app.engine.stats import StoreStats
 
-# The prefixes of these tokens with this salt that are in the KV memory, from the first block on. Any thread may call.
+# Returns the prefixes of these tokens with this salt that are in KV memory. Any thread may call.
 Find = Callable[[Several[int], str], Several[Prefix]]
 
 
 def root_name(namespace: bytes, salt: str) -> bytes:
-    """What the prefix of no tokens is called: by the model and layout that KV memory is of, and the caller's salt."""
+    """Return the name of the empty prefix, for a namespace (model and KV layout) and a caller's salt. 20 bytes."""
     return _digest(namespace, salt.encode())
 
 
 def name_after(parent_name: bytes, token_ids: Several[int]) -> bytes:
-    """What a prefix is called: by the name of the prefix before it, and the tokens of its last block. 20 bytes."""
+    """Return the name of a prefix from the name of its parent and the tokens of its last block. 20 bytes."""
     return _digest(parent_name, array("q", token_ids).tobytes())
 
 
 def name_of_snapshot(name: bytes) -> bytes:
-    """The name of the snapshot behind a prefix, by the name of the prefix. 20 bytes."""
+    """Return the name of the snapshot after a prefix from the name of the prefix. 20 bytes."""
     return _digest(name, b"snapshot")
 
 
 def name_of(prefix: Prefix, namespace: bytes) -> bytes:
-    """The prefix's name, which it keeps. Any thread may call."""
+    """Return the name of a prefix and store the name in the prefix. Any thread may call."""
     unnamed: list[Prefix] = []
     at: Prefix | str = prefix
     while isinstance(at, Prefix) and not at.name:
@@ -53,10 +53,10 @@ def _digest(*parts: bytes) -> bytes:
 
 
 class Fetch:
-    """Blocks that a store fills, the first first. The engine's thread owns them until the fetch is done.
+    """Blocks that a store fills in token order. The engine's thread owns the blocks until the fetch is done.
 
-    Of a model with recurrent layers it has a slot, too, which the store fills with the snapshot behind some of the
-    blocks. Without a snapshot the blocks are of no use.
+    For a model with recurrent layers, the store fills a slot with the snapshot after some of the blocks. Such a model
+    cannot use the blocks without the snapshot.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class Fetch:
         token_ids: Several[Several[int]],
         slot: int | None = None,
     ) -> None:
-        """request: that wants them. before: the blocks of the tokens before. names, token_ids: of each block.
+        """request: the request that needs the blocks. before: the request's cached blocks before `blocks`.
 
-        slot: for the snapshot; None: the model has no recurrent layers.
+        names, token_ids: one entry for each block. slot: receives the snapshot; None without recurrent layers.
         """
         self.request = request
         self.before = before
@@ -79,72 +79,72 @@ class Fetch:
         self.names = names
         self.token_ids = token_ids
         self.slot = slot
-        self.num_filled = 0  # of the first: they hold what they should
-        self.num_with_snapshot = 0  # the slot holds the states behind so many of the blocks; 0: it holds nothing
-        self.is_wanted = True  # the engine waits for it
-        self.is_done = False  # nothing is written into its blocks any more; the store's last word
+        self.num_filled = 0  # filled blocks, counted from the first block
+        self.num_with_snapshot = 0  # the number of blocks that the snapshot in the slot covers; 0 without a snapshot
+        self.is_wanted = True  # the engine sets this to False when it no longer waits for the fetch
+        self.is_done = False  # the store sets this to True when it will not write to the blocks or the slot again
 
     @property
     def num_usable(self) -> int:
-        """How many blocks a sequence can share, from the first on."""
+        """The number of blocks that a sequence can share, counted from the first block."""
         if self.slot is None:
             return self.num_filled
         return self.num_with_snapshot if self.num_with_snapshot <= self.num_filled else 0
 
     def label_behind(self, num_blocks: int) -> tuple[int, ...]:
-        """The label of the snapshot behind so many of its blocks, at least one."""
+        """Return the label of the snapshot after the first `num_blocks` blocks. `num_blocks` is at least 1."""
         last_block = self.token_ids[num_blocks - 1]
         return label_of_snapshot((len(self.before) + num_blocks) * len(last_block), last_block)
 
 
 class BlockStore(ABC):
-    """Keeps blocks under names that every process understands. No method waits for what the store is on.
+    """Stores blocks under names that are the same in every process. Only `settle` and `close` wait for disk or network.
 
-    The engine's thread calls. A store may fail, forget and be slow: what it does not give is computed.
+    The engine's thread calls the methods. A store may fail, forget and be slow: the engine computes missing blocks.
     """
 
-    namespace: bytes  # of the KV memory that blocks are of: its bytes mean the same in every process with this one
-    min_tokens: int = 0  # of a prefix that is offered when it comes for the first time
+    namespace: bytes  # the model and KV layout; processes with equal namespaces can read each other's blocks
+    min_tokens: int = 0  # a shorter prefix is not offered when it is computed for the first time
 
     @abstractmethod
     def lookup(self, names: Iterable[bytes], request: Request, *, num_before: int) -> int:
-        """Return how many of these blocks, from the first one on, the store can probably give. It does not wait.
+        """Return how many of these blocks, from the first one on, the store can probably give. Does not block.
 
         For a model with recurrent layers, the store counts the blocks up to the last snapshot that it can give.
 
-        num_before: blocks of the request before these.
+        num_before: the number of the request's blocks before these blocks.
         """
 
     @abstractmethod
     def expected_s(self, num_blocks: int, request: Request) -> float:
-        """How long a fetch of so many blocks for a request that begins now probably takes; 0 before the first."""
+        """Return the expected duration of a fetch of `num_blocks` blocks that starts now; 0 before the first fetch."""
 
     @abstractmethod
     def begin(self, fetch: Fetch) -> None:
-        """Fill the blocks of a fetch while it is wanted, and its slot with the last snapshot behind filled blocks."""
+        """Start to fill a fetch's blocks, and its slot with the last snapshot after them, while the fetch is wanted."""
 
     @abstractmethod
     def offer(self, prefix: Prefix) -> None:
-        """Keep the blocks of a prefix, from the first on, that it lacks and that are still held when it reads them.
+        """Store the blocks of a prefix that the store lacks, if KV memory still holds them when the store reads them.
 
-        Behind them it keeps the snapshot of the prefix, if there is one.
+        The store also stores the snapshot of the prefix, if the prefix has one.
         """
 
     def serve(self, host: str, find: Find) -> Address | None:
-        """Give other processes the blocks in the KV memory that `find` finds, at this address; None: it does not.
+        """Serve the KV blocks that `find` finds to other processes. Returns the address, or None if not supported.
 
-        Raises OSError when this machine does not have the address of `host`.
+        Raises OSError if this machine does not have the address of `host`.
         """
         return None
 
     @abstractmethod
     def stats(self) -> StoreStats:
-        """What it has done, as far as it knows. Any thread may call."""
+        """Return statistics of the store. Any thread may call."""
 
     @abstractmethod
     def settle(self, timeout_s: float) -> None:
-        """Wait until what was offered is kept and no fetch is under way, but no longer than this."""
+        """Block until all offered blocks are stored and no fetch is in progress, for at most `timeout_s` seconds."""
 
     @abstractmethod
     def close(self) -> None:
-        """Neither read nor write blocks any more."""
+        """Stop reading and writing blocks."""
