@@ -104,7 +104,7 @@ class SchedulingDecision(NamedTuple):
     num_waiting: int = 0  # waiting sequences after this step was scheduled
     num_free_blocks: int = 0  # free blocks after this step was scheduled
     # The fetches from a store that began with this step, and those that ended since the previous step. Each pair is
-    # the arrival number of the sequence and a number of blocks: requested blocks, and filled blocks.
+    # the arrival number of the sequence and a number of blocks: requested blocks, and usable blocks.
     fetching: Several[tuple[int, int]] = ()
     fetched: Several[tuple[int, int]] = ()
 

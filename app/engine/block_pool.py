@@ -221,7 +221,7 @@ class BlockPool:
         return [*known, *(prefix.block for prefix in rest)]
 
     def find(self, token_ids: Sequence[int], salt: str) -> list[Prefix]:
-        """Return the cached prefixes of these tokens, shortest first. Any thread may call; the result may be outdated."""
+        """Return the cached prefixes of these tokens, shortest first. Any thread may call; the result may be stale."""
         return list(self._cached_prefixes(salt, token_ids, begin=0, end=len(token_ids)))
 
     def _cached_prefixes(

@@ -1,4 +1,4 @@
-"""Requests with a deadline: until when each is worth a start, and which of them must end now."""
+"""Requests with a deadline: the latest useful start of each request, and the requests that must end now."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from app.errors import DeadlineMissed
 
 
 class Deadlines:
-    """Sequences with a deadline, by the time of their next check."""
+    """Sequences with a deadline, ordered by the time of their next check."""
 
     def __init__(self, throughput: Throughput) -> None:
         self._throughput = throughput
@@ -20,7 +20,7 @@ class Deadlines:
 
     @property
     def next_at(self) -> float | None:
-        """The time of the next check; None without any sequence."""
+        """The time of the next check, or None without sequences."""
         return self._heap.first_key() if len(self._heap) else None
 
     def watch(
@@ -32,18 +32,18 @@ class Deadlines:
         num_expected_tokens: int | None,
         is_idle: bool,
     ) -> None:
-        """Check an arrived sequence when the policy gives it up unstarted, and at its deadline in any case.
+        """Schedule the checks of an arrived sequence: at its latest useful start, and at its deadline.
 
-        A step takes `chunk_tokens` of its prompt. Without `num_expected_tokens`, only the tokens that it must generate
-        count: no request is refused by a guess. An idle engine (`is_idle`) starts every sequence: otherwise it
-        would not learn that it has become faster.
+        A step computes `chunk_tokens` of the prompt. Without `num_expected_tokens`, only the minimum output
+        (`min_tokens`) counts, so that no request is refused because of a guess. An idle engine (`is_idle`) starts every
+        sequence: otherwise the engine would not notice that it has become faster.
         """
         num_tokens = sequence.request.sampling.min_tokens if num_expected_tokens is None else num_expected_tokens
         give_up_at = None if is_idle else self._give_up_at(sequence, policy, chunk_tokens, num_tokens)
         self._heap.push(sequence, give_up_at)
 
     def overdue(self, now: float) -> Iterator[Sequence]:
-        """The sequences that must end now: expired, or too late to be started. The caller ends each before the next."""
+        """Yield the sequences that have expired or are too late to start. The caller ends each before the next one."""
         while (at := self.next_at) is not None and at <= now:
             sequence = self._heap.peek()
             if now < _deadline_at(sequence) and sequence.has_started:
@@ -53,21 +53,21 @@ class Deadlines:
                 assert sequence.is_finished, "the caller ends it before it asks for the next"
 
     def note_finished(self, sequence: Sequence) -> None:
-        """Account for a watched sequence that has just become finished."""
+        """Stop watching a sequence that has just finished."""
         self._heap.note_finished(sequence)
 
     def _give_up_at(self, sequence: Sequence, policy: SchedulingPolicy, chunk_tokens: int, num_tokens: int) -> float:
-        """When a sequence is refused if it has not started by then."""
+        """Return the time at which a sequence is refused if it has not started."""
         num_chunks = -(-sequence.num_prompt_tokens // chunk_tokens)
         service_s = self._throughput.step_s * (num_chunks + max(1, num_tokens - sequence.num_generated_tokens) - 1)
         deadline_at = _deadline_at(sequence)
         if sequence.arrived_at + service_s > deadline_at:
-            return sequence.arrived_at  # it would be late even if it started now
+            return sequence.arrived_at  # even a start on arrival would miss the deadline
         return deadline_at - service_s if policy.refuses_late else deadline_at
 
 
 def deadline_missed(sequence: Sequence, now: float) -> DeadlineMissed:
-    """The error with which a sequence that is overdue at `now` ends."""
+    """Return the error for a sequence that is overdue at `now`."""
     asked, spent = sequence.request.deadline_s, now - sequence.arrived_at
     if now >= _deadline_at(sequence):
         when = "while it ran" if sequence.has_started else "while it waited"

@@ -1,7 +1,7 @@
-"""The memory of one device, divided among the engines on it, of which each has a process of its own.
+"""Shares the memory of one device among several engines, each of which runs in its own process.
 
-A file names the engines that have memory and those that wait for it, in the order in which they asked. Engines that fit
-together have theirs together. Of others each has its turn, first come, first served. No torch here.
+A file lists the engines that hold memory and the engines that wait for memory, in the order of their requests. Engines
+that fit into the memory together hold it together. The others take turns, first come, first served. No torch here.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ import msgspec
 from app.config import GIB
 from app.errors import InvalidSetup
 
-# Others are told of every change. A process that was killed tells nothing: one that waits looks again after this.
+# A waiting engine is notified of every change and also checks at this interval, because a killed process sends nothing.
 RECHECK_S = 1.0
-# A turn takes at least so many times as long as the switch to it: switching then takes at most about a tenth.
+# The minimum length of a turn, in multiples of the switch time. Switching then takes at most about a tenth of the time.
 TURN_PER_SWITCH = 10.0
 SHORTEST_TURN_S = 0.5
 
 
 @dataclass(slots=True)
 class LeaseHolder:
-    """An engine that has memory of the device, or waits for it."""
+    """An engine that holds memory of the device or waits for memory."""
 
-    key: str  # of its process and its socket
-    name: str  # for people
+    key: str  # identifies the engine's process and socket
+    name: str  # shown to people
     num_bytes: int
-    switch_s: float  # how long it takes to sleep and wake again, as measured last
+    switch_s: float  # seconds that the engine's last sleep and wake took together
     is_waiting: bool
-    since: float  # when it began to wait or its turn began, by `time.monotonic`, which all processes of a host share
+    since: float  # start of the wait or of the turn, by `time.monotonic`, which all processes of a host share
 
 
 class DeviceLease:
-    """One engine's part in the turns of a device. Linux only: processes are told by sockets without a file."""
+    """One engine's membership in the turns of a device. Linux only, because of abstract Unix sockets."""
 
     def __init__(
         self,
@@ -53,10 +53,10 @@ class DeviceLease:
         total_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """path: the device's file, the same for all its engines. `num_bytes` of `total_bytes` are what this one needs.
+        """path: the device's file, shared by all engines. This engine needs `num_bytes` of the `total_bytes`.
 
         Raises:
-            InvalidSetup: it can never have as much, or the file cannot be written.
+            InvalidSetup: `num_bytes` exceeds `total_bytes`, or the file cannot be written.
         """
         if num_bytes > total_bytes:
             raise InvalidSetup(
@@ -67,7 +67,7 @@ class DeviceLease:
         self._path, self._total_bytes, self._clock = path, total_bytes, clock
         self._own = LeaseHolder(uuid4().hex, name, num_bytes, switch_s=0.0, is_waiting=True, since=0.0)
         self.num_bytes = num_bytes
-        self._is_in = False  # the file has this engine
+        self._is_in = False  # whether the file lists this engine
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
@@ -79,9 +79,9 @@ class DeviceLease:
     # ------------------------------------------------------------------ this engine's turn
 
     def ask(self) -> bool:
-        """Take the memory if it is this engine's turn; else wait for it, at its place in the order.
+        """Take the memory if it is this engine's turn, otherwise queue for the memory. Does not block.
 
-        Returns whether it has the memory. To be called again when something has changed, or after `RECHECK_S`.
+        Returns whether the engine has the memory. If not, call again after a change, or after `RECHECK_S`.
         """
         own = self._own
         with self._changing() as occupants:
@@ -94,7 +94,7 @@ class DeviceLease:
         return not own.is_waiting
 
     def wait(self) -> None:
-        """Return with the memory, before `listen`."""
+        """Block until the engine has the memory. Call only before `listen`."""
         while not self.ask():
             self._socket.settimeout(RECHECK_S)
             with suppress(TimeoutError):
@@ -102,19 +102,19 @@ class DeviceLease:
         self._socket.settimeout(None)
 
     def begin(self, *, switch_s: float) -> None:
-        """The engine is awake: its turn begins now. `switch_s`: as in `LeaseHolder`."""
+        """Start the turn of this engine, which is awake now. `switch_s`: see `LeaseHolder`."""
         with self._changing():
             self._own.switch_s, self._own.since = switch_s, self._clock()
 
     def leave(self) -> None:
-        """Give the memory back, or wait for it no longer."""
+        """Give the memory back, or stop waiting for memory."""
         if self._is_in:
             with self._changing() as occupants:
                 occupants.remove(self._own)
                 self._is_in = False
 
     def ends_at(self) -> float | None:
-        """When this engine's turn ends, so that others have theirs; None: no other needs what it has."""
+        """Return when this engine's turn ends, or None if no other engine needs this engine's memory."""
         own = self._own
         with self._changing() as occupants:
             first = next((each for each in occupants if each.is_waiting), None)
@@ -123,7 +123,7 @@ class DeviceLease:
             missing = _missing(occupants, first, self._total_bytes)
             for each in sorted((each for each in occupants if not each.is_waiting), key=lambda each: each.since):
                 if missing <= 0:
-                    return None  # others, whose turns began before, give way for it
+                    return None  # engines whose turns began earlier free enough memory
                 if each.key == own.key:
                     break
                 missing -= each.num_bytes
@@ -134,7 +134,7 @@ class DeviceLease:
     # ------------------------------------------------------------------ the others
 
     def listen(self, on_change: Callable[[], None]) -> None:
-        """Have a thread call `on_change` whenever another engine has changed something, until `close`."""
+        """Start a thread that calls `on_change` after every change by another engine, until `close`."""
         threading.Thread(target=self._hear, args=(on_change,), name="device-turns", daemon=True).start()
 
     def _hear(self, on_change: Callable[[], None]) -> None:
@@ -143,18 +143,18 @@ class DeviceLease:
                 on_change()
 
     def close(self) -> None:
-        """Leave, for good. Safe to call twice."""
+        """Leave for good. Safe to call twice."""
         if self._lock < 0:
             return
         self.leave()
         os.close(self._lock)
         self._lock = -1
-        _tell(self._own.key)  # its thread ends
+        _tell(self._own.key)  # ends the thread of `listen`
         self._socket.close()
 
     @contextmanager
     def _changing(self) -> Iterator[list[LeaseHolder]]:
-        """The occupants that live, while no other process changes them; what is changed is written and told."""
+        """Lock the file and yield the living holders. Afterwards, write any changes and notify the other engines."""
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         try:
             written = self._path.read_bytes() if self._path.exists() else b""
@@ -173,9 +173,9 @@ class DeviceLease:
                     _tell(each.key)
 
     def _known(self, written: bytes) -> list[LeaseHolder]:
-        """Those of the file without processes that have ended; this engine is as it knows itself."""
+        """Return the file's holders without ended processes, with this engine's entry replaced by `_own`."""
         found, own = list[LeaseHolder](), self._own
-        with suppress(ValueError):  # of what another version wrote, nothing
+        with suppress(ValueError):  # ignores a file that another version wrote
             found = msgspec.json.decode(written, type=list[LeaseHolder])
         if self._is_in and all(each.key != own.key for each in found):
             found.append(own)  # the file was removed
@@ -183,19 +183,19 @@ class DeviceLease:
 
 
 def _missing(occupants: list[LeaseHolder], wanting: LeaseHolder, total_bytes: int) -> int:
-    """How many bytes are not free for it; none if not above zero."""
+    """Return how many bytes `wanting` lacks. Zero or less means that the memory suffices."""
     return sum(each.num_bytes for each in occupants if not each.is_waiting) + wanting.num_bytes - total_bytes
 
 
 def _address(key: str) -> str:
-    """Of a socket in the abstract namespace: it goes with its process, however that ends."""
+    """Return the socket's address in the abstract namespace. The kernel removes the socket when its process ends."""
     return f"\0carousel-turns-{key}"
 
 
 def _tell(key: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out, suppress(OSError):
         out.setblocking(False)
-        out.sendto(b"!", _address(key))  # where its buffer is full it has enough to hear
+        out.sendto(b"!", _address(key))  # a full buffer raises, but then other notifications are pending
 
 
 def _lives(key: str) -> bool:

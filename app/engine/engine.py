@@ -1,4 +1,4 @@
-"""The engine: schedule, run, update. All other modules here serve these three lines of `Engine.step`."""
+"""The engine: schedule, run, update. All other modules of this package serve these three lines of `Engine.step`."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from app.errors import InvalidRequest, InvalidSetup, Quarantined, StepFailed, de
 logger = logging.getLogger(__name__)
 
 NO_ADAPTERS = (
-    "this replica computes with no adapters: they need replicas.tensor_parallel: 1, and no encoder and no model that "
-    "is simulated; on a GPU also engine.model.max_loaded_adapters, for their memory is taken at the start"
+    "this replica supports no adapters: they need replicas.tensor_parallel: 1 and a model that is neither an encoder "
+    "nor simulated; a GPU also needs engine.model.max_loaded_adapters, because their memory is allocated at the start"
 )
 
 
@@ -49,9 +49,9 @@ class Engine:
         recorder: StepObserver | None = None,
         adapters: AdapterStore | None = None,
     ) -> None:
-        """`clock` gives monotonic seconds. `largest_step` has the limits that memory was sized for, if steps need any.
+        """clock: returns monotonic seconds. largest_step: the limits that memory was sized for, if a step needs memory.
 
-        `recorder` gets every event from outside and every decision. Without `adapters` no request may have one.
+        recorder: observes every event and every decision. adapters: if None, no request may have an adapter.
         """
         self.facts = facts
         self.adapters = adapters
@@ -60,33 +60,33 @@ class Engine:
         self._clock = clock
         self._largest_step = largest_step
         self._measurements = MeasurementCollector(settings=scheduler.config.version)
-        # The measurements are first: they complete the deltas. The tuner is last: what it changes follows on the step.
+        # Measurements come first: they complete the deltas. The tuner comes last: its changes follow the step's events.
         self._observers: list[StepObserver] = [self._measurements]
         if recorder is not None:
             self._observers.append(recorder)
-        self._viewer: Viewer | None = None  # while there are views
+        self._viewer: Viewer | None = None  # from the first `snapshot` to `end_snapshots`
         self._tuner = self._new_tuner()
         self._quarantine = Quarantine()
         self._is_asleep = False
 
     def prepare(self) -> None:
-        """Do before the first step what would make it slow. The thread that calls `step` may call it once."""
+        """Do the slow preparations of the first step in advance. Call at most once, in the thread that calls `step`."""
         self.runner.prepare()
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has not ended. A step may still have to wait for a timer, see `idle_s`."""
+        """Whether any request has not ended. The next step may still have to wait for a timer; see `idle_s`."""
         return self._scheduler.has_work
 
     @property
     def idle_s(self) -> float | None:
-        """Seconds until the next step has something to do if no request arrives; 0: now; None: never."""
+        """Seconds until the next step has work if no request arrives. 0: now. None: never."""
         now = self._clock()
         due_at = self._scheduler.expires_at(now) if self._is_asleep else self._scheduler.due_at(now)
         return None if due_at is None else max(0.0, due_at - now)
 
     def check(self, request: Request) -> None:
-        """Raise InvalidRequest if the engine could never serve the request. Changes nothing; any thread may call."""
+        """Raise InvalidRequest if the engine can never serve the request. Changes nothing; any thread may call."""
         check_request(request, self.facts)
         if request.adapter is not None and self.adapters is None:
             raise InvalidRequest(NO_ADAPTERS, param="model")
@@ -98,13 +98,13 @@ class Engine:
             )
 
     def add(self, request: Request, *, arrived_at: float | None = None, matcher: Matcher | None = None) -> None:
-        """Queue a request that arrived now, or earlier at `arrived_at` by the engine's clock.
+        """Queue a request that arrived now, or at `arrived_at` by the engine's clock.
 
-        A request with a grammar comes with its matcher, advanced past the tokens that it has generated.
+        A request with a grammar needs a matcher that has advanced past the request's generated tokens.
 
         Raises:
-            InvalidRequest: it can never be served, or a request of this id is being served.
-            UnsupportedAdapter, Overloaded: its adapter cannot be loaded.
+            InvalidRequest: the request can never be served, or a request with this id is being served.
+            UnsupportedAdapter, Overloaded: the request's adapter cannot be loaded.
         """
         self.check(request)
         assert (matcher is None) == (request.sampling.grammar is None), "grammars come with their matchers"
@@ -121,12 +121,12 @@ class Engine:
         matcher: Matcher | None = None,
         adapter: HeldAdapter | None = None,
     ) -> None:
-        """As `add`, for a request that has passed `check`, perhaps in another thread: it is not checked again.
+        """Queue a request as `add` does, but without `check`. The caller has checked the request, in any thread.
 
-        Its adapter is loaded and held for it, and released when it ends.
+        The caller has also loaded the request's adapter. The engine releases the adapter when the request ends.
 
         Raises:
-            InvalidRequest: a request of this id is being served.
+            InvalidRequest: a request with this id is being served.
         """
         assert (adapter is None) == (request.adapter is None), "requests come with their adapters"
         if self._scheduler.has_request(request.request_id):
@@ -139,11 +139,11 @@ class Engine:
             observer.arrived(request, at=now)
 
     def now(self) -> float:
-        """The engine's clock, in seconds; any thread may read it."""
+        """Return the time of the engine's clock in seconds. Any thread may call."""
         return self._clock()
 
     def abort(self, request_id: str) -> TokenDelta | None:
-        """End a request and free its blocks; None when it has ended already."""
+        """End a request and free its blocks. Returns the last delta, or None if the request has already ended."""
         delta = self._scheduler.abort(request_id)
         if delta is not None:
             for observer in self._observers:
@@ -151,15 +151,15 @@ class Engine:
         return delta
 
     def step(self) -> list[TokenDelta]:
-        """Advance every scheduled sequence by one step; nothing is computed while the strategy waits.
+        """Advance every scheduled sequence by one step. Computes nothing while the strategy waits.
 
-        When the model runner raises, the batch is run in parts: the requests that make it fail end with an error
-        (a delta with `error`), the others go on with the tokens that they would have had.
+        If the model runner raises, the engine runs the batch in parts. The requests that make a part fail end with an
+        error (a delta with `error`). The other requests continue with unchanged tokens.
 
-        Asleep, it only ends the requests that are overdue.
+        A sleeping engine only ends overdue requests.
 
         Raises:
-            StepError: every part fails, so the device is at fault. The batch's requests have ended; it names them.
+            StepError: every part fails, so the device is at fault. The error names the requests, which have ended.
             DeviceLost: no later step can be computed either; the engine must not be used any more.
         """
         for observer in self._observers:
@@ -179,7 +179,7 @@ class Engine:
         return batch
 
     def _kept(self, batch: StepBatch, result: StepResult) -> StepResult:
-        """What a step gave, without draws that come to nothing."""
+        """Return the result of a step without rejected drafts, and report the result to the observers."""
         if batch.has_drafts:
             result = kept_tokens(batch, result)
         self._fail_unmatched(batch)
@@ -194,7 +194,7 @@ class Engine:
         return deltas
 
     def _end_without_step(self) -> list[TokenDelta]:
-        """The deltas of sequences that ended without a step."""
+        """Return the deltas of sequences that ended without a step."""
         ended_at = self._clock()
         deltas = self._scheduler.update(EMPTY_BATCH, StepResult([]), now=ended_at)
         return self._end_step(EMPTY_BATCH, deltas, at=ended_at)
@@ -205,7 +205,7 @@ class Engine:
 
     @property
     def running(self) -> list[Sequence]:
-        """In order; for reading."""
+        """The running sequences in order. The caller must not change the list."""
         return self._scheduler.running
 
     def _run(self, batch: StepBatch) -> StepResult:
@@ -216,7 +216,7 @@ class Engine:
         try:
             found = run_in_parts(self.runner.run, batch, error)
         except DeviceFailed:
-            if len(batch.scheduled) == 1:  # a single request may be at fault, too: if it fails again, it is refused
+            if len(batch.scheduled) == 1:  # the request may be at fault instead of the device, so count the failure
                 self._quarantine.note_failure(batch.sequences[0].request)
             self._note_failed(FailureKind.DEVICE, batch.sequences)
             raise StepError(self._scheduler.fail(batch)) from error
@@ -232,19 +232,19 @@ class Engine:
         return found.result(batch)
 
     def _fail_unmatched(self, batch: StepBatch) -> None:
-        """End the requests for which the matcher could not say which tokens may be drawn in this step."""
+        """End the requests whose matcher could not compute the allowed tokens of this step."""
         failed = [each for each in batch.sequences if each.matcher is not None and each.matcher.failure is not None]
         if failed:
             self._note_failed(FailureKind.MATCHERS, failed)
         for sequence in failed:
-            assert sequence.matcher is not None, "it has failed"
+            assert sequence.matcher is not None, "`failed` has only sequences with a matcher"
             grammar = sequence.request.sampling.grammar
             param = None if grammar is None else grammar.param
             error = InvalidRequest(sequence.matcher.failure or "", param=param, code="grammar_too_complex")
             self._scheduler.fail_one(sequence, error)
 
     def reconfigure(self, config: SchedulerConfig) -> None:
-        """Use other settings from the next step on. No request is lost.
+        """Replace the scheduler settings from the next step on. No request is lost.
 
         Raises:
             InvalidSetup: memory was sized for smaller steps; nothing has changed.
@@ -263,24 +263,24 @@ class Engine:
         self._tuner = self._new_tuner()
 
     def limit(self, limits: StepLimits) -> None:
-        """Use other limits from the next step on, none above those of the settings, until `reconfigure`."""
+        """Replace the step limits from the next step on, until `reconfigure`. No limit may exceed the settings."""
         self._scheduler.limit(limits)
         for observer in self._observers:
             observer.limited(limits)
 
     def on_prefixes(self, note_held: Callable[[Prefix, bool], None]) -> None:
-        """See `BlockPool.on_prefixes`. The engine's thread calls."""
+        """See `BlockPool.on_prefixes`. Only the engine's thread may call."""
         self._scheduler.pool.on_prefixes(note_held)
 
     def serve_prefixes(self, host: str) -> Address | None:
-        """Let other replicas fetch the prefixes in the KV memory, at this address; None: it cannot.
+        """Let other replicas fetch prefixes from KV memory. Returns the address, or None if the store cannot serve.
 
-        Any thread may call. Raises OSError when this machine does not have the address of `host`.
+        Any thread may call. Raises OSError if this machine does not have the address of `host`.
         """
         return self._scheduler.fetches.serve(host)
 
     def clear_prefix_cache(self) -> None:
-        """Forget every shared prefix: later prompts are computed from their start."""
+        """Forget every cached prefix. Later prompts are computed from their start."""
         self._scheduler.pool.clear_cache()
         for observer in self._observers:
             observer.cache_cleared()
@@ -292,10 +292,10 @@ class Engine:
     def sleep(self) -> None:
         """Give up the memory of weights and KV until `wake`.
 
-        Running requests wait, and compute again later, with the same tokens. Requests may be added and aborted, and
-        deadlines pass.
+        Running requests go back to the queue. After `wake`, their tokens are computed again and do not change.
+        Meanwhile, requests may be added and aborted, and deadlines pass.
         """
-        assert not self._is_asleep, "it is asleep"
+        assert not self._is_asleep, "the engine is asleep"
         self._is_asleep = True
         self._scheduler.give_up_memory()
         for observer in self._observers:
@@ -307,8 +307,8 @@ class Engine:
             self._scheduler.drafter.sleep()
 
     def wake(self) -> None:
-        """Have the memory again; may take seconds. What the model runner raises leaves the engine asleep."""
-        assert self._is_asleep, "it is awake"
+        """Take the memory back, which may take seconds. If the model runner raises, the engine stays asleep."""
+        assert self._is_asleep, "the engine is awake"
         self.runner.wake()
         try:
             if self._scheduler.drafter is not None:
@@ -321,9 +321,9 @@ class Engine:
             observer.woke()
 
     def close(self) -> None:
-        """Let the recorder write what it has, end the runner's processes. The engine must not be used afterwards.
+        """Write the recorder's buffered events and end the runner's processes. Do not use the engine afterwards.
 
-        All parts are closed, also where one raises: what the last one raises is raised then.
+        All parts are closed even if one raises. The last error is raised at the end.
         """
         with ExitStack() as last_first:
             last_first.callback(self.runner.close)
@@ -336,16 +336,17 @@ class Engine:
                 last_first.callback(observer.close)
 
     def check_health(self) -> None:
-        """Raise DeviceLost if no step can be computed any more. Any thread may call."""
+        """Raise DeviceLost if the engine can compute no more steps. Any thread may call."""
         self.runner.check()
 
     def stats(self) -> EngineStats:
         return self._scheduler.stats()
 
     def snapshot(self, *, is_full: bool = True) -> EngineSnapshot:
-        """What runs and waits, and what happened since the last view. From the first on, events are noted for it.
+        """Return the running and waiting requests, and the events since the last snapshot.
 
-        Not full: what has only grown since the last view is told in `EngineSnapshot.reported`.
+        The first call starts the recording of events. If `is_full` is false, requests that have only grown since the
+        last snapshot are listed in `EngineSnapshot.reported`.
         """
         now = self._clock()
         if self._viewer is None:
@@ -354,17 +355,17 @@ class Engine:
         return self._viewer.snapshot(self._scheduler, self.tuning, now=now, is_full=is_full)
 
     def end_snapshots(self) -> None:
-        """Note nothing for views any more."""
+        """Stop recording events for snapshots."""
         self._stop_observing(self._viewer)
         self._viewer = None
 
     @property
     def tuning(self) -> Tuning | None:
-        """What the tuner does, since its last decision; None without targets. Any thread may read it."""
+        """The limits in force since the tuner's last decision; None without targets. Any thread may read it."""
         return None if self._tuner is None else self._tuner.tuning
 
     def measurements(self) -> EngineMeasurements:
-        """All measurements since the start. Any thread may call."""
+        """Return all measurements since the start. Any thread may call."""
         scheduler = self._scheduler
         return EngineMeasurements(
             max_running=scheduler.limits.max_running,
@@ -375,13 +376,13 @@ class Engine:
             backend=self.runner.backend,
             tuning=self.tuning,
             adapters=None if self.adapters is None else self.adapters.stats(),
-            sleep=None,  # an engine in its thread may have a sleeper
+            sleep=None,  # `AsyncEngine.measurements` adds the statistics of the sleeper
             store=scheduler.fetches.stats(),
             **self._measurements.distributions(),
         )
 
     def _new_tuner(self) -> Tuner | None:
-        """The tuner of the settings in force, if they have targets; it observes from now on."""
+        """Return a tuner that observes from now on, or None if the settings in force have no targets."""
         if self._scheduler.config.targets is None:
             return None
         tuner = Tuner(self._scheduler.config, running=self._scheduler.running, limit=self.limit)
@@ -394,7 +395,7 @@ class Engine:
 
 
 class StepError(Exception):
-    """The device fails on every request of a step; they have ended. Internal: callers get `DeviceFault`."""
+    """The device failed on every request of a step. The requests have ended. Internal: callers get `DeviceFault`."""
 
     def __init__(self, request_ids: list[str]) -> None:
         super().__init__(f"a step failed with {len(request_ids)} requests in it")

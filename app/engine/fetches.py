@@ -1,4 +1,4 @@
-"""The sequences whose prefixes are on their way from a store, and the blocks and slots that these will fill."""
+"""The fetches of prefixes from a store: the sequences that wait for them, and the blocks and slots that they fill."""
 
 from __future__ import annotations
 
@@ -13,48 +13,49 @@ from app.engine.request import Address
 from app.engine.sequence import Sequence, SequenceStatus
 from app.engine.stats import StoreStats
 
-# While nothing else is due, the engine looks so often whether a prefix has come; and whether blocks have come back for
-# which no sequence waits any more.
+# The intervals at which an idle engine checks fetches that a sequence waits for, and abandoned fetches whose blocks
+# are not free yet.
 LOOK_AGAIN_S, LOOK_LATER_S = 0.001, 0.1
-# A fetch may take as long as computing would. Where that is less, or not known yet, it may take so long.
+# A fetch may take as long as computing the tokens, but at least `MIN_PATIENCE_S`. While the engine's speed is unknown,
+# a fetch may take `FIRST_PATIENCE_S`.
 MIN_PATIENCE_S, FIRST_PATIENCE_S = 0.05, 1.0
 
 
 @dataclass(slots=True, eq=False)
 class _Expected:
-    """A fetch under way. `sequence` waits for it; None: it has ended, or computes instead."""
+    """A fetch in progress."""
 
-    sequence: Sequence | None
-    arrival: int  # the sequence's
-    parent: Prefix | str  # of its first block
-    fetch: Fetch  # the blocks before its own are owned meanwhile, too
+    sequence: Sequence | None  # waits for the fetch; None if the sequence has ended or computes the tokens instead
+    arrival: int  # the arrival number of the sequence
+    parent: Prefix | str  # the parent of the first fetched block
+    fetch: Fetch  # owns the fetched blocks and the cached blocks before them
     began_at: float
     gives_up_at: float
-    is_void: bool = False  # the memory that it fills is given up
+    is_void: bool = False  # the engine has given up the memory that the fetch fills
 
 
 class PrefixFetches:
-    """Has a store fill blocks for the first waiting sequence where that is quicker than computing.
+    """Lets a store fill blocks for the first waiting sequence if that is quicker than computing them.
 
-    Filled blocks are free and findable like all cached ones: the sequence goes back to the queue, and finds them there.
-    Without a store nothing is ever fetched.
+    Filled blocks are free and findable like all cached blocks. The sequence goes back to the queue and finds the blocks
+    in the pool when it joins. Without a store, nothing is fetched.
     """
 
     def __init__(self, pool: BlockPool, store: BlockStore | None) -> None:
         self._pool = pool
         self.store = store
         self._expected: list[_Expected] = []
-        self._begun: list[tuple[int, int]] = []  # since `take_notes`: arrival, number of blocks
+        self._begun: list[tuple[int, int]] = []  # fetches since `take_notes`: arrival number, number of blocks
         self._done: list[tuple[int, int]] = []
-        self.num_tokens = 0  # that were fetched, since the start
-        self.num_given_up = 0  # fetches that took too long, since the start
+        self.num_tokens = 0  # tokens fetched since the start
+        self.num_given_up = 0  # fetches since the start that took too long
         if store is not None and pool.states is not None:
             pool.states.note_lasting = self._offer_long
         elif store is not None:
             pool.note_findable = self._offer_long
 
     def _offer_long(self, prefix: Prefix) -> None:
-        """Offer a prefix that has come once. Most short ones never come again, and are soon computed if they do."""
+        """Offer a prefix that was computed once. Short prefixes rarely come again and are cheap to compute."""
         assert self.store is not None
         if prefix.num_blocks * self._pool.block_size >= self.store.min_tokens:
             self.store.offer(prefix)
@@ -64,17 +65,17 @@ class PrefixFetches:
         return None if self.store is None else self.store.serve(host, self._pool.find)
 
     def stats(self) -> StoreStats | None:
-        """None without a store. Any thread may call."""
+        """Return the statistics of the store, or None without a store. Any thread may call."""
         if self.store is None:
             return None
         return self.store.stats()._replace(num_fetched_tokens=self.num_tokens, num_given_up=self.num_given_up)
 
     def __len__(self) -> int:
-        """Sequences that wait for a fetch."""
+        """Return the number of sequences that wait for a fetch."""
         return sum([each.sequence is not None for each in self._expected])
 
     def due_at(self, now: float) -> float | None:
-        """When to look whether a fetch is done; None: none is under way."""
+        """Return when to check the fetches again, or None if no fetch is in progress."""
         if not self._expected:
             return None
         if any(each.fetch.is_done for each in self._expected):
@@ -82,20 +83,20 @@ class PrefixFetches:
         return now + (LOOK_AGAIN_S if len(self) else LOOK_LATER_S)
 
     def begin(self, sequence: Sequence, cached: list[Block], *, now: float, tokens_per_s: float) -> bool:
-        """Fetch what follows the cached blocks of its prefix, and return whether the sequence is to wait for it.
+        """Fetch the blocks after the cached blocks of a sequence's prefix. Returns whether the sequence must wait.
 
-        cached: the blocks that it would share if it joined now. tokens_per_s: of computing; 0 while not known. The pool
-        has free blocks for all of its tokens.
+        cached: the blocks that the sequence would share if it joined now. tokens_per_s: the engine's speed; 0 if
+        unknown. The pool must have free blocks for all tokens of the sequence.
         """
         store = self.store
         if store is None or sequence.has_fetched:
             return False
-        sequence.has_fetched = True  # once: what is evicted before it joins is computed
+        sequence.has_fetched = True  # fetch only once: blocks that are evicted before the sequence joins are computed
         parent = sequence.request.prefix_salt if not cached else cached[-1].prefix
         assert parent is not None, "a cached block has a prefix"
         if isinstance(parent, Prefix):
-            store.offer(parent)  # it has come again
-        # Where every token's hidden state or probability is wanted, all are computed.
+            store.offer(parent)  # the prefix was requested again, so storing it is worthwhile
+        # Embeddings and prompt log-probabilities need the results of every token, so all tokens are computed.
         if sequence.request.pooling is not None or sequence.is_scoring:
             return False
         names, token_ids = self._stored_after(parent, sequence, len(cached), store)
@@ -118,7 +119,7 @@ class PrefixFetches:
     def _stored_after(
         self, parent: Prefix | str, sequence: Sequence, num_cached: int, store: BlockStore
     ) -> tuple[list[bytes], list[tuple[int, ...]]]:
-        """The names and tokens of the blocks after the cached ones that the store has, without the last token's."""
+        """Return the names and tokens of the stored blocks after the cached ones. Excludes the last token's block."""
         size = self._pool.block_size
         names: list[bytes] = []
         token_ids: list[tuple[int, ...]] = []
@@ -135,11 +136,11 @@ class PrefixFetches:
         return names[:number], token_ids[:number]
 
     def collect(self, now: float) -> list[Sequence]:
-        """The sequences whose fetch is done or takes too long: they go back to the queue."""
+        """Return the sequences whose fetch is done or takes too long. The caller puts them back into the queue."""
         back: list[Sequence] = []
         still: list[_Expected] = []
         for each in self._expected:
-            is_done = each.fetch.is_done  # read once: the store's thread sets it
+            is_done = each.fetch.is_done  # read only once, because the store's thread sets it
             if each.sequence is not None and (is_done or now >= each.gives_up_at):
                 self.num_given_up += not is_done
                 each.sequence.fetch_s += now - each.began_at
@@ -153,23 +154,23 @@ class PrefixFetches:
         return back
 
     def take_notes(self) -> tuple[Several[tuple[int, int]], Several[tuple[int, int]]]:
-        """The fetches that began and those that are done since the last call: the sequence's arrival and the number of
-        blocks, of those done the filled ones."""
+        """Return the fetches that began and those that were done since the last call, each as an arrival number and a
+        number of blocks. For fetches that are done, this is the number of usable blocks."""
         notes = tuple(self._begun), tuple(self._done)
         self._begun.clear()
         self._done.clear()
         return notes
 
     def drop(self, sequence: Sequence) -> None:
-        """The sequence has ended. Its blocks are free when the store does not fill them any more."""
+        """Forget a sequence that has ended. The blocks of its fetch become free when the fetch is done."""
         for each in self._expected:
             if each.sequence is sequence:
                 self._leave(each)
 
     def give_up(self) -> list[Sequence]:
-        """The sequences that wait: they begin anew, as the memory that was to be filled is given up.
+        """Abandon all fetches because the engine gives up its memory. Returns the waiting sequences, which start again.
 
-        What is offered is kept before, if that does not take long.
+        Before that, the store gets a few seconds to store the offered blocks.
         """
         back = [self._leave(each) for each in self._expected if each.sequence is not None]
         for sequence in back:
@@ -177,20 +178,20 @@ class PrefixFetches:
         for each in self._expected:
             each.is_void = True
         if self.store is not None:
-            settling_s = 5.0  # a local folder takes half a second for 256 MiB
+            settling_s = 5.0  # writing 256 MiB to a local folder takes half a second
             self.store.settle(settling_s)
         return back
 
     def _leave(self, expected: _Expected) -> Sequence:
         sequence, expected.sequence = expected.sequence, None
-        assert sequence is not None, "it waits"
+        assert sequence is not None, "a sequence waits for this fetch"
         expected.fetch.is_wanted = False
         if sequence.status is SequenceStatus.FETCHING:
             sequence.status = SequenceStatus.WAITING
         return sequence
 
     def _publish(self, expected: _Expected) -> None:
-        """Let all find what was filled, and free the blocks."""
+        """Make the filled blocks findable and free all blocks of the fetch."""
         fetch, parent = expected.fetch, expected.parent
         num_usable = 0 if expected.is_void else fetch.num_usable
         for block, token_ids in zip(fetch.blocks[:num_usable], fetch.token_ids, strict=False):

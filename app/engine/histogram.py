@@ -1,4 +1,4 @@
-"""A histogram that costs little to fill, and a frozen snapshot of it that can be added up and sent."""
+"""A histogram that is cheap to fill, and an immutable snapshot that can be added to others and sent."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import fsum
 
-# From a millisecond to an hour: the same bounds for all times, so that any two histograms can be compared.
+# Bounds from a millisecond to an hour. All histograms of times share them, so that any two can be compared.
 SECONDS = (
     0.001, 0.0025, 0.005, 0.0075, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75,
     1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 3600.0,
@@ -20,9 +20,9 @@ Bounds = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """A snapshot of a histogram. `counts` has one entry for each bound and one for values above the last."""
+    """A snapshot of a histogram. `counts` has one entry for each bound and one for values above the last bound."""
 
-    bounds: Bounds  # rising; a value belongs to the first bound that it does not exceed
+    bounds: Bounds  # ascending; a value belongs to the first bound that it does not exceed
     counts: tuple[int, ...]
     total: float  # the sum of all values
 
@@ -31,19 +31,19 @@ class Distribution:
         return sum(self.counts)
 
     def __add__(self, other: Distribution) -> Distribution:
-        """The sum of both. They must have the same bounds."""
+        """Return the sum of two distributions with the same bounds."""
         assert self.bounds == other.bounds, f"bounds differ: {self.bounds} and {other.bounds}"
         counts = tuple(mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True))
         return Distribution(self.bounds, counts, self.total + other.total)
 
     @classmethod
     def empty(cls, bounds: Bounds) -> Distribution:
-        """Without any value: the start of a sum."""
+        """Return a distribution without values."""
         return cls(bounds, (0,) * (len(bounds) + 1), 0.0)
 
 
 def sum_distributions(distributions: Iterable[Distribution], bounds: Bounds) -> Distribution:
-    """The sum of distributions that all have these bounds."""
+    """Return the sum of distributions that all have these bounds."""
     several = list(distributions)
     assert all(each.bounds == bounds for each in several), f"bounds differ from {bounds}"
     if not several:
@@ -68,10 +68,10 @@ class Histogram:
         self._total += value * times
 
     def snapshot(self) -> Distribution:
-        """The distribution of the values so far.
+        """Return the distribution of the values so far.
 
-        Its total is a multiple of 2^-20. Sums of such totals are exact up to 2^33, so the sum over some processes is
-        the same in whatever order they come. Prometheus takes a counter that falls, if only by its last bit, for one
-        that has begun again.
+        The total is rounded to a multiple of 2^-20. Sums of such totals are exact up to 2^33, so a sum over several
+        processes does not depend on their order. This matters because Prometheus treats a counter that falls, even by
+        its last bit, as a counter that was reset.
         """
         return Distribution(self._bounds, tuple(self._counts), round(self._total * 2**20) / 2**20)

@@ -1,4 +1,4 @@
-"""Finds the requests that make a step fail, by running its halves; refuses them when they come again."""
+"""Finds the requests that make a step fail, by running halves of its batch, and refuses these requests later."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ _AT_FAULT = repeat(0)
 
 
 class DeviceFailed(Exception):
-    """Every part of a batch fails, so none of its requests is at fault."""
+    """Every part of a batch fails, so the device is at fault and no request is."""
 
 
 @dataclass(slots=True)
 class IsolationResult:
-    """The results of a failed batch that was run in parts."""
+    """The results of a failed batch that was run in parts. The mappings are by request id."""
 
-    token_ids: dict[str, list[int]] = field(default_factory=dict)  # by request id, as the next three
+    token_ids: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     pooled: dict[str, list[float]] = field(default_factory=dict)
     culprits: list[tuple[Sequence, Exception]] = field(default_factory=list)
-    has_succeeded: bool = False  # at least one part was computed
+    has_succeeded: bool = False  # whether at least one part was computed
 
     def add(self, part: StepBatch, result: StepResult) -> None:
-        """Add the result of a part that could be computed."""
+        """Add the result of a part that was computed."""
         self.has_succeeded = True
         for item, token_id in zip(part.sampled, result.token_ids, strict=True):
             self.token_ids.setdefault(item.request_id, []).append(token_id)
@@ -54,17 +54,17 @@ class IsolationResult:
         self.pooled |= result.pooled
 
     def result(self, batch: StepBatch) -> StepResult:
-        """The result of the whole batch. A request at fault gets tokens 0; it ends with an error."""
+        """Return the result of the whole batch. Requests at fault get the token 0 and end with an error."""
         drawn = {request_id: iter(token_ids) for request_id, token_ids in self.token_ids.items()}
         token_ids = [next(drawn.get(item.request_id, _AT_FAULT)) for item in batch.sampled]
         return StepResult(token_ids, self.logprobs, self.prompt_logprobs, self.pooled)
 
 
 def run_or_error(compute: Callable[P, T], *given: P.args, **named: P.kwargs) -> T | Exception:
-    """The result of a model runner's work, or its error, for which a request may be at fault.
+    """Return the result of a call to a model runner, or the error that it raised. A request may have caused the error.
 
     Raises:
-        DeviceLost: as `compute` does. No request is at fault, and nothing is computed again.
+        DeviceLost: `compute` raised it. No request is at fault, and retrying is useless.
     """
     try:
         return compute(*given, **named)
@@ -77,12 +77,12 @@ def run_or_error(compute: Callable[P, T], *given: P.args, **named: P.kwargs) -> 
 def run_in_parts(run: Run, batch: StepBatch, error: Exception) -> IsolationResult:
     """Compute a batch that failed with `error` in halves, recursively, until only the requests at fault still fail.
 
-    A part that is computed twice writes the same KV to the same slots, and a drawn token depends on nothing but its
-    request, so the others' tokens are those that the whole step would have given.
+    A part that is computed twice writes the same KV to the same slots, and a drawn token depends only on its request.
+    The other requests therefore get the same tokens that the whole step would have given.
 
     Raises:
         DeviceFailed: no part can be computed.
-        DeviceLost: as `run` does.
+        DeviceLost: `run` raised it.
     """
     found = IsolationResult()
     _split(run, batch, error, found)
@@ -92,7 +92,7 @@ def run_in_parts(run: Run, batch: StepBatch, error: Exception) -> IsolationResul
 
 
 def _split(run: Run, batch: StepBatch, error: Exception, found: IsolationResult) -> None:
-    # After so many single requests that fail, and not one run that succeeds, the device is at fault.
+    # If this many single requests have failed and no part has succeeded, the device is at fault.
     max_lone_failures = 4
     if len(batch.scheduled) == 1:
         found.culprits.append((batch.sequences[0], error))
@@ -110,26 +110,26 @@ def _split(run: Run, batch: StepBatch, error: Exception, found: IsolationResult)
 
 
 class Quarantine:
-    """Counts failures by what is computed (prompt and sampling parameters), in bounded memory.
+    """Counts failures for each prompt with its sampling parameters, in bounded memory.
 
-    Written by the engine's thread; any thread may read.
+    Only the engine's thread writes; any thread may read.
     """
 
     def __init__(self) -> None:
-        max_failures = 2  # of one prompt with its sampling parameters, before it is refused
+        max_failures = 2  # the failures of a prompt with its sampling parameters after which it is refused
         self._culprits: Culprits[bytes] = Culprits(max_losses=max_failures, max_remembered=MAX_REMEMBERED)
 
     def note_failure(self, request: Request) -> None:
-        """A step failed, most probably because of this request."""
+        """Record a step that failed, probably because of this request."""
         self._culprits.note_loss(_digest(request))
 
     def holds(self, request: Request) -> bool:
-        """Whether such a request has failed too often to be tried again."""
+        """Whether equal requests have failed too often to try this one."""
         return len(self._culprits) > 0 and self._culprits.is_culprit(_digest(request))
 
 
 def _digest(request: Request) -> bytes:
-    # Without the seed: a request without one gets a new seed at every try.
+    # The digest excludes the seed, because a request without a seed gets a new one at every attempt.
     sampling = astuple(replace(request.sampling, seed=0))
     text = hashlib.blake2b(array("q", request.prompt_token_ids).tobytes(), digest_size=16)
     text.update(repr((sampling, request.prefix_salt)).encode())

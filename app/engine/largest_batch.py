@@ -1,4 +1,4 @@
-"""The step that takes the most memory within the limits of a scheduler. Memory is sized by it, see `app/model`."""
+"""The step that needs the most memory within the scheduler's limits. `app/model` sizes memory by this step."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from app.engine.state_pool import NO_STATE, StatePath
 
 
 def largest_batch(limits: SchedulerConfig, facts: ModelInfo, *, block_size: int) -> StepBatch:
-    """Return the most sequences and tokens that a step may have, each with the dearest options.
+    """Return a batch with the most sequences and tokens that a step may have, and with the most expensive options.
 
-    All sequences are in block 0, and their states in slot 0.
-    Every sequence draws a token with top-p, a penalty, a grammar and log-probabilities. The longest scores its prompt
-    and wants an embedding, too, where the model gives any.
+    All sequences use block 0 and state slot 0. Every sequence draws a token with top-p, a penalty, a grammar and
+    log-probabilities. The longest sequence also scores its prompt, and wants an embedding if the model supports it.
     """
-    max_logprobs = 20  # what the API allows
+    max_logprobs = 20  # the maximum that the API accepts
     sampling = SamplingParams(
         max_tokens=1, top_p=0.9, repetition_penalty=1.1, logprobs=max_logprobs, prompt_logprobs=max_logprobs
     )
@@ -50,9 +49,10 @@ def largest_batch(limits: SchedulerConfig, facts: ModelInfo, *, block_size: int)
 
 
 def sequence_lengths(limits: SchedulerConfig, *, longest: int) -> list[int]:
-    """Tokens of each sequence: single ones, of which attention keeps partial results, and few long ones for the rest.
+    """Return the number of tokens of each sequence: a few long sequences, and single tokens for all others.
 
-    The chunk of a prompt may be raised while a replica runs, so it is no limit here.
+    Single tokens count because attention stores partial results for them. The prefill chunk may be raised while a
+    replica runs, so the chunk size does not limit the lengths.
     """
     spare = limits.max_step_tokens - limits.max_running
     num_long, rest = divmod(spare, longest - 1)

@@ -1,4 +1,4 @@
-"""How penalties and biases change the logits of one sequence, kept up to date token by token. No torch here."""
+"""The effect of penalties and biases on the logits of one sequence, updated with each token. No torch here."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from app.engine.request import SamplingParams
 class LogitAdjustments:
     """The tokens with changed logits, as arrays that a sampler reads in place.
 
-    A step costs the work of its new token, however long prompt and output are. It holds 8 bytes for each token of both
-    where there is a repetition penalty, 8 for each generated token where there is any, and about 100 for each distinct
-    generated token where there is another one.
+    The work of a step does not depend on the length of prompt and output. The memory is 8 bytes for each generated
+    token if there is any penalty, 8 bytes for each token of prompt and output if there is a repetition penalty, and
+    about 100 bytes for each distinct generated token if there is a presence or frequency penalty.
     """
 
     def __init__(self, sampling: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
         self._sampling = sampling
         self.repetition_penalty = sampling.repetition_penalty
-        # Tokens of prompt and output, some several times: each is changed once.
+        # The tokens of prompt and output, with duplicates. The repetition penalty applies once to each distinct token.
         self.seen = array("q", prompt_token_ids if self.repetition_penalty != 1.0 else ())
-        self.generated = array("q")  # where there is a penalty
-        self.deducted = array("q")  # distinct generated tokens, where presence or frequency is penalised
-        self.deductions = array("f")  # what is added to the logit of each of them
+        self.generated = array("q")  # all generated tokens, if there is any penalty
+        self.deducted = array("q")  # the distinct generated tokens, if there is a presence or frequency penalty
+        self.deductions = array("f")  # the number added to the logit of each token in `deducted`
         self.biased = array("q", [token for token, _ in sampling.logit_bias])
         self.biases = array("f", [bias for _, bias in sampling.logit_bias])
-        self._places: dict[int, int] = {}  # of each generated token in `deducted`
-        self._counts = array("q")
+        self._places: dict[int, int] = {}  # the index of each generated token in `deducted`
+        self._counts = array("q")  # how often each token in `deducted` was generated
 
     def follow(self, generated_token_ids: Sequence[int]) -> None:
-        """Count the tokens that were generated since the last call. All of them must be known."""
+        """Count the tokens that were generated since the last call. All generated tokens must be known."""
         new = generated_token_ids[len(self.generated) :]
         assert min(new, default=0) >= 0, "penalties need known tokens"
         self.generated.extend(new)
@@ -42,7 +42,7 @@ class LogitAdjustments:
                 self._deduct(token)
 
     def after(self, token_id: int) -> LogitAdjustments:
-        """What they will be behind one more generated token. These stay."""
+        """Return the adjustments after one more generated token. Does not change this object."""
         if not self._sampling.has_penalties:
             return self
         other = copy(self)
@@ -52,7 +52,7 @@ class LogitAdjustments:
         return other
 
     def deductions_of(self, tokens: Sequence[int]) -> list[float]:
-        """What is added to their logits for presence and frequency."""
+        """Return the numbers that presence and frequency penalties add to the logits of these tokens."""
         places, deductions = self._places, self.deductions
         return [deductions[places[token]] if token in places else 0.0 for token in tokens]
 

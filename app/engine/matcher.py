@@ -1,4 +1,4 @@
-"""Which tokens may be drawn next, as a bit for each token of the vocabulary. No torch here."""
+"""The tokens that may be drawn next, as one bit for each token of the vocabulary. No torch here."""
 
 from __future__ import annotations
 
@@ -12,67 +12,67 @@ from app.engine.request import Request
 
 
 class Matcher(Protocol):
-    """The state of one request's grammar: which tokens may follow the generated ones."""
+    """The state of one request's grammar, which decides the tokens that may follow the generated ones."""
 
     @property
     def ignored_keywords(self) -> Sequence[str]:
-        """Places of keywords of its schemas that it does not keep, for the client."""
+        """The places of schema keywords that the matcher ignores, for the client."""
         ...
 
     @property
     def failure(self) -> str | None:
-        """Why it can no longer tell which tokens may follow, for the client; the request ends. None: it can."""
+        """Why the matcher can compute no more allowed tokens, for the client. The request ends. None: no failure."""
         ...
 
     def allowed(self) -> bytes:
-        """The tokens that may be drawn: token t is bit t % 8 of byte t // 8. Always at least one.
+        """Return the tokens that may be drawn, always at least one. Token t is bit t % 8 of byte t // 8.
 
-        Changes nothing: a second call returns the same.
+        A second call returns the same bytes.
         """
         ...
 
     def prepare(self) -> None:
-        """Compute what `allowed` will return. In any thread, but in one at a time."""
+        """Compute the result of the next `allowed` in advance. Any thread may call, but only one at a time."""
         ...
 
     def advance(self, token_id: int) -> None:
-        """Advance by a drawn token. Takes no time: what may follow is computed by `prepare` or `allowed`."""
+        """Advance by a drawn token. Fast, because `prepare` or `allowed` computes the tokens that may follow."""
         ...
 
     def after(self, token_id: int) -> Matcher:
-        """Another matcher, behind one more token; it has failed where the token is not allowed. This one stays."""
+        """Return a copy that has advanced by one more token. The copy has failed if the token is not allowed."""
         ...
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens, from the first on, may follow in a row."""
+        """Return how many of these tokens, from the first on, the grammar allows in a row."""
         ...
 
     def forced(self, at_most: int) -> list[int]:
-        """The next tokens, where only one text may follow: those that most probably write it. Often none."""
+        """Return the most probable next tokens, at most `at_most`, if the grammar allows only one text. Often empty."""
         ...
 
 
 class Matchers(Protocol):
-    """Makes matchers."""
+    """Creates the matchers of requests."""
 
     def matcher_of(self, request: Request) -> Future[Matcher | None]:
-        """A matcher for the request's grammar, advanced past its generated tokens; None without a grammar.
+        """Return the matcher of a request's grammar, advanced past the generated tokens; None without a grammar.
 
-        The future raises InvalidRequest when its grammar cannot be used, Overloaded when too many others wait.
+        The future raises InvalidRequest if the grammar cannot be used, and Overloaded if too many other grammars wait.
         """
         ...
 
     def prepare(self) -> None:
-        """Begin what the first grammar would wait for, and return at once."""
+        """Start the preparations that the first grammar would otherwise wait for, without blocking."""
         ...
 
     def close(self) -> None:
-        """Stop; must not be used afterwards."""
+        """Stop. Do not use this object afterwards."""
         ...
 
 
 class TokenSet:
-    """The same tokens at every step."""
+    """A matcher that allows the same tokens at every step."""
 
     failure: str | None = None
     ignored_keywords: Sequence[str] = ()
@@ -84,10 +84,10 @@ class TokenSet:
         return self._allowed
 
     def prepare(self) -> None:
-        """Nothing to compute."""
+        """Do nothing, because the set is already computed."""
 
     def advance(self, token_id: int) -> None:
-        """The set stays the same."""
+        """Do nothing, because the set never changes."""
 
     def after(self, token_id: int) -> Matcher:
         return self
@@ -101,19 +101,19 @@ class TokenSet:
 
 @lru_cache(maxsize=8)
 def _bits_of(token_ids: tuple[int, ...], vocab_size: int) -> bytes:
-    """Kept, as all prompts of one body ask for the same tokens: to set 16,384 bits takes a millisecond."""
+    """Return the bits of a set of tokens. Cached: all prompts of a request share one set, and 16,384 bits take 1 ms."""
     return with_tokens(bytes(-(-vocab_size // 8)), token_ids)
 
 
 def allowed_after_bans(matcher: Matcher, banned_token_ids: Iterable[int]) -> bytes:
-    """The tokens that a matcher allows, without banned ones. If none would be left, the ban does not apply."""
+    """Return the tokens that a matcher allows, without banned ones. If no token is left, the bans do not apply."""
     allowed = matcher.allowed()
     left = without_tokens(allowed, banned_token_ids)
     return left if any_token(left) else allowed
 
 
 def with_tokens(allowed: bytes, token_ids: Iterable[int]) -> bytes:
-    """The same bits with those of some tokens set."""
+    """Return a copy in which the bits of these tokens are set."""
     bits = bytearray(allowed)
     for token_id in token_ids:
         bits[token_id >> 3] |= 1 << (token_id & 7)
@@ -121,7 +121,7 @@ def with_tokens(allowed: bytes, token_ids: Iterable[int]) -> bytes:
 
 
 def without_tokens(allowed: bytes, token_ids: Iterable[int]) -> bytes:
-    """The same bits with those of some tokens cleared."""
+    """Return a copy in which the bits of these tokens are cleared."""
     bits = bytearray(allowed)
     for token_id in token_ids:
         bits[token_id >> 3] &= ~(1 << (token_id & 7))
@@ -129,12 +129,12 @@ def without_tokens(allowed: bytes, token_ids: Iterable[int]) -> bytes:
 
 
 def has_token(allowed: bytes, token_id: int) -> bool:
-    """Whether the bit of this token is set."""
+    """Return whether the bit of this token is set."""
     return bool(allowed[token_id >> 3] & 1 << (token_id & 7))
 
 
 def tokens_of(allowed: bytes, *, at_most: int) -> list[int]:
-    """The tokens with a set bit, ascending; none of them if there are more than `at_most`."""
+    """Return the tokens whose bit is set, ascending, or an empty list if there are more than `at_most`."""
     bits = int.from_bytes(allowed, "little")
     found: list[int] = []
     while bits and len(found) < at_most:
@@ -144,5 +144,5 @@ def tokens_of(allowed: bytes, *, at_most: int) -> list[int]:
 
 
 def any_token(allowed: bytes) -> bool:
-    """Whether any bit is set."""
+    """Return whether any bit is set."""
     return allowed.count(0) < len(allowed)
