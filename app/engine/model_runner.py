@@ -1,4 +1,4 @@
-"""The border between deciding and computing: what an engine asks of a model runner. No torch here."""
+"""The interface of a model runner, which computes the batches that an engine schedules. No torch here."""
 
 from __future__ import annotations
 
@@ -16,95 +16,95 @@ class PendingStep(Protocol):
     """A step that the device may still be computing."""
 
     def draw(self, batch: StepBatch) -> None:
-        """Draw the tokens of a step that was launched without. `batch` is the step's, with all that draws need."""
+        """Draw the tokens of a step launched with `lacks_history`. `batch` is the step's batch with the history."""
         ...
 
     def result(self) -> StepResult:
-        """Wait for the step. Called once, after its tokens are drawn."""
+        """Block until the step is done and return its result. Called once, after the tokens are drawn."""
         ...
 
 
 class BlockCopies(Protocol):
-    """Copies whole blocks between KV memory and a buffer of the host. They wait until a copy is done."""
+    """Copies whole blocks between KV memory and a host buffer. The methods block until a copy is done."""
 
-    states: BlockCopies | None = None  # of the slots for the states of recurrent layers, each as a block
+    states: BlockCopies | None = None  # copies the state slots of recurrent layers, with each slot as a block
 
     def take(self, block_id: int, buffer: memoryview) -> bool:
-        """Fill the buffer with the bytes of a block; False where the memory is given up."""
+        """Copy the bytes of a block to the buffer. Returns False if the engine has given up the memory."""
         ...
 
     def put(self, block_id: int, buffer: memoryview) -> bool:
-        """Fill a block that no step reads; False where the memory is given up."""
+        """Copy the buffer to a block that no step reads. Returns False if the engine has given up the memory."""
         ...
 
 
 class BlockMemory(ABC):
-    """KV memory as what is beside it sees it. Any thread may call."""
+    """KV memory as seen by a store or another replica. Any thread may call."""
 
-    block_bytes: int  # of one block, in all layers
-    states: BlockMemory | None = None  # the slots for the states of recurrent layers, each as a block
+    block_bytes: int  # the size of one block, over all layers
+    states: BlockMemory | None = None  # the state slots of recurrent layers, with each slot as a block
 
     @abstractmethod
     def new_buffer(self) -> memoryview:
-        """For the bytes of one block."""
+        """Return a new host buffer for the bytes of one block."""
 
     @abstractmethod
     def copies(self) -> AbstractContextManager[BlockCopies]:
-        """To copy what the steps that were begun before have written, and into blocks of which no later one knows."""
+        """Start copying beside the steps. Copies see what earlier steps wrote; later steps must not use their targets."""
 
 
 class ModelRunner(ABC):
-    """Turns a batch into tokens. `run` is all that it must have; the rest is for runners that can do more."""
+    """Turns a batch into tokens. A runner must implement `run`; all other methods are optional."""
 
-    launches = False  # whether it has a device that computes while the host goes on: then `launch` is called
-    adapts = False  # whether it may compute with LoRA adapters; else none is loaded
-    can_sleep = False  # whether it gives up its memory in `sleep`
-    num_padding_tokens = 0  # computed for nothing since the start, where steps have a few sizes only
-    num_steps_without_graph = 0  # since the start, where a device replays steps from graphs
-    backend: TakenBackend | None = None  # of a GPU
+    launches = False  # whether a device computes while the host continues; if so, the engine calls `launch`
+    adapts = False  # whether the runner supports LoRA adapters; if not, the engine loads none
+    can_sleep = False  # whether `sleep` gives up the memory
+    num_padding_tokens = 0  # padding tokens computed since the start, if steps have only a few sizes
+    num_steps_without_graph = 0  # steps since the start that were not replayed from a graph, if the device has graphs
+    backend: TakenBackend | None = None  # the GPU backend, if any
 
     @abstractmethod
     def run(self, batch: StepBatch) -> StepResult:
-        """Compute the batch and draw one token id for each of `batch.sampled`; log-probabilities as requested.
+        """Compute the batch, draw one token id for each of `batch.sampled`, and return requested log-probabilities.
 
         Raises:
-            DeviceLost: the device is of no more use to this process. Any other error may be a request's fault.
+            DeviceLost: this process can no longer use the device. Any other error may be a request's fault.
         """
 
     def prepare(self) -> None:
-        """Do what the first step would do otherwise, in the thread that computes; may take seconds."""
+        """Do the slow preparations of the first step in advance, in the thread that computes. May take seconds."""
 
     def launch(self, batch: StepBatch) -> PendingStep:
-        """Start computing the batch; steps run in the order of their launch. A negative token id -1 - n in it is the
-        placeholder of the n-th token that the step launched before draws.
+        """Start computing the batch. Steps run in the order of their launch.
 
-        Where `batch.lacks_history`, no token is drawn before `PendingStep.draw`.
+        A negative token id -1 - n in the batch stands for the n-th token that the previously launched step draws. If
+        `batch.lacks_history`, no token is drawn before `PendingStep.draw`.
         """
         raise NotImplementedError(f"{type(self).__name__} launches no steps")
 
     def load_adapter(self, folder: Path, make_room: Callable[[], None] = lambda: None) -> object:
-        """Read an adapter, for `ScheduledSequence.adapter`. Any thread may call, beside a step.
+        """Load an adapter. Returns the object for `ScheduledSequence.adapter`. Any thread may call, even during a step.
 
-        `make_room` is called when it is read, and before it takes memory of its own: it may unload another.
-        Raises UnsupportedAdapter, and what `make_room` raises.
+        The runner calls `make_room`, which may unload another adapter, after reading the files and before allocating
+        memory. Raises UnsupportedAdapter and the errors of `make_room`.
         """
         raise NotImplementedError(f"{type(self).__name__} computes with no adapters")
 
     def unload_adapter(self, adapter: object) -> None:
-        """No step that is run or launched from now on has it; one that is launched already may. Any thread may call."""
+        """Unload an adapter that no later step uses. Steps in flight may still use the adapter. Any thread may call."""
 
     def kv_memory(self) -> BlockMemory | None:
-        """Its KV memory, block by block; None: no other thread may copy it, or it sleeps. Any thread may call."""
+        """Return the KV memory, or None if the runner sleeps or other threads cannot copy it. Any thread may call."""
         return None
 
     def sleep(self) -> None:
-        """Give up the memory of weights and KV. No step follows before `wake`."""
+        """Give up the memory of weights and KV. The engine runs no step before `wake`."""
 
     def wake(self) -> None:
-        """Have the weights again, and KV memory with nothing in it; may take seconds. The thread of `run` calls."""
+        """Restore the weights and allocate empty KV memory, which may take seconds. Called in the thread of `run`."""
 
     def check(self) -> None:
-        """Raise DeviceLost if another process of it has ended. Any thread may call."""
+        """Raise DeviceLost if another process of this runner has ended. Any thread may call."""
 
     def close(self) -> None:
-        """End its other processes. It must not be used afterwards."""
+        """End the other processes of this runner. Do not use the runner afterwards."""

@@ -1,4 +1,4 @@
-"""What an engine tells of its steps: the step log, the measurements, the views and the tuner listen."""
+"""The events of an engine. The step log, the measurements, the snapshots and the tuner observe them."""
 
 from __future__ import annotations
 
@@ -14,56 +14,56 @@ from app.engine.trace.entries import FailureKind
 
 
 class EndedStep(NamedTuple):
-    """A step whose results are processed."""
+    """A step whose results have been processed."""
 
-    batch: StepBatch  # an empty one where nothing was computed
-    deltas: list[TokenDelta]  # what callers get
-    at: float  # when it ended, in seconds of the engine's clock
-    seconds: float  # that it took, without what it overlaps with the step before
-    gap_s: float  # from the end of the step before, where requests went on: between two tokens of them
+    batch: StepBatch  # empty if nothing was computed
+    deltas: list[TokenDelta]  # the deltas that callers receive
+    at: float  # the end of the step, in seconds of the engine's clock
+    seconds: float  # the step's duration without the overlap with the previous step
+    gap_s: float  # the time between two tokens: since the previous step ended, or since this one began if none ran
 
 
 class StepObserver:
-    """The events of an engine, in their order, from the one thread that uses it. This class ignores them."""
+    """Receives the events of an engine in order, in the engine's thread. This base class ignores all events."""
 
     def arrived(self, request: Request, *, at: float) -> None:
         """A request was queued; `at` is in seconds of the engine's clock."""
 
     def aborted(self, request_id: str) -> None:
-        """A request was ended because its caller wanted that."""
+        """The caller of a request aborted it."""
 
     def reconfigured(self, config: SchedulerConfig) -> None:
-        """Other settings hold from the next step on."""
+        """The scheduler settings were replaced; the new settings apply from the next step on."""
 
     def limited(self, limits: StepLimits) -> None:
-        """The tuner has other limits used from the next step on."""
+        """The tuner replaced the step limits; the new limits apply from the next step on."""
 
     def cache_cleared(self) -> None:
         """The prefix cache was cleared."""
 
     def slept(self) -> None:
-        """The engine has gone to sleep: nothing runs, nothing is cached, no batch is made until it wakes."""
+        """The engine fell asleep: no request runs, the cache is empty, and no batch is made until the engine wakes."""
 
     def woke(self) -> None:
-        """It is awake again."""
+        """The engine woke up."""
 
     def step_began(self) -> None:
-        """A call of `Engine.step`; it ends with `step_ended`, or with `failed` of the device."""
+        """A call of `Engine.step` began. The call ends with `step_ended`, or with `failed` if the device fails."""
 
     def scheduled(self, batch: StepBatch, decision: SchedulingDecision) -> None:
-        """The scheduler made this batch, perhaps an empty one."""
+        """The scheduler made this batch, which may be empty."""
 
     def sampled(self, batch: StepBatch, token_ids: list[int], num_kept: Several[int] = ()) -> None:
-        """The model runner has computed this batch: one token for each sampled sequence of it.
+        """The model runner computed this batch and drew one token for each item of `batch.sampled`.
 
-        With drafts, the tokens that were kept; `num_kept` of each sequence.
+        With drafts, `token_ids` has only the kept tokens, and `num_kept` their number for each sequence.
         """
 
     def failed(self, how: FailureKind, sequences: Iterable[Sequence] = ()) -> None:
-        """A step failed, and these sequences end with it."""
+        """A step failed, and these sequences end because of the failure."""
 
     def step_ended(self, step: EndedStep) -> None:
-        """A step's results are processed."""
+        """The results of a step were processed."""
 
     def close(self) -> None:
-        """No event follows."""
+        """The engine was closed. No event follows."""

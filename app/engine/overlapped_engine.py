@@ -3,15 +3,16 @@
     host      schedule 1, launch | schedule 2, launch, wait for 1, deliver | schedule 3, launch, wait for 2, deliver
     device                       | compute 1 ............................. | compute 2 .............................
 
-Penalties and grammars need those tokens on the host: of a step with any, the forward pass is launched like the others,
-and its tokens are drawn as soon as those of the step before have arrived, while it is computed.
-
-The tokens of step 1 are the input of step 2 without a copy to the host: step 2 reads them on the device. The host finds
-out one step late that a sequence has drawn an end token; the token drawn for it meanwhile is discarded. (The
+Step 2 reads the tokens of step 1 on the device, without a copy to the host. The host learns one step late that a
+sequence has drawn an end token, and discards the token that was drawn for the sequence in the meantime. (The
 "zero-overhead" scheduling of SGLang 0.4 and vLLM's asynchronous scheduling do the same.)
 
-A step with drafts follows known tokens, and how far it advances is known at its end: both it and the step after it are
-scheduled while the device waits. So there is one only where a drafter hopes for drafts, and they have to pay for that.
+Penalties and grammars need the tokens of step 1 on the host before step 2 can draw. The engine launches the forward
+pass of such a step ahead, like any other. While the device computes it, the tokens of step 1 arrive and the engine
+launches the draw.
+
+A step with drafts needs known tokens, and its progress is known only at its end. The device therefore waits while the
+step and the next step are scheduled. The engine makes such a step only if a drafter expects drafts worth that time.
 """
 
 from __future__ import annotations
@@ -39,29 +40,29 @@ class _Launched:
 
 
 class OverlappedEngine(Engine):
-    """An Engine for runners that launch; its tokens are the same. A step returns the tokens of the step before it."""
+    """An Engine for runners that launch, with the same tokens. A step returns the tokens of the previous step."""
 
     def __init__(self, **parts: Any) -> None:
         super().__init__(**parts)
         self._launched: _Launched | None = None
-        self._has_failed = False  # the next step is computed without launching ahead, to find the requests at fault
+        self._has_failed = False  # compute the next step without launching ahead, to find the requests at fault
 
     @property
     def idle_s(self) -> float | None:
         return 0.0 if self._launched is not None else super().idle_s
 
     def sleep(self) -> None:
-        """See Engine. What was launched ahead is computed again later."""
+        """See Engine. A step that was launched ahead is computed again later."""
         launched, self._launched = self._launched, None
         if launched is not None:
             self._undo(launched)
         super().sleep()
 
     def step(self) -> list[TokenDelta]:
-        """Launch one step and wait for the one launched before it; returns the latter's deltas, at first none.
+        """Launch one step and wait for the previous step. Returns the deltas of the previous step, if there is one.
 
-        When a step fails, the launched steps are undone, and the next call computes the same again without launching
-        ahead, as `Engine.step` does: it finds the requests at fault, or raises StepError.
+        If a step fails, the engine undoes the launched steps. The next call computes them again without launching
+        ahead, as `Engine.step` does, and finds the requests at fault or raises StepError.
         """
         before = self._launched
         if self.is_asleep or (before is None and self._has_failed):
@@ -74,17 +75,17 @@ class OverlappedEngine(Engine):
         return self._end_without_step() if before is None else self._reconcile(before)
 
     def _is_waited_for(self, batch: StepBatch) -> bool:
-        """Whether the next step is scheduled when the tokens of this one are known."""
-        if batch.has_drafts or batch.has_waited:  # not twice in a row for drafts that do not come
+        """Whether the engine schedules the next step only after the tokens of this batch are known."""
+        if batch.has_drafts or batch.has_waited:  # do not wait twice in a row if no drafts came
             return batch.has_drafts
         return self._scheduler.hopes_for_drafts()
 
     def _launch(self, *, is_ahead: bool) -> _Launched | None:
         batch = self._schedule(is_ahead=is_ahead)
         if not batch:
-            return None  # all sequences wait for their last token, or for the strategy's timer
+            return None  # all sequences wait for their last token, or the strategy waits for its timer
         step = run_or_error(self.runner.launch, batch)
-        if isinstance(step, Exception):  # nothing has advanced: the same is scheduled again
+        if isinstance(step, Exception):  # no sequence has advanced, so the same batch is scheduled again
             self._retry_after(FailureKind.LAUNCH, batch, step)
             return None
         if not batch.lacks_history:
@@ -92,10 +93,10 @@ class OverlappedEngine(Engine):
         return _Launched(batch, step)
 
     def _draw(self, launched: _Launched) -> _Launched | None:
-        """Draw the tokens of a launched step, now that those of the step before are known."""
+        """Draw the tokens of a launched step, now that the tokens of the previous step are known."""
         batch = self._scheduler.with_history(launched.batch)
         error = run_or_error(launched.step.draw, batch)
-        if isinstance(error, Exception):  # as when it could not be launched
+        if isinstance(error, Exception):  # the same handling as of a failed launch
             self._retry_after(FailureKind.LAUNCH, batch, error)
             return None
         self._scheduler.commit_ahead(batch)
@@ -116,18 +117,18 @@ class OverlappedEngine(Engine):
         return self._end_step(launched.batch, deltas, at=ended_at)
 
     def _take_back(self, failed: _Launched) -> None:
-        """Undo the failed step, and the one that was launched after it with the tokens of the failed one."""
+        """Undo the failed step, and the step after it, which was launched with the tokens of the failed step."""
         ahead, self._launched = self._launched, None
         if ahead is not None:
             self._undo(ahead)
         self._scheduler.roll_back(failed.batch)
 
     def _undo(self, launched: _Launched) -> None:
-        """Discard a launched step: its batch is computed again."""
+        """Discard a launched step. Its batch is computed again later."""
         if launched.batch.lacks_history:
-            return  # it has neither drawn nor advanced
+            return  # the step has neither drawn tokens nor advanced sequences
         with suppress(Exception):
-            launched.step.result()  # the device must have finished it; its tokens are discarded
+            launched.step.result()  # wait until the device has finished the step; discard the tokens
         self._scheduler.roll_back(launched.batch)
 
     def _retry_after(self, how: FailureKind, batch: StepBatch, error: Exception) -> None:

@@ -1,6 +1,6 @@
-"""Scheduling policies: which waiting sequence runs next, and which running one is preempted first.
+"""Scheduling policies decide which waiting sequence runs next and which running sequence is preempted first.
 
-To add one: its settings in `app/config/scheduler.py`, a class here, a line in `make_policy`.
+To add a policy, add its settings to `app/config/scheduler.py`, a class to this module, and a case to `make_policy`.
 """
 
 from __future__ import annotations
@@ -15,25 +15,24 @@ from app.engine.sequence import Sequence
 from app.engine.waiting_queue import LazyHeap, PolicyQueue
 from app.fair import FairQueue, FairShares
 
-# Under `sjf`, one second of waiting outweighs so many tokens of work.
+# Under `sjf`, the tokens of work that one second of waiting outweighs.
 AGEING_TOKENS_PER_S = 1000.0
-# Under `sjf`, a shorter request that arrives later than this never goes first. It limits the waiting of requests of
-# more than 30,000 tokens; of all others the limit is their own work, by the rate above.
+# Under `sjf`, a request never overtakes one that arrived more than this many seconds earlier. This limit applies to
+# requests of more than 30,000 tokens; smaller requests have a lower limit, their work at the rate above.
 MAX_OVERTAKING_S = 30.0
-# Under `priority`, so many seconds of waiting outweigh one class. A caller that wants more between two classes leaves
-# numbers out: with the priorities 0 and 6 it is a minute.
+# Under `priority`, the seconds of waiting that outweigh one class. A caller that wants a larger distance between two
+# classes skips numbers: the priorities 0 and 6 are a minute apart.
 AGEING_S = 10.0
-# The deadline by which a request without one is ordered among the others.
+# The deadline that orders a request without a deadline among the others.
 DEFAULT_DEADLINE_S = 60.0
-# A generated token takes a place in a step of its own, prompt tokens are computed many at a time; Sheng et al. charge
-# the same.
+# A generated token needs a step, while one step computes many prompt tokens. Sheng et al. use the same weights.
 PROMPT_WEIGHT, GENERATED_WEIGHT = 1.0, 2.0
 
 OrderKey = tuple[float, ...]
 
 
 def make_policy(config: PolicyConfig) -> SchedulingPolicy:
-    """A new policy, without the memory of an earlier one."""
+    """Return a new policy without state of earlier policies."""
     match config:
         case FcfsConfig():
             return FirstComeFirstServed()
@@ -51,25 +50,25 @@ def make_policy(config: PolicyConfig) -> SchedulingPolicy:
 
 
 class SchedulingPolicy(ABC):
-    """An order over sequences, with the events that it needs to keep it.
+    """An order of sequences, and the events that update the order.
 
-    Most orders are a rank that does not change while a sequence waits. Where waiting improves the place, the rank
-    contains the time of arrival: two sequences then compare at any time as their ages would. So nothing is sorted
-    again, and the cost of a step does not grow with the number of waiting sequences.
+    Most orders are a rank that does not change while a sequence waits. If waiting improves the rank (ageing), the rank
+    contains the arrival time, so that the comparison of two sequences is the same at any time. The queue is therefore
+    never sorted again, and the cost of a step does not grow with the number of waiting sequences.
 
-    Under each, background requests are behind all others, by arrival. They join when no other request waits, and are
-    preempted first: for memory, and for any other request that waits for a slot. What they had computed stays in the
-    prefix cache as long as there is room.
+    Every policy puts background requests behind all others, by arrival. A background request joins only if no other
+    request waits. It is preempted first, for memory and for any other request that waits for a slot. Its computed
+    tokens stay in the prefix cache until they are evicted.
     """
 
-    preempts = False  # whether a waiting foreground sequence may take the place of a running one
+    preempts = False  # whether a waiting foreground sequence may preempt a running foreground sequence
     counts_steps = False  # whether `computed` does anything
-    refuses_late = False  # a sequence that waits, as soon as it can no longer be finished by its deadline
+    refuses_late = False  # whether a waiting sequence is refused once it can no longer meet its deadline
 
     def order_key(self, sequence: Sequence) -> OrderKey:
-        """The sequence's place, lowest first. Called when it begins to wait and again when it joins.
+        """Return the sequence's rank. Called when the sequence begins to wait and again when the sequence joins.
 
-        The running sequence of the highest rank is preempted first.
+        The waiting sequence of the lowest rank goes first. The running sequence of the highest rank is preempted first.
         """
         if sequence.request.is_background:
             return (1.0, sequence.arrival)
@@ -77,43 +76,43 @@ class SchedulingPolicy(ABC):
 
     @abstractmethod
     def foreground_key(self, sequence: Sequence) -> OrderKey:
-        """The place of a foreground sequence among the others, lowest first."""
+        """Return the rank of a foreground sequence among the foreground sequences. The lowest rank goes first."""
 
     def new_queue(self) -> PolicyQueue:
-        """An empty queue in this order."""
+        """Return an empty queue in this order."""
         return LazyHeap(self.order_key)
 
     def may_preempt(self, waiting: Sequence, running: Sequence) -> bool:
-        """Whether `waiting` may take the place of `running`, which then waits behind it."""
+        """Return whether `waiting` may take the slot of `running`, which then waits behind `waiting`."""
         return running.request.is_background and not waiting.request.is_background
 
     def joined(self, sequence: Sequence) -> None:
-        """A sequence has started to run, for the first time or after a preemption."""
+        """Account for a sequence that has started to run, for the first time or after a preemption."""
 
     def has_new_order(self, running: Several[Sequence]) -> bool:
-        """Whether the order keys of running sequences are to be made again. Asked before each step."""
+        """Return whether the order keys of running sequences must be computed again. Called before each step."""
         return False
 
     def computed(self, batch: StepBatch, num_kept: Several[int] = ()) -> None:
-        """A step has been computed, and its results are processed. `num_kept`: as in `StepResult`."""
+        """Account for a step whose results have been processed. `num_kept`: see `StepResult`."""
 
 
 # ---------------------------------------------------------------------- orders by rank
 
 
 class FirstComeFirstServed(SchedulingPolicy):
-    """By arrival. A preempted sequence keeps its place, so no sequence starves."""
+    """Orders sequences by arrival. A preempted sequence keeps its rank, so no sequence starves."""
 
     def foreground_key(self, sequence: Sequence) -> OrderKey:
         return (sequence.arrival,)
 
 
 class ShortestJobFirst(SchedulingPolicy):
-    """The least estimated work (prompt and predicted output tokens) first, with ageing.
+    """The least estimated work (prompt and predicted output tokens) goes first, with ageing.
 
-    The rank is the arrival plus a handicap in seconds that grows with the work. A sequence can only be overtaken by
-    one that arrives within its own handicap, and no handicap exceeds `MAX_OVERTAKING_S`: that limits starvation,
-    whatever arrives.
+    The rank is the arrival time plus a handicap in seconds that grows with the work. A sequence can be overtaken only
+    by sequences that arrive within its handicap. No handicap exceeds `MAX_OVERTAKING_S`, which bounds starvation under
+    any load.
     """
 
     def foreground_key(self, sequence: Sequence) -> OrderKey:
@@ -122,10 +121,10 @@ class ShortestJobFirst(SchedulingPolicy):
 
 
 class PriorityFirst(SchedulingPolicy):
-    """The lowest priority number first, then arrival, with ageing.
+    """The lowest priority number goes first, then the earliest arrival, with ageing.
 
-    One class outweighs `AGEING_S` seconds of waiting. A request is only overtaken by one that is `n` classes better
-    and arrives at most `n * AGEING_S` seconds later: that limits starvation.
+    One class outweighs `AGEING_S` seconds of waiting. A request that is `n` classes better overtakes only if it arrives
+    at most `n * AGEING_S` seconds later, which bounds starvation.
     """
 
     preempts = True
@@ -137,7 +136,7 @@ class PriorityFirst(SchedulingPolicy):
     def may_preempt(self, waiting: Sequence, running: Sequence) -> bool:
         if waiting.request.is_background or running.request.is_background:
             return super().may_preempt(waiting, running)
-        # Both: a better class, and a better rank as well. With the better class alone the other would return at once.
+        # Requires a better class and a better rank. With a worse rank, the preempted sequence would return at once.
         return waiting.request.priority < running.request.priority and waiting.order_key < running.order_key
 
 
@@ -145,9 +144,9 @@ class PriorityFirst(SchedulingPolicy):
 
 
 class FairShare(SchedulingPolicy):
-    """The tenant that has been served the fewest tokens first: the virtual token counter of Sheng et al. (2024).
+    """The tenant with the fewest served tokens goes first: the virtual token counter of Sheng et al. (2024).
 
-    A tenant is charged for every prompt token that is computed and every token that is generated.
+    A tenant is charged for every computed prompt token and every generated token.
     """
 
     counts_steps = True
@@ -156,11 +155,11 @@ class FairShare(SchedulingPolicy):
         self.shares = FairShares(max_idle=10_000)
 
     def foreground_key(self, sequence: Sequence) -> OrderKey:
-        # Set when it joins: of the running ones, the one that joined at its tenant's highest counter goes last.
+        # The key is set when the sequence joins. The running sequence whose key has the highest counter goes last.
         return (self.shares.served(sequence.request.tenant), *self.own_key(sequence))
 
     def own_key(self, sequence: Sequence) -> OrderKey:
-        """The sequence's place among those of its tenant, lowest first: by arrival."""
+        """Return the sequence's rank among the sequences of its tenant. The earliest arrival goes first."""
         return (sequence.arrival,)
 
     def new_queue(self) -> PolicyQueue:
@@ -168,8 +167,8 @@ class FairShare(SchedulingPolicy):
 
     def joined(self, sequence: Sequence) -> None:
         if sequence.request.is_background:
-            return  # it runs on unused capacity, so its tenant is not charged
-        # A tenant is not charged for what a preemption makes us compute again.
+            return  # a background request uses spare capacity, so its tenant is not charged
+        # A tenant is not charged for tokens that are computed again after a preemption.
         num_tokens = 0 if sequence.num_preemptions else sequence.num_uncomputed_tokens
         self.shares.serve(sequence.request.tenant, num_tokens * PROMPT_WEIGHT)
 
@@ -181,31 +180,31 @@ class FairShare(SchedulingPolicy):
 
 
 class EarliestDeadlineFirst(FairShare):
-    """Of each tenant the earliest deadline first (Liu and Layland, 1973), among those that can still be met.
+    """Fair shares of tenants; within a tenant, the earliest deadline goes first (Liu and Layland, 1973).
 
-    Tenants get fair shares, so a short deadline goes before the same tenant's other requests, and before no other
-    tenant's. One tenant alone has the order of deadlines.
+    A short deadline moves a request ahead of the same tenant's other requests, but not ahead of other tenants. If only
+    one tenant has requests, they are ordered by deadline.
 
-    Without refusals, this order is the worst of all under overload: it serves the requests that are about to be late.
-    So a request that can no longer be finished in time is refused, and a deadline that has passed raises no urgency.
-    A request without a deadline is ordered as if it had `DEFAULT_DEADLINE_S`, so that it does not starve; it is never
-    refused.
+    Without refusals, this order is the worst of all under overload, because it serves requests that are about to be
+    late. The policy therefore refuses a request that can no longer finish in time, and the engine ends a request whose
+    deadline has passed. A request without a deadline is never refused. To prevent starvation, it is ordered as if its
+    deadline were `DEFAULT_DEADLINE_S`.
     """
 
     refuses_late = True
 
     def __init__(self) -> None:
         super().__init__()
-        self._is_by_deadline = True  # one tenant is alone, as far as was known before the last step
+        self._is_by_deadline = True  # whether at most one tenant had requests before the last step
 
     def has_new_order(self, running: Several[Sequence]) -> bool:
-        waiting = self.shares.waiting  # an idle tenant has no part in any order
+        waiting = self.shares.waiting  # without idle tenants
         is_alone = len(waiting) < 2 and len({*waiting, *_tenants_of(running)}) < 2
         before, self._is_by_deadline = self._is_by_deadline, is_alone
         return is_alone != before
 
     def foreground_key(self, sequence: Sequence) -> OrderKey:
-        # Of one tenant alone, the running one with the latest deadline is preempted first; its counter says nothing.
+        # A single tenant needs no counter: the running sequence with the latest deadline is preempted first.
         return (0.0, *self.own_key(sequence)) if self._is_by_deadline else super().foreground_key(sequence)
 
     def own_key(self, sequence: Sequence) -> OrderKey:
@@ -218,7 +217,7 @@ def _tenants_of(sequences: Several[Sequence]) -> set[str]:
 
 
 class _TenantsQueue:
-    """Foreground sequences of each tenant by their own key, the tenants by what they were served; background behind."""
+    """Orders tenants by served tokens and a tenant's sequences by `own_key`. Background sequences come last."""
 
     def __init__(self, policy: FairShare) -> None:
         self._foreground: FairQueue[Sequence] = FairQueue(policy.shares, new_line=lambda: LazyHeap(policy.own_key))
