@@ -146,7 +146,7 @@ class AsyncEngine:
             self._matchers.prepare()
 
     async def matcher_of(self, request: Request) -> Matcher | None:
-        """Return the matcher that `submit` needs for a request with a grammar, or None without a grammar.
+        """Return the matcher that `submit` needs for a request with a grammar. Making it delays no other request.
 
         Raises:
             InvalidRequest: the grammar cannot be used.

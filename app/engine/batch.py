@@ -89,8 +89,8 @@ class WaitReason(StrEnum):
     """Why the first waiting sequence did not join a step."""
 
     SLOTS = "slots"  # `max_running` sequences run
-    BLOCKS = "blocks"  # memory is short
-    BUDGET = "budget"  # the step has no budget left for prefill
+    BLOCKS = "blocks"  # KV memory has too few free blocks, or the model too few free state slots
+    BUDGET = "budget"  # the step has no budget left for prefill or for prompt log-probabilities
     STRATEGY = "strategy"  # the strategy waits for a timer, for the running batch, or for prompts of similar length
     RESULT = "result"  # the sequence was preempted, and its last token is still being drawn
 
@@ -193,16 +193,13 @@ _EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 class StepResult(NamedTuple):
-    """The result of a step. The mappings, by request id, hold only requests that want log-probabilities or embeddings.
-
-    After `kept_tokens`, `token_ids` holds only the kept draws, and `num_kept` their number for each sequence.
-    """
+    """The result of a step. The mappings, by request id, have only requests for log-probabilities or embeddings."""
 
     token_ids: list[int]  # one for each item of the batch's `sampled`, in that order
     logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = _EMPTY  # of the drawn tokens
     prompt_logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = _EMPTY  # one for each of a sequence's `targets`
     pooled: Mapping[str, list[float]] = _EMPTY  # hidden states after the final norm: the last token's, or a sum
-    num_kept: Several[int] = ()
+    num_kept: Several[int] = ()  # set by `kept_tokens`: the number of each sequence's draws that `token_ids` still has
 
 
 def by_request(logprobs: Iterable[tuple[str, TokenLogprobs]]) -> dict[str, tuple[TokenLogprobs, ...]]:

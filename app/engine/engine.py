@@ -343,10 +343,9 @@ class Engine:
         return self._scheduler.stats()
 
     def snapshot(self, *, is_full: bool = True) -> EngineSnapshot:
-        """Return the running and waiting requests, and the events since the last snapshot.
+        """Return the running and waiting requests and recent events. The first call starts the recording of events.
 
-        The first call starts the recording of events. If `is_full` is false, requests that have only grown since the
-        last snapshot are listed in `EngineSnapshot.reported`.
+        If `is_full` is false, `EngineSnapshot.reported` lists the requests that have only grown since the last call.
         """
         now = self._clock()
         if self._viewer is None:

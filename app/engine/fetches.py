@@ -28,7 +28,7 @@ class _Expected:
     sequence: Sequence | None  # waits for the fetch; None if the sequence has ended or computes the tokens instead
     arrival: int  # the arrival number of the sequence
     parent: Prefix | str  # the parent of the first fetched block
-    fetch: Fetch  # owns the fetched blocks and the cached blocks before them
+    fetch: Fetch  # its blocks, and the cached blocks before them, stay owned until the fetch is done
     began_at: float
     gives_up_at: float
     is_void: bool = False  # the engine has given up the memory that the fetch fills
@@ -96,7 +96,7 @@ class PrefixFetches:
         assert parent is not None, "a cached block has a prefix"
         if isinstance(parent, Prefix):
             store.offer(parent)  # the prefix was requested again, so storing it is worthwhile
-        # Embeddings and prompt log-probabilities need the results of every token, so all tokens are computed.
+        # Most embeddings and all prompt log-probabilities need the results of every token, so all tokens are computed.
         if sequence.request.pooling is not None or sequence.is_scoring:
             return False
         names, token_ids = self._stored_after(parent, sequence, len(cached), store)

@@ -50,7 +50,7 @@ class BlockMemory(ABC):
 
     @abstractmethod
     def copies(self) -> AbstractContextManager[BlockCopies]:
-        """Start copying beside the steps. Copies see what earlier steps wrote; later steps must not use their targets."""
+        """Start copying beside the steps. Copies see earlier steps' results. No later step may use a target block."""
 
 
 class ModelRunner(ABC):
