@@ -1,4 +1,4 @@
-"""The types that cross the engine's border: model info, requests and token deltas. All of them are frozen."""
+"""The frozen types that cross the engine's border: model info, requests and token deltas."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """A LoRA adapter: the path from which each replica loads it, and the digest of the files expected there."""
+    """A LoRA adapter: each replica loads the files at `path`, which must have this digest."""
 
     name: str  # the name that requests use
     path: str  # folder or hub id
@@ -229,7 +229,7 @@ class Request:
     call: str = ""  # requests of one call share a prefix and go to the replica of the first one if possible
     no_queue: bool = False  # the request is refused if it would wait for a slot
     adapter: Adapter | None = None  # the LoRA adapter that is applied to the model's weights
-    prefix_at: PrefixAt | None = None  # the replica from which the prefix may be fetched
+    prefix_at: PrefixAt | None = None  # another replica that can send the prefix
 
     @property
     def prefix_salt(self) -> str:
@@ -271,9 +271,8 @@ class EngineTimes(NamedTuple):
 class TokenLogprobs(NamedTuple):
     """The log-probability of the token at one position, and of the likeliest or the requested tokens at this position.
 
-    Log-probabilities are natural logarithms of the model's own distribution: the log-softmax of its logits in float32,
-    before temperature, penalties, biases, bans and filters. The likeliest token has exactly the value of
-    `top_logprobs[0]`.
+    Values are natural logarithms of the model's own distribution: the log-softmax of its logits in float32, before
+    temperature, penalties, biases, bans and filters. The likeliest token has exactly the value of `top_logprobs[0]`.
     """
 
     logprob: float
@@ -352,7 +351,7 @@ UnreadDelta = TokenDelta | MergedDelta  # the tokens of a request that have arri
 
 
 def with_next(unread: UnreadDelta | None, delta: TokenDelta) -> UnreadDelta:
-    """Return `unread` with `delta` appended. A second delta makes a MergedDelta, to which later ones are added."""
+    """Return `unread` with `delta` appended. A MergedDelta is made only for a second delta, and then extended."""
     if unread is None:
         return delta
     if isinstance(unread, TokenDelta):
@@ -367,6 +366,5 @@ def as_delta(unread: UnreadDelta) -> TokenDelta:
 
 
 # The interface between the API and the generator: a fleet in production, one engine on a laptop, a list in tests.
-# Closing the iterator aborts the request. The iterator raises a CarouselError before the first delta if the request is
-# not accepted.
+# Closing the iterator aborts the request. A request that is not accepted raises a CarouselError before the first delta.
 Generate = Callable[[Request], AsyncIterator[TokenDelta]]

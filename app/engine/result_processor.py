@@ -92,10 +92,7 @@ class ResultProcessor:
         self._pool.states.advance(states, end, with_snapshot, generates=generates)
 
     def cache_full_blocks(self, sequence: Sequence, num_computed_tokens: int) -> None:
-        """Let other sequences share the blocks that are full, and free the blocks that have left a window.
-
-        num_computed_tokens: the tokens of the sequence with KV; every block before this position is full.
-        """
+        """Let other sequences share the blocks that the computed tokens fill; free the blocks that left a window."""
         size = self._pool.block_size
         for index in range(len(sequence.prefixes), num_computed_tokens // size):
             parent = sequence.prefixes[-1] if sequence.prefixes else sequence.request.prefix_salt

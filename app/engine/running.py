@@ -54,7 +54,7 @@ class RunningSequences:
     # ------------------------------------------------------------------ joining and leaving
 
     def blocks_to_join(self, sequence: Sequence) -> tuple[list[Block], int]:
-        """Return the cached blocks of its prefix, and the number of free blocks needed to hold all its known tokens."""
+        """Return a sequence's cached prefix blocks, and the number of free blocks that its known tokens need."""
         cached = self._cached_prefix(sequence)
         if sequence.request.pooling == Pooling.MEAN:  # the mean needs the hidden states of every token
             cached = []
@@ -77,7 +77,7 @@ class RunningSequences:
         return cached
 
     def share(self, sequence: Sequence, cached: list[Block]) -> None:
-        """Start a sequence after the cached blocks of its prefix, and become an owner of these blocks."""
+        """Start a sequence after the cached blocks of its prefix, and make the sequence an owner of these blocks."""
         num_matched = 0 if self._match is None else len(self._match.blocks)
         self._match = None  # it refers to the sequence
         sequence.status = SequenceStatus.RUNNING
@@ -134,10 +134,9 @@ class RunningSequences:
             sequence.extend_blocks(*(blocks[group::num_groups] for group in range(num_groups)))
 
     def num_draftable(self, sequence: Sequence, *, is_short: bool) -> int:
-        """Return how many drafts a sequence has blocks and tokens left for.
+        """Return how many drafts a sequence has room for. The last token before `max_tokens` is never a draft.
 
-        The last token before `max_tokens` is never drafted: it is always drawn. is_short: use no more blocks than the
-        sequence already has.
+        is_short: use no more blocks than the sequence already has.
         """
         num_free = 0 if is_short else self._pool.num_free // self._pool.num_groups
         num_slots = (len(sequence.blocks) + num_free) * self._pool.block_size

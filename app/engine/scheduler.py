@@ -94,7 +94,8 @@ class Scheduler:
         self._totals = Totals()
         self._last_step_at = 0.0  # when the last step's results were processed
         self.last_step_s = 0.0  # duration of the last step
-        self.last_gap_s = 0.0  # to the last step's end, from the previous one's (from its begin if nothing continued)
+        # Time between the ends of the last two steps; after a pause, the time from the last step's begin to its end.
+        self.last_gap_s = 0.0
         self._goes_on_since: float | None = None  # the end of the last step, if requests continued after it
         self._decision = SchedulingDecision()  # decision of the last `schedule`, until `take_decision`
 
@@ -129,7 +130,7 @@ class Scheduler:
         """Queue a request that arrived at `now`.
 
         The request's id must be new, and its tokens must fit into the pool when it runs alone. `matcher` must have
-        advanced past the tokens that the request brings. `adapter` is released when the request ends.
+        advanced past the request's generated tokens. `adapter` is released when the request ends.
         """
         assert request.request_id not in self._sequences, f"request {request.request_id} was added twice"
         num_expected_tokens = self._expected_tokens(request)
@@ -264,7 +265,7 @@ class Scheduler:
 
     @property
     def _max_rows(self) -> int | None:
-        """Maximum tokens of a step with drafts, if the device has room for few rows of logits; None: no limit."""
+        """Maximum tokens of a step with drafts, limited by the device's rows of logits; None: no limit."""
         return self.config.max_running if self._launches_ahead else None
 
     def hopes_for_drafts(self) -> bool:
@@ -275,8 +276,8 @@ class Scheduler:
     def _num_places(self) -> int:
         """Number of slots for sequences in the next step.
 
-        Each sequence that waits for a fetch reserves a slot. If the limit was lowered below the number of running
-        sequences, all of them still count: a lower limit preempts nothing, and one sequence may still replace another.
+        A sequence that waits for a fetch reserves a slot. If the limit was lowered below the number of running
+        sequences, all of them keep their slots: a lower limit preempts nothing, and one may still replace another.
         """
         return max(self.limits.max_running - len(self.fetches), len(self._running))
 
@@ -356,7 +357,7 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Take the blocks of a running sequence back. It waits at its old position and is recomputed later."""
+        """Take back the blocks of a running sequence. It then waits at its old position and is recomputed later."""
         self._running.remove(sequence)
         sequence.status = SequenceStatus.WAITING
         sequence.num_preemptions += 1
@@ -410,7 +411,7 @@ class Scheduler:
         return self._throughput.tokens_per_s_at(self.limits.prefill_chunk_tokens)
 
     def _join(self, sequence: Sequence, cached: list[Block], bucket: int) -> None:
-        """Start the first waiting sequence after the cached blocks of its prefix. All its tokens must have room."""
+        """Start the first waiting sequence after its cached prefix. There must be room for all of its tokens."""
         self._running.share(sequence, cached)
         self._waiting.pop(bucket)
         if sequence.num_preemptions == 0:

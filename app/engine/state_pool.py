@@ -69,8 +69,8 @@ class SequenceStates:
     current: int = NO_STATE  # slot with the state after all computed tokens: one of `own`, or a snapshot's slot
     branch_tokens: int = 0  # length of the prefix with cached keys and values; snapshots may end earlier
     new: list[tuple[int, int]] = field(default_factory=list)  # snapshots of the running step: (length in tokens, slot)
-    # The other slots that the running step writes, by the sequence's length in tokens. With drafts, each length has a
-    # slot, because the number of accepted drafts is known only at the end of the step.
+    # The other slots that the running step writes, by the sequence's length in tokens. A step with drafts has a slot
+    # for each length, because the number of accepted drafts is known only at the end of the step.
     behind: dict[int, int] = field(default_factory=dict)
     latest: Prefix | None = None  # prefix of the newest snapshot, apart from the one at the branch
     has_generated: bool = False  # whether `latest` was made while the sequence generated
@@ -188,7 +188,7 @@ class StatePool:
         states.behind.clear()
 
     def end(self, states: SequenceStates) -> None:
-        """Take all slots back from a sequence. Its snapshots remain."""
+        """Take all slots back from a sequence. The snapshots of the sequence remain."""
         if states.has_generated and states.latest is not None:
             self._note_lasting(states.latest)
         self._blank.extend(slot for _, slot in states.new)

@@ -154,7 +154,7 @@ class Throughput:
         if self._num_tokens <= 0 or self._seconds <= 0:
             return 0.0
         mean_tokens, mean_s = self._num_tokens / self._num_steps, self._seconds / self._num_steps
-        # As long as only one size was seen, a step's time is assumed to be proportional to its tokens.
+        # If all steps had one size so far, a step's time is assumed to be proportional to its tokens.
         token_s = mean_s / mean_tokens if self._token_s is None else self._token_s
         token_s = min(max(token_s, 0.0), mean_s / mean_tokens)
         return num_tokens / (mean_s + token_s * (num_tokens - mean_tokens))

@@ -154,7 +154,7 @@ class Hybrid(Continuous):
 
 @dataclass(slots=True)
 class _OpenBatch:
-    """The running batch. Its sequences may join in later steps, and join again after a preemption."""
+    """The running batch. A sequence of the batch may join in a later step, and again after a preemption."""
 
     began_at: float
     seats: dict[int, int]  # number of free seats, by bucket
@@ -263,7 +263,7 @@ class Dynamic(WholeBatches):
 
 
 class Bucketed(WholeBatches):
-    """As `Static`, but only prompts of one length class share a batch. Each class has its own timer.
+    """As `Static`, but only prompts of one length class share a batch, and each class has its own timer.
 
     Bucket `n` contains the prompts of at most `bounds[n]` tokens. The last bucket contains all longer prompts.
     """

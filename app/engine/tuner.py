@@ -28,9 +28,8 @@ WINDOW_S = 30.0  # seconds over which the percentiles are taken that are compare
 # Lower bounds ensure that no target stops an engine: a step may always have this many tokens, and an eighth of the
 # configured requests may always run. A configured limit below a bound replaces it.
 MIN_PREFILL_TOKENS = 16
-# A limit changes only if the wanted limit is below or above the current one by these factors. Estimates vary by less,
-# so limits stay constant under constant traffic. A limit is lowered sooner than raised, because targets are missed
-# otherwise.
+# A limit changes only if the wanted value is lower or higher by these factors. Estimates vary by less, so limits stay
+# constant under constant traffic. A limit is lowered sooner than raised, because targets are missed otherwise.
 _TOO_HIGH, _TOO_LOW = 0.95, 1.2
 # Seconds without a preemption for memory until more requests may run again: the first value and the maximum.
 _MEMORY_PATIENCE_S, _MAX_MEMORY_PATIENCE_S = 10.0, 300.0
@@ -65,7 +64,7 @@ class Tuning:
 
 
 class Tuner(StepObserver):
-    """The controller of one engine's limits. Its decisions depend only on the steps and times that it is given."""
+    """The controller of one engine's limits. The decisions depend only on the given steps and their times."""
 
     def __init__(
         self, config: SchedulerConfig, *, running: Sequence[object], limit: Callable[[StepLimits], None]
@@ -233,7 +232,7 @@ class _MemoryLimit:
         self._limit, self._moved_at = min(self._limit, num_running), at
 
     def max_running(self, at: float) -> float:
-        """Return the limit now. Each preemption doubles the time until the limit is raised again."""
+        """Return the current limit. A shortage of memory doubles the time until the limit is raised again."""
         memory_growth = 1.2  # factor by which the limit is raised
         if self._limit < self._highest and at - self._moved_at >= self._patience_s:
             self._limit, self._moved_at = min(self._highest, memory_growth * self._limit), at

@@ -27,8 +27,7 @@ from app.errors import described
 
 logger = logging.getLogger(__name__)
 
-# Maximum tokens in one step of all sequences that the draft model has not followed. Sequences that need the fewest
-# tokens go first.
+# Maximum tokens in one step for sequences that the draft model has not followed. Those that lack fewest go first.
 MAX_CATCH_UP_TOKENS = 256
 _NUM_BEHIND = 2  # maximum tokens that the draft model lacks of a sequence that it followed in the previous step
 _NEWEST_SHARE = 1 / 32  # weight of a new draft in the acceptance average
@@ -103,10 +102,7 @@ class ModelDrafter(Drafter):
     def _first_step(
         self, items: Several[ScheduledSequence], sequences: Several[Sequence], take: Take
     ) -> list[_Drafting]:
-        """Return the items that compute the tokens that the draft model lacks.
-
-        An item draws the first draft if the draft model then has all known tokens of the sequence.
-        """
+        """Return items for the tokens that the draft model lacks. An item that completes its sequence also drafts."""
         found: list[_Drafting] = []
         num_left = MAX_CATCH_UP_TOKENS
         for place in sorted(range(len(sequences)), key=lambda place: _num_lacking(sequences[place])):

@@ -26,7 +26,7 @@ def _average() -> RecentMean:
 
 @dataclass(slots=True)
 class _SizeClass:
-    """Averages, for each sequence, over steps with similar numbers of sequences."""
+    """Averages over steps with similar numbers of sequences. Each average is per sequence."""
 
     plain_s: RecentMean = field(default_factory=_average)  # seconds of a step without drafts
     drafted_s: RecentMean = field(default_factory=_average)  # seconds of a step with drafts

@@ -22,8 +22,7 @@ from app.engine.speculation.prompt_lookup import (
     updated,
 )
 
-# take(sequence, at_most) gives a sequence blocks for at most so many drafts and returns for how many there is room.
-# Called at most once for each sequence.
+# take(sequence, at_most) allocates blocks and returns how many drafts fit. Called at most once for each sequence.
 Take = Callable[[Sequence, int], int]
 
 
@@ -83,8 +82,8 @@ def add_drafts(
 ) -> None:
     """Fill the rest of the budget with drafts if every sequence of the step decodes.
 
-    A step with a prompt is bound by computation, so drafts would not be cheap. `is_short`: other sequences wait for
-    blocks, so drafts take no new blocks. `max_rows`: maximum tokens of a step with drafts; None: no limit.
+    A step with a prompt is bound by computation, so drafts would not be cheap. `is_short`: others wait for blocks, so
+    drafts take no new blocks. `max_rows`: maximum tokens of a step with drafts; None: no limit.
     """
     sequences = builder.sequences
     num_tokens_left = min(builder.num_tokens_left, _num_draftable(len(sequences), max_rows))
@@ -121,10 +120,10 @@ def one_by_one(
 
 @dataclass(slots=True)
 class LookupDrafter(Drafter):
-    """Drafts the tokens that a grammar forces, or else the tokens found by prompt lookup.
+    """Drafts the tokens that a grammar forces, or else tokens found by prompt lookup.
 
-    Recent acceptance and step times decide how many drafts are worthwhile: at most `max_drafts`, or `max_predicted`
-    from a prediction.
+    Recent acceptance and step times decide how many drafts are worthwhile. The maximum is `max_drafts`, or
+    `max_predicted` for drafts from a prediction.
     """
 
     max_drafts: int = 8

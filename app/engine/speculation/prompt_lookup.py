@@ -1,9 +1,9 @@
-"""Prompt lookup: drafts the tokens that followed the last occurrence of a sequence's newest tokens.
+"""Drafts the tokens that followed the last occurrence of a sequence's newest tokens.
 
-The occurrence may be in the prompt, in the output, or in the prediction that a request may contain. This is prompt
-lookup decoding (Saxena, 2023; in transformers and vLLM), with an index that is updated token by token. As in suffix
-decoding (Oliaro et al., 2024), a match is followed while it continues to match. The acceptance of earlier drafts
-decides how many drafts are worth computing. No model, no torch; imports no modules of a step.
+The occurrence is in the prompt, the output, or a request's prediction of its output: prompt lookup decoding (Saxena,
+2023; in transformers and vLLM). The index is updated token by token, and a match is followed while it continues, as in
+suffix decoding (Oliaro et al., 2024). The acceptance of earlier drafts decides how many drafts are worth computing.
+No model, no torch; imports no modules of a step.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class PromptLookup:
         return self._source is not None
 
     def _resumed(self) -> int | None:
-        """Return the index in the prediction at which to resume, near the point where the output left it.
+        """Return where to resume the prediction: behind the longest match of the last tokens, near `_left_at`.
 
-        The longest match of the last tokens decides, the first one if several are equally long.
+        If several matches are equally long, the first one is used.
         """
         tokens, last = self._tokens, self._tokens[-1] if self._num_predicted else None
         near = range(self._left_at, min(self._num_predicted - 1, self._left_at + NEAR))
@@ -80,9 +80,9 @@ class PromptLookup:
         return max(places, key=self._match_length, default=None)
 
     def draft(self, at_most: int) -> list[int]:
-        """Return the tokens that should follow; none without a match.
+        """Return at most `at_most` tokens that should follow; none without a match.
 
-        A prediction yields up to `at_most` tokens. Any other match yields no more tokens than have matched before.
+        A match outside the prediction yields at most as many tokens as have matched before.
         """
         if not self.has_match() or self._source is None:
             return []
@@ -110,10 +110,7 @@ def _places(tokens: Sequence[int], start: int, end: int) -> dict[tuple[int, ...]
 
 
 def updated(acceptance: float, num_drafts: int, num_kept: int, newest_share: float) -> float:
-    """Return the updated acceptance chance after a step with `num_drafts` drafts, `num_kept` of them accepted.
-
-    The acceptance chance of a draft presumes that all drafts before it are accepted.
-    """
+    """Return the updated chance that a draft after accepted ones is accepted, given the counts of one more step."""
     for _ in range(num_kept):
         acceptance += newest_share * (1.0 - acceptance)
     return acceptance if num_kept == num_drafts else acceptance - newest_share * acceptance

@@ -1,7 +1,6 @@
-"""Assigns requests to display slots while people watch an engine, and makes the views that they see.
+"""Assigns running requests to slots while people watch an engine, and makes the views of the engine.
 
-A slot is a line on a screen; the engine itself has no slots, only running sequences. Each running sequence gets the
-lowest free slot.
+A slot is a line on a screen, the lowest free one; the engine itself has only running sequences.
 """
 
 from __future__ import annotations
