@@ -1,4 +1,4 @@
-"""What crosses the engine's border: facts about the model, requests, and token deltas. All frozen."""
+"""The frozen types that cross the engine's border: model info, requests and token deltas."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ MAX_PRIORITY = 100  # priorities go from -100 to 100
 MAX_TENANT_LENGTH = 256
 MAX_SESSION_LENGTH = 256
 MAX_DEADLINE_S = 86_400.0
-# Below these, float32 numbers of the samplers overflow or vanish: logits divided by the temperature become infinite.
-# A lower temperature means greedy. A lower top-p, such as 0, means this one: the likeliest token of any vocabulary has
-# more, so only that one is left.
+# Values below these minimums overflow or underflow in the samplers' float32 arithmetic: logits divided by the
+# temperature become infinite. A lower temperature means greedy. A lower top-p, such as 0, is raised to MIN_TOP_P: the
+# likeliest token of any vocabulary has a higher probability, so only this token is left.
 MIN_TEMPERATURE, MIN_TOP_P, MIN_REPETITION_PENALTY = 1e-5, 1e-6, 0.01
 MAX_GRAMMAR_CHARACTERS = 131_072
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What a loaded model accepts and gives: the numbers that requests are checked against. Measured at load."""
+    """The limits and abilities of a loaded model. Requests are checked against them. Measured at load."""
 
-    max_model_len: int  # tokens of prompt and output together that one request may have
+    max_model_len: int  # maximum number of tokens of one request, prompt and output together
     vocab_size: int  # token ids are 0 <= id < vocab_size
-    eos_token_ids: tuple[int, ...]  # generation ends at any of these
-    embedding_size: int | None = None  # numbers in an embedding; None: the model gives none
-    generates: bool = True  # else it reads a prompt as a whole, in one step without KV memory: an encoder
-    scores_pairs: bool = False  # it gives a score for a pair of texts, a cross-encoder
-    labels: tuple[str, ...] = ()  # of a classifier, which gives a score for each of them
-    pooling: str | None = None  # of its embeddings, a `Pooling`, as its files have it
-    # Groups of layers that look back a window, each with KV blocks of its own, and the last tokens that those keep.
+    eos_token_ids: tuple[int, ...]  # any of these tokens ends generation
+    embedding_size: int | None = None  # numbers in an embedding; None: the model has no embeddings
+    generates: bool = True  # False: an encoder, which computes a whole prompt in one step without KV memory
+    scores_pairs: bool = False  # True: a cross-encoder, which scores a pair of texts
+    labels: tuple[str, ...] = ()  # the labels of a classifier, which returns one score for each label
+    pooling: str | None = None  # the `Pooling` of its embeddings, as the model's files declare it
+    # Groups of layers with sliding-window attention; each group has its own KV blocks for the last `window_tokens`.
     num_window_groups: int = 0
     window_tokens: int = 0
-    # Slots for the states of recurrent layers, and the distance of the snapshots of a long prompt in tokens.
+    # Slots for the states of recurrent layers, and the tokens between two snapshots of a long prompt.
     num_state_slots: int = 0
     state_interval_tokens: int = 0
 
     def __setstate__(self, values: list[Any]) -> None:
-        """As dataclasses do; what a replica of the version before has pickled lacks the last fields."""
+        """Restore the fields as dataclasses do; the last fields may be missing if an older version pickled them."""
         all_fields = fields(self)
         for each, value in zip(
             all_fields, (*values, *(each.default for each in all_fields[len(values) :])), strict=True
@@ -53,11 +53,11 @@ class ModelInfo:
 
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> ModelInfo:
-        """Those that were written as JSON. Raises ValueError if they are none."""
+        """Return the model info that was written as JSON. Raises ValueError if `found` is not model info."""
         return msgspec.convert(found, cls)
 
 
-ModelFacts = ModelInfo  # as replicas of 598b9f6 call it, from which an ingress learns while an update goes on
+ModelFacts = ModelInfo  # the name in replicas of 598b9f6, which an ingress still asks during an update
 
 
 class FinishReason(StrEnum):
@@ -66,18 +66,18 @@ class FinishReason(StrEnum):
     STOP = "stop"  # an end-of-text or stop token
     LENGTH = "length"  # max_tokens reached
     ABORT = "abort"  # the client has disconnected
-    ERROR = "error"  # refused, expired or failed; the delta says why
+    ERROR = "error"  # refused, expired or failed; the reason is in `TokenDelta.error`
 
 
 class GrammarKind(StrEnum):
     """The language of a grammar's text."""
 
     JSON_SCHEMA = "json_schema"
-    REGEX = "regex"  # of the whole output; Rust's syntax, without back-references and look-around
-    CHOICE = "choice"  # a JSON list of strings, one of which is the output
-    GRAMMAR = "grammar"  # context-free: Lark as llguidance writes it, or llama.cpp's GBNF
-    TEXT = "text"  # any text, behind a thought
-    TAGS = "tags"  # free text with marked pieces that keep to a form: JSON, described in `app/grammar/tags.py`
+    REGEX = "regex"  # matches the whole output; Rust's syntax, without back-references and look-around
+    CHOICE = "choice"  # a JSON list of strings; the output is one of them
+    GRAMMAR = "grammar"  # context-free: llguidance's dialect of Lark, or llama.cpp's GBNF
+    TEXT = "text"  # any text after a thought
+    TAGS = "tags"  # free text with tagged parts that follow a grammar: JSON, described in `app/grammar/tags.py`
 
     @property
     def in_words(self) -> str:
@@ -87,37 +87,37 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """Free text before an output that has a form, between two marks. The model may leave it out unless it is open."""
+    """Free text between two marks, before a constrained output. The model may omit a thought that is not open."""
 
     begin: str
     end: str
-    is_open: bool  # the prompt ends within it
-    max_tokens: int | None = None  # after so many the mark at its end is the only thing that may follow
+    is_open: bool  # the prompt ends inside the thought
+    max_tokens: int | None = None  # after this many tokens, only the end mark may follow
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """The form of an output, as the client gave it; at most MAX_GRAMMAR_CHARACTERS characters."""
+    """The grammar of an output, as the client sent it; at most MAX_GRAMMAR_CHARACTERS characters."""
 
     kind: GrammarKind
     text: str
-    is_lenient: bool = False  # keywords of a schema that cannot be kept are passed over, not refused
+    is_lenient: bool = False  # unsupported keywords of a schema are ignored, not refused
     param: str = "structured_outputs"  # the request's field, for error messages
-    thought: Thought | None = None  # before the output
+    thought: Thought | None = None  # the thought that precedes the output
 
 
 class Pooling(StrEnum):
-    """Which vector is the embedding of a text."""
+    """The vector that represents a text, or the output of a model's head."""
 
-    LAST = "last"  # the last token's
-    MEAN = "mean"  # the mean of all tokens'
-    CLS = "cls"  # the first token's; only of encoders
-    SCORE = "score"  # no embedding: the number that a cross-encoder makes of its prompt, or a classifier for each label
-    LOGIT = "logit"  # the same before the function that makes scores of logits
+    LAST = "last"  # the vector of the last token
+    MEAN = "mean"  # the mean of the vectors of all tokens
+    CLS = "cls"  # the vector of the first token; only for encoders
+    SCORE = "score"  # no embedding: the score of a cross-encoder, or one score for each label of a classifier
+    LOGIT = "logit"  # as SCORE, but before the function that turns logits into scores
 
     @property
     def is_of_head(self) -> bool:
-        """Whether the head of a cross-encoder or a classifier gives the numbers."""
+        """Whether the numbers come from the head of a cross-encoder or a classifier."""
         return self in (Pooling.SCORE, Pooling.LOGIT)
 
 
@@ -125,14 +125,14 @@ class Pooling(StrEnum):
 class SamplingParams:
     """How tokens are drawn and when generation stops. Validated where requests enter (`app/api/schemas/requests.py`).
 
-    Penalties follow the OpenAI API (presence, frequency: over generated tokens) and the CTRL paper
-    (repetition: over prompt and generated tokens).
+    Presence and frequency penalties follow the OpenAI API and count generated tokens. The repetition penalty follows
+    the CTRL paper and counts prompt and generated tokens.
     """
 
     max_tokens: int  # 0: the prompt is computed and nothing is generated
     min_tokens: int = 0
-    temperature: float = 1.0  # 0 is greedy; else at least MIN_TEMPERATURE
-    top_k: int = 0  # 0 keeps all
+    temperature: float = 1.0  # 0 is greedy; any other value is at least MIN_TEMPERATURE
+    top_k: int = 0  # 0: no limit
     top_p: float = 1.0  # at least MIN_TOP_P
     min_p: float = 0.0
     seed: int = 0  # 0 <= seed < 2**63; the same seed gives the same tokens anywhere
@@ -141,15 +141,15 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # at least MIN_REPETITION_PENALTY
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, bias)
     stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False  # of a grammar: not before it must end
+    ignore_eos: bool = False  # with a grammar: an end token is drawn only where the grammar allows no other token
     grammar: Grammar | None = None
     allowed_token_ids: tuple[int, ...] = ()  # only these may be drawn; empty: all
-    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids that may not follow one another in the output
-    # With the log-probability of each generated token, and of each prompt token, those of so many of the likeliest
-    # tokens; None: no log-probabilities.
+    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of token ids that the output may not contain
+    # The number of likeliest tokens to report beside each generated token or each prompt token, with their
+    # log-probabilities; None: no log-probabilities.
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    logprob_token_ids: tuple[int, ...] = ()  # with `logprobs`: those of these tokens, in place of the likeliest
+    logprob_token_ids: tuple[int, ...] = ()  # with `logprobs`: report these tokens in place of the likeliest ones
 
     @property
     def is_greedy(self) -> bool:
@@ -161,82 +161,82 @@ class SamplingParams:
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether penalties or biases change some logits before every draw."""
+        """Whether penalties or biases change logits before every draw."""
         return self.has_penalties or bool(self.logit_bias)
 
     @property
     def needs_output_history(self) -> bool:
-        """Whether a draw depends on the generated tokens directly, not only through the model."""
+        """Whether a draw depends on the generated tokens directly, and not only through the model's logits."""
         return self.has_penalties or self.grammar is not None or bool(self.bad_words)
 
     @property
     def ends_at_eos(self) -> bool:
-        """Whether an end-of-text token ends the output. A complete grammar has no other end."""
+        """Whether an end-of-text token ends the output. A complete grammar can end in no other way."""
         return not self.ignore_eos or self.grammar is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """A LoRA adapter: where each replica finds it, and what it must find there."""
+    """A LoRA adapter: each replica loads the files at `path`, which must have this digest."""
 
-    name: str  # as requests ask for it
+    name: str  # the name that requests use
     path: str  # folder or hub id
-    digest: str  # of its files: another content is another adapter
+    digest: str  # digest of its files: other content is another adapter
 
 
 class Address(NamedTuple):
-    """Where a process of ours takes connections, and the secret that opens one."""
+    """The host and port at which one of our processes accepts connections, and the secret that a connection needs."""
 
     host: str
     port: int
     secret: str
 
 
-ALL_BLOCKS = 1 << 31  # more than any request has
+ALL_BLOCKS = 1 << 31  # more blocks than any request has
 
 
 class PrefixAt(NamedTuple):
-    """The replica that has more of a request's beginning in its KV memory than the one that it was sent to."""
+    """A replica that has more of a request's prefix in its KV memory than the replica that the request is sent to."""
 
     address: Address
-    num_blocks: int  # of the beginning, as far as is known, or ALL_BLOCKS
+    num_blocks: int  # blocks of the prefix that the replica is known to have, or ALL_BLOCKS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One request. `cache_salt` separates clients that must not share KV prefixes.
 
-    A request that was generated in part by another replica brings those tokens: the engine continues as if it had drawn
-    them itself (positions, penalties, `min_tokens`, `max_tokens`), and its deltas hold only new tokens.
+    If another replica has generated part of the output, the request contains these tokens. The engine continues as if
+    it had drawn them itself (positions, penalties, `min_tokens`, `max_tokens`), and its deltas hold only new tokens.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     generated_token_ids: tuple[int, ...] = ()  # fewer than max_tokens
-    prediction_token_ids: tuple[int, ...] = ()  # what much of the output may be: drafts are taken from it
-    pooling: Pooling | None = None  # set for an embedding; max_tokens is 0
-    second_text_at: int = 0  # in a pair of texts, the first token of the second; 0: there is one text
-    num_scored_tokens: int = 0  # prompt tokens, after the first, that the client has log-probabilities of
+    prediction_token_ids: tuple[int, ...] = ()  # the client's guess of the output; drafts are taken from the guess
+    pooling: Pooling | None = None  # set for an embedding; max_tokens is then 0
+    second_text_at: int = 0  # in a pair of texts, the index of the second text's first token; 0: one text only
+    num_scored_tokens: int = 0  # prompt tokens, after the first, whose log-probabilities the client already has
     cache_salt: str = ""
-    priority: int = 0  # lower goes first, where the scheduling policy looks at it; -MAX_PRIORITY to MAX_PRIORITY
-    tenant: str = ""  # the tenant that is charged for it; at most MAX_TENANT_LENGTH characters
-    deadline_s: float | None = None  # it must end within so many seconds of its arrival
-    group: str = ""  # of replicas that the client asks for
-    preset: str = ""  # of the settings of the replicas that the client asks for
-    is_background: bool = False  # it uses only unused capacity, and is preempted first
-    session: str = ""  # requests of one session go to the same replica where possible
-    call: str = ""  # requests of one call begin alike, and go to the replica of the first where possible
-    no_queue: bool = False  # it is refused where it would wait for a slot
-    adapter: Adapter | None = None  # what the model computes with beside its own weights
-    prefix_at: PrefixAt | None = None  # from where its beginning may be fetched
+    priority: int = 0  # lower goes first if the scheduling policy uses priorities; -MAX_PRIORITY to MAX_PRIORITY
+    tenant: str = ""  # the tenant that is charged for the request; at most MAX_TENANT_LENGTH characters
+    deadline_s: float | None = None  # the request must end within this many seconds of its arrival
+    group: str = ""  # the group of replicas that the client asks for
+    preset: str = ""  # the client asks for replicas with this preset of settings
+    is_background: bool = False  # the request uses only unused capacity, and is preempted first
+    session: str = ""  # requests of one session go to the same replica if possible
+    call: str = ""  # requests of one call share a prefix and go to the replica of the first one if possible
+    no_queue: bool = False  # the request is refused if it would wait for a slot
+    adapter: Adapter | None = None  # the LoRA adapter that is applied to the model's weights
+    prefix_at: PrefixAt | None = None  # another replica that can send the prefix
 
     @property
     def prefix_salt(self) -> str:
-        """Only requests of one prefix salt share KV: keys and values follow from the adapter, too.
+        """Only requests with equal prefix salts share KV. The salt names the adapter, because KV depends on it.
 
-        The first line end separates the digest, which has none, from the salt, which the client writes. A salt without
-        an adapter has it as well: otherwise a client could write an adapter's digest into it.
+        The first newline separates the adapter's digest, which contains no newline, from the client's salt. A salt
+        without an adapter starts with a newline: otherwise a client could write an adapter's digest into its salt.
         """
         if self.adapter is None:
             return self.cache_salt and f"\n{self.cache_salt}"
@@ -244,35 +244,35 @@ class Request:
 
     @property
     def may_wait(self) -> bool:
-        """Whether it waits for a slot where there is none; others are refused."""
+        """Whether the request waits if no slot is free. A request that may not wait is refused."""
         return not (self.no_queue or self.is_background)
 
 
 class Queued(NamedTuple):
-    """The queue that a request met when it arrived."""
+    """The state of the queue when a request arrived."""
 
-    position: int  # waiting requests before it; a policy may put it before some of them
+    position: int  # number of requests already waiting; a policy may put the new request before some of them
     estimated_wait_s: float
-    replica_id: str = ""  # where it waits
-    why_there: str = ""  # in a few words
-    loads_there: str = ""  # of all candidates, in the same line
-    group: str = ""  # of the replica, in an A/B trial
+    replica_id: str = ""  # the replica where the request waits
+    why_there: str = ""  # a few words on why this replica was chosen
+    loads_there: str = ""  # the loads of all candidates, in one line
+    group: str = ""  # the replica's group, in an A/B trial
 
 
 class EngineTimes(NamedTuple):
-    """How long an engine took until a request's first token, or until its end where it generates nothing."""
+    """How long an engine took to a request's first token, or to its end if the request generates nothing."""
 
-    queue_s: float  # from its arrival at the replica to its first step
-    prefill_s: float  # from there on
-    settings: str = ""  # `SchedulerConfig.version` of that moment
-    fetch_s: float = 0.0  # of the queue's, it waited for its prefix to be read (`cache.tiers`)
+    queue_s: float  # from the arrival at the replica to the first step
+    prefill_s: float  # from the first step to the first token or the end
+    settings: str = ""  # `SchedulerConfig.version` at the time of the first token or the end
+    fetch_s: float = 0.0  # the part of `queue_s` in which the request waited for its prefix (`cache.tiers`)
 
 
 class TokenLogprobs(NamedTuple):
-    """The log-probability of the token at one position, and the likeliest tokens there or those that were named.
+    """The log-probability of the token at one position, and of the likeliest or the requested tokens at this position.
 
-    Natural logarithms of the model's own distribution: the log-softmax of its logits in float32, before temperature,
-    penalties, biases, bans and filters. A token that is the likeliest has exactly the value of `top_logprobs[0]`.
+    Values are natural logarithms of the model's own distribution: the log-softmax of its logits in float32, before
+    temperature, penalties, biases, bans and filters. The likeliest token has exactly the value of `top_logprobs[0]`.
     """
 
     logprob: float
@@ -281,16 +281,16 @@ class TokenLogprobs(NamedTuple):
     top_logprobs: tuple[float, ...] = ()
 
 
-TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]  # of any vocabulary
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]  # holds an id of any vocabulary
 
 
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens of one request that are new since its last delta. The last delta carries the finish reason.
+    """The tokens of one request that are new since its last delta. The last delta has the finish reason.
 
-    It crosses processes by position: new fields go to the end and need a default.
+    A delta crosses processes as an array of its fields: new fields go to the end and need a default.
 
-    A stop or end-of-text token is among `token_ids` (it was generated and counts as such); callers that
-    show text drop it. `stop_token_id` names it on the last delta when the reason is STOP.
+    A stop or end-of-text token counts as generated and is in `token_ids`; callers that show text drop this token.
+    `stop_token_id` names it in the last delta if the reason is STOP.
     """
 
     request_id: str
@@ -298,19 +298,19 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
-    error: CarouselError | None = None  # with ERROR; the stream raises it
-    queued: Queued | None = None  # on the first delta of a stream, which may come before there are tokens
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of `token_ids`, where they are wanted
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the next prompt tokens; the first of a prompt has none
-    embedding: bytes | None = None  # on the last delta, where one is wanted: float32, not normalised
-    times: EngineTimes | None = None  # with the first token of a stream
-    num_accepted: int = 0  # tokens of the request's prediction that were drafted and are among `token_ids`
-    num_rejected: int = 0  # that were drafted, and something else was drawn
-    ignored: tuple[str, ...] = ()  # on the first delta: places of keywords that its grammar does not keep
+    error: CarouselError | None = None  # set with ERROR; the stream raises it
+    queued: Queued | None = None  # in the first delta of a stream, which may come before any token
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of `token_ids`, if requested
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # for the next prompt tokens; a prompt's first token has none
+    embedding: bytes | None = None  # in the last delta, if requested: float32, not normalised
+    times: EngineTimes | None = None  # in the delta with the first token of a stream
+    num_accepted: int = 0  # drafted tokens of the request's prediction that are in `token_ids`
+    num_rejected: int = 0  # drafted tokens of the prediction that were not accepted
+    ignored: tuple[str, ...] = ()  # in the first delta: locations of the schema keywords that the grammar ignores
 
 
 class MergedDelta:
-    """Consecutive deltas of one request that become one. Until then a token takes four bytes here."""
+    """Consecutive deltas of one request that become one delta. A token takes four bytes until `delta` is called."""
 
     def __init__(self, first: TokenDelta, *others: TokenDelta) -> None:
         self._queued, self._ignored = first.queued, first.ignored
@@ -323,7 +323,7 @@ class MergedDelta:
             self.add(delta)
 
     def add(self, delta: TokenDelta) -> None:
-        """Take the next one."""
+        """Append the next delta."""
         self._last = delta
         self._times = self._times or delta.times
         self._token_ids.extend(delta.token_ids)
@@ -333,7 +333,7 @@ class MergedDelta:
         self._num_rejected += delta.num_rejected
 
     def delta(self) -> TokenDelta:
-        """All of them."""
+        """Return one delta with the content of all the deltas added."""
         return structs.replace(
             self._last,
             token_ids=tuple(self._token_ids),
@@ -347,11 +347,11 @@ class MergedDelta:
         )
 
 
-UnreadDelta = TokenDelta | MergedDelta  # what has come of a request and was not read
+UnreadDelta = TokenDelta | MergedDelta  # the tokens of a request that have arrived and were not read yet
 
 
 def with_next(unread: UnreadDelta | None, delta: TokenDelta) -> UnreadDelta:
-    """What is unread once `delta` has come, too. Only a second delta makes it a MergedDelta, which grows."""
+    """Return `unread` with `delta` appended. A MergedDelta is made only for a second delta, and then extended."""
     if unread is None:
         return delta
     if isinstance(unread, TokenDelta):
@@ -361,10 +361,10 @@ def with_next(unread: UnreadDelta | None, delta: TokenDelta) -> UnreadDelta:
 
 
 def as_delta(unread: UnreadDelta) -> TokenDelta:
-    """All that is unread, as one delta."""
+    """Return everything unread as one delta."""
     return unread if isinstance(unread, TokenDelta) else unread.delta()
 
 
 # The interface between the API and the generator: a fleet in production, one engine on a laptop, a list in tests.
-# Closing the iterator aborts the request. Raises a CarouselError before the first delta when not accepted.
+# Closing the iterator aborts the request. A request that is not accepted raises a CarouselError before the first delta.
 Generate = Callable[[Request], AsyncIterator[TokenDelta]]

@@ -1,4 +1,4 @@
-"""What a request must satisfy for a model, whatever else is going on."""
+"""The checks that decide whether a model can ever serve a request, independent of the current load."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _check_pooling(request: Request, facts: ModelInfo) -> None:
     if not pooling.is_of_head and facts.embedding_size is None:
         raise InvalidRequest("this model gives no embeddings; ask another", param="model")
     if pooling == Pooling.CLS and facts.generates:
-        raise InvalidRequest("the first token of this model has seen no other; only encoders pool it", param="model")
+        raise InvalidRequest("the first token of this model sees no other; CLS pooling needs an encoder", param="model")
     if request.sampling.max_tokens:
         raise InvalidRequest(
             f"max_tokens is {request.sampling.max_tokens}; a request for an embedding generates nothing",
@@ -88,7 +88,7 @@ def _check_grammar(grammar: Grammar, sampling: SamplingParams, facts: ModelInfo)
         )
     if not facts.eos_token_ids:
         raise InvalidRequest(
-            f"this model has no end token, so nothing could end an output in a given form; leave {grammar.param} out",
+            f"this model has no end token, so an output with a grammar could not end; leave {grammar.param} out",
             param=grammar.param,
         )
 
@@ -103,7 +103,7 @@ def _check_token_ids(request: Request, facts: ModelInfo) -> None:
 
 
 def _token_ids(request: Request) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every field of a request that holds token ids, with its name."""
+    """Yield the name and the token ids of each field of a request that holds token ids."""
     sampling = request.sampling
     yield "prompt", request.prompt_token_ids
     yield "generated_token_ids", request.generated_token_ids

@@ -1,4 +1,4 @@
-"""Applies the results of steps to their sequences: computed tokens, full blocks, new tokens, ends."""
+"""Applies the result of each step to its sequences: counts computed tokens, caches full blocks, adds new tokens."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from app.engine.sequence import Sequence, SequenceStatus
 
 
 class ResultProcessor:
-    """Turns drawn tokens into deltas. Calls `end` with a sequence that has its last token, and the number it has."""
+    """Turns drawn tokens into deltas. Calls `end` with each complete sequence and its number of generated tokens."""
 
     def __init__(self, pool: BlockPool, end: Callable[[Sequence, int], None]) -> None:
         self._pool = pool
         self._end = end
 
     def process(self, batch: StepBatch, result: StepResult, *, is_ahead: bool) -> list[TokenDelta]:
-        """Apply the result of a computed batch; returns one delta for each request that has news.
+        """Apply the result of a computed batch. Return one delta for each request with new tokens or an end.
 
-        Of a batch with drafts it holds the tokens that were kept. The KV of rejected drafts is not counted: the next
-        step overwrites it. A batch that is ahead (`commit_ahead`) has advanced: tokens replace their placeholders.
+        The result of a batch with drafts holds the accepted tokens. The KV of rejected drafts is not counted: the next
+        step overwrites it. If `is_ahead`, `commit_ahead` has counted the batch, and the tokens replace placeholders.
         """
         has_states = self._pool.states is not None
         block_size, finished, has_drafts = self._pool.block_size, SequenceStatus.FINISHED, batch.has_drafts
         scores = _newly_scored(batch, result) if batch.has_logprobs else {}
         predicted = _predicted(batch, result) if has_drafts else {}
-        # The tokens of each sequence that samples; zip makes tuples of one.
+        # The tokens of each sequence that samples; without drafts, zip makes tuples of one token.
         drawn: Iterator[tuple[int, ...]] = _kept(result) if has_drafts else zip(result.token_ids, strict=False)
         logprobs, has_pooling, drawn_delta = result.logprobs, batch.has_pooling, self._drawn
         deltas: list[TokenDelta] = []
@@ -39,7 +39,7 @@ class ResultProcessor:
             token_ids = next(drawn) if item.samples else ()
             if sequence.status is finished:
                 continue  # aborted, expired or failed while the step ran
-            end = item.start + len(token_ids if has_drafts else item.token_ids)  # `item.end`, sooner
+            end = item.start + len(token_ids if has_drafts else item.token_ids)  # cheaper than `item.end`
             is_decoding = has_states and sequence.is_decoding
             generated = sequence.generated_token_ids
             if is_ahead and token_ids:
@@ -48,7 +48,7 @@ class ResultProcessor:
             else:
                 generated += token_ids
                 num_generated = len(generated)
-            is_current = item.block_ids is sequence.block_ids  # else it was preempted since, and the blocks are others'
+            is_current = item.block_ids is sequence.block_ids  # False: preempted since; its blocks may have new owners
             if is_current:
                 if not is_ahead:
                     sequence.num_computed_tokens = end
@@ -68,7 +68,7 @@ class ResultProcessor:
         return _with_scores(deltas, scores) if scores else deltas
 
     def commit_ahead(self, batch: StepBatch) -> None:
-        """Count a batch as computed before its tokens are known: -1 - n is the placeholder of `batch.sampled[n]`."""
+        """Count a batch as computed before its tokens are known. The placeholder of `batch.sampled[n]` is -1 - n."""
         unknown = count(-1, -1)
         for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
             sequence.num_computed_tokens = item.end
@@ -80,11 +80,11 @@ class ResultProcessor:
         for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
             if item.samples:
                 sequence.generated_token_ids.pop()
-            if item.block_ids is sequence.block_ids:  # else it was preempted since, and nothing counts as computed
+            if item.block_ids is sequence.block_ids:  # a sequence that was preempted since has no computed tokens
                 sequence.num_computed_tokens = item.start
 
     def _advance_states(self, sequence: Sequence, end: int, *, generates: bool) -> None:
-        """Count the states of a sequence as those behind so many tokens, and make its snapshots findable."""
+        """Advance the recurrent states of a sequence to the state after `end` tokens, and publish its new snapshots."""
         states, size = sequence.states, self._pool.block_size
         assert self._pool.states is not None, "the model has recurrent layers"
         assert states is not None, "the sequence runs"
@@ -92,7 +92,7 @@ class ResultProcessor:
         self._pool.states.advance(states, end, with_snapshot, generates=generates)
 
     def cache_full_blocks(self, sequence: Sequence, num_computed_tokens: int) -> None:
-        """Let others share the blocks that are full with so many computed tokens; give back those behind a window."""
+        """Let other sequences share the blocks that the computed tokens fill; free the blocks that left a window."""
         size = self._pool.block_size
         for index in range(len(sequence.prefixes), num_computed_tokens // size):
             parent = sequence.prefixes[-1] if sequence.prefixes else sequence.request.prefix_salt
@@ -110,7 +110,7 @@ class ResultProcessor:
     def _drawn(
         self, sequence: Sequence, token_ids: tuple[int, ...], num_generated: int, logprobs: tuple[TokenLogprobs, ...]
     ) -> TokenDelta:
-        """The delta of new tokens, of which only the last can be an end; ends the sequence if it is."""
+        """Return the delta of new tokens. End the sequence if the last token ends it; no other token can."""
         request = sequence.request
         if sequence.matcher is not None:
             for token_id in token_ids:
@@ -120,7 +120,7 @@ class ResultProcessor:
             reason = FinishReason.STOP
         elif num_generated >= request.sampling.max_tokens:
             reason = FinishReason.LENGTH
-        else:  # most tokens end here
+        else:  # the common case
             return TokenDelta(
                 request.request_id, token_ids, None, None, sequence.num_cached_tokens, None, None, logprobs
             )
@@ -135,7 +135,7 @@ class ResultProcessor:
         )
 
     def _computed(self, sequence: Sequence) -> TokenDelta:
-        """The last delta of a sequence that generates nothing: its prompt is computed."""
+        """End a sequence that generates nothing, once its prompt is computed, and return its last delta."""
         embedding = _embedding(sequence)
         self._end(sequence, 0)
         return TokenDelta(
@@ -148,13 +148,13 @@ class ResultProcessor:
 
 
 def _kept(result: StepResult) -> Iterator[tuple[int, ...]]:
-    """The tokens of each sequence, where there were drafts."""
+    """Yield the accepted tokens of each sequence of a step with drafts."""
     token_ids = iter(result.token_ids)
     return (tuple(islice(token_ids, number)) for number in result.num_kept)
 
 
 def _pool(sequence: Sequence, result: StepResult) -> None:
-    """Add the hidden states of a step to those of a sequence."""
+    """Add the pooled hidden states of a step to the sum in `Sequence.pooled`."""
     new = result.pooled.get(sequence.request.request_id)
     if new is not None:
         before = sequence.pooled
@@ -162,14 +162,14 @@ def _pool(sequence: Sequence, result: StepResult) -> None:
 
 
 def _embedding(sequence: Sequence) -> bytes | None:
-    """The embedding of a computed sequence; None in a replay, which has no hidden states."""
+    """Return the embedding of a computed sequence; None in a replay, which has no hidden states."""
     if sequence.pooled is None:
         return None
     divisor = sequence.num_prompt_tokens if sequence.request.pooling == Pooling.MEAN else 1
     return array("f", [value / divisor for value in sequence.pooled]).tobytes()
 
 
-Predicted = dict[str, tuple[int, int]]  # drafts from a prediction that were kept, and that were not; by request id
+Predicted = dict[str, tuple[int, int]]  # by request id: numbers of accepted and rejected drafts from its prediction
 
 
 def _predicted(batch: StepBatch, result: StepResult) -> Predicted:
@@ -187,18 +187,18 @@ def _with_predicted(delta: TokenDelta, predicted: Predicted) -> TokenDelta:
     return structs.replace(delta, num_accepted=num_accepted, num_rejected=num_rejected)
 
 
-Scores = dict[str, tuple[TokenLogprobs, ...]]  # of prompt tokens, by request id
+Scores = dict[str, tuple[TokenLogprobs, ...]]  # log-probabilities of prompt tokens, by request id
 
 
 def _newly_scored(batch: StepBatch, result: StepResult) -> Scores:
-    """The log-probabilities of prompt tokens that were not scored before; counts them as scored."""
+    """Return the log-probabilities of prompt tokens that were not scored before, and count these tokens as scored."""
     scores: Scores = {}
     if not batch.has_targets:
         return scores
     for item, sequence in zip(batch.scheduled, batch.sequences, strict=True):
         if not item.targets or sequence.is_finished:
             continue
-        # A step that was launched ahead of a preemption may have scored the first of them already.
+        # A step that was launched before a preemption may have scored the first targets already.
         num_known = sequence.num_scored_tokens - (item.first_target - 1)
         new = result.prompt_logprobs.get(item.request_id, ())[num_known:]
         sequence.num_scored_tokens += max(0, len(item.targets) - num_known)
@@ -208,7 +208,7 @@ def _newly_scored(batch: StepBatch, result: StepResult) -> Scores:
 
 
 def _with_scores(deltas: list[TokenDelta], scores: Scores) -> list[TokenDelta]:
-    """The deltas with the scores of their prompts; one more delta for each prompt that is not yet computed."""
+    """Add the scores to the deltas of their requests. A request without a delta gets one with its scores."""
     scored_deltas = [
         structs.replace(delta, prompt_logprobs=scores.pop(delta.request_id)) if delta.request_id in scores else delta
         for delta in deltas

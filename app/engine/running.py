@@ -1,4 +1,4 @@
-"""The running sequences, by rank, and the blocks that they hold."""
+"""The running sequences in order of rank, and the blocks that they own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _order_key = attrgetter("order_key")
 
 
 class _Match(NamedTuple):
-    """The cached blocks of a sequence's prefix. It holds while each has the prefix that it had."""
+    """The cached blocks of a sequence's prefix. The match is valid while every block still has the noted prefix."""
 
     sequence: Sequence
     blocks: list[Block]
@@ -31,14 +31,14 @@ def _have_prefixes(blocks: Several[Block], prefixes: Several[Prefix | None]) -> 
 
 
 class RunningSequences:
-    """Gives blocks to running sequences and takes them back. The last in order is preempted first."""
+    """Gives blocks to running sequences and takes the blocks back. The last sequence in order is preempted first."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self.in_order: list[Sequence] = []  # for reading
-        self.num_background = 0  # of them
-        self.num_predicted = 0  # of them, with a prediction of their output
-        self._match: _Match | None = None  # of the sequence that asked last
+        self.in_order: list[Sequence] = []  # read-only for callers
+        self.num_background = 0  # running sequences of background requests
+        self.num_predicted = 0  # running sequences whose request has a prediction of the output
+        self._match: _Match | None = None  # result of the last prefix lookup
 
     def __len__(self) -> int:
         return len(self.in_order)
@@ -48,17 +48,17 @@ class RunningSequences:
 
     @property
     def last(self) -> Sequence:
-        """The first to be preempted. There must be one."""
+        """The sequence that is preempted first. At least one sequence must be running."""
         return self.in_order[-1]
 
     # ------------------------------------------------------------------ joining and leaving
 
     def blocks_to_join(self, sequence: Sequence) -> tuple[list[Block], int]:
-        """The cached blocks of its prefix, and how many free ones it takes to hold all of its known tokens."""
+        """Return a sequence's cached prefix blocks, and the number of free blocks that its known tokens need."""
         cached = self._cached_prefix(sequence)
-        if sequence.request.pooling == Pooling.MEAN:  # a block that is not computed adds no hidden states
+        if sequence.request.pooling == Pooling.MEAN:  # the mean needs the hidden states of every token
             cached = []
-        if sequence.is_scoring:  # a block that is not computed gives no log-probabilities: skip only scored ones
+        if sequence.is_scoring:  # a cached block yields no log-probabilities: skip only blocks already scored
             cached = cached[: sequence.num_scored_tokens // self._pool.block_size]
         cached = self._pool.with_states(self._pool.with_windows(cached))
         num_blocks = self._pool.num_blocks_behind(cached, sequence.num_tokens)
@@ -66,7 +66,7 @@ class RunningSequences:
         return cached, num_blocks + self._pool.num_free_among(cached) + self._pool.num_free_among(in_windows)
 
     def _cached_prefix(self, sequence: Sequence) -> list[Block]:
-        """The first waiting sequence asks in every step until it joins: what it found is kept, not hashed again."""
+        # The first waiting sequence asks in every step until it joins, so the last match is not hashed again.
         known: Several[Block] = ()
         last = self._match
         if last is not None and last.sequence is sequence and _have_prefixes(last.blocks, last.prefixes):
@@ -77,7 +77,7 @@ class RunningSequences:
         return cached
 
     def share(self, sequence: Sequence, cached: list[Block]) -> None:
-        """Start a sequence after the cached blocks of its prefix."""
+        """Start a sequence after the cached blocks of its prefix, and make the sequence an owner of these blocks."""
         num_matched = 0 if self._match is None else len(self._match.blocks)
         self._match = None  # it refers to the sequence
         sequence.status = SequenceStatus.RUNNING
@@ -94,16 +94,16 @@ class RunningSequences:
             sequence.states.branch_tokens = num_matched * self._pool.block_size
 
     def add(self, sequence: Sequence) -> None:
-        """Put a sequence at the place of its rank."""
+        """Insert a sequence by its rank."""
         insort(self.in_order, sequence, key=_order_key)
         self.num_background += sequence.request.is_background
         self.num_predicted += bool(sequence.request.prediction_token_ids)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence and free its blocks; its computed tokens count as uncomputed."""
-        # They are sorted: a search by rank, where list.remove would compare half of them.
+        # The list is sorted, so bisection finds the sequence; list.remove would compare half of the list.
         index = bisect_left(self.in_order, sequence.order_key, key=_order_key)
-        while self.in_order[index] is not sequence:  # others may have an equal rank
+        while self.in_order[index] is not sequence:  # several sequences may have an equal rank
             index += 1
         del self.in_order[index]
         self.num_background -= sequence.request.is_background
@@ -114,7 +114,7 @@ class RunningSequences:
             sequence.states = None
 
     def reorder(self, order_key: Callable[[Sequence], OrderKey]) -> None:
-        """Sort all of them by another rank."""
+        """Give every running sequence a new rank and sort by it."""
         for sequence in self.in_order:
             sequence.order_key = order_key(sequence)
         self.in_order.sort(key=_order_key)
@@ -122,11 +122,11 @@ class RunningSequences:
     # ------------------------------------------------------------------ growing
 
     def has_room_for(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Whether free blocks hold as many more tokens of it."""
+        """Whether the free blocks suffice for `num_tokens` more tokens of the sequence."""
         return self._pool.can_allocate(self.num_missing_blocks(sequence, num_tokens))
 
     def extend(self, sequence: Sequence, num_tokens: int) -> None:
-        """Give a sequence the blocks for as many more tokens; there must be room."""
+        """Give a sequence the blocks for `num_tokens` more tokens; `has_room_for` must hold."""
         blocks, num_groups = self._pool.allocate(self.num_missing_blocks(sequence, num_tokens)), self._pool.num_groups
         if num_groups == 1:
             sequence.extend_blocks(blocks)
@@ -134,9 +134,9 @@ class RunningSequences:
             sequence.extend_blocks(*(blocks[group::num_groups] for group in range(num_groups)))
 
     def num_draftable(self, sequence: Sequence, *, is_short: bool) -> int:
-        """How many drafts it has blocks for and may come to be; the last token that it may have is always drawn.
+        """Return how many drafts a sequence has room for. The last token before `max_tokens` is never a draft.
 
-        `is_short`: only in the blocks that it has.
+        is_short: use no more blocks than the sequence already has.
         """
         num_free = 0 if is_short else self._pool.num_free // self._pool.num_groups
         num_slots = (len(sequence.blocks) + num_free) * self._pool.block_size
@@ -144,26 +144,26 @@ class RunningSequences:
         number = min(num_slots - sequence.num_computed_tokens, num_left) - 1
         if self._pool.states is None:
             return number
-        return min(number, self._pool.states.num_free // len(self.in_order) - 1)  # each has a state behind it
+        return min(number, self._pool.states.num_free // len(self.in_order) - 1)  # every draft needs a state slot
 
     def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
-        """How many blocks of all groups it takes to hold as many more tokens."""
+        """Return how many more blocks, in all groups together, the sequence needs for `num_tokens` more tokens."""
         num_blocks = self._pool.num_blocks_for(sequence.num_computed_tokens + num_tokens)
         return (num_blocks - len(sequence.blocks)) * self._pool.num_groups
 
     # ------------------------------------------------------------------ states
 
     def can_begin(self, cached: Several[Block], *, num_ended: int = 0) -> bool:
-        """Whether there are slots for the states of a sequence that begins behind these blocks.
+        """Whether enough state slots are free for a sequence that begins after these cached blocks.
 
-        num_ended: running sequences that end before.
+        num_ended: number of running sequences that end before the sequence begins.
         """
         states = self._pool.states
         prefix = cached[-1].prefix if cached else None
         return states is None or states.has_room(prefix, num_freed=SLOTS_OF_SEQUENCE * num_ended)
 
     def state_path(self, sequence: Sequence, num_tokens: int) -> StatePath:
-        """The slots for the states of a sequence in a step that computes so many of its tokens."""
+        """Return the state slots that a sequence uses in a step that computes `num_tokens` of its tokens."""
         pool, states, start = self._pool.states, sequence.states, sequence.num_computed_tokens
         assert pool is not None, "the model has recurrent layers"
         assert states is not None, "the sequence runs"
@@ -172,13 +172,13 @@ class RunningSequences:
         return pool.path(states, start, start + num_tokens, marks, has_drafts=has_drafts)
 
     def _snapshot_marks(self, sequence: Sequence, start: int, end: int) -> list[int]:
-        """The lengths from `start` to `end`, in whole blocks, behind which the state is worth a snapshot."""
+        """Return the lengths in (start, end], multiples of the block size, at which the state is worth a snapshot."""
         size = self._pool.block_size
         if sequence.is_decoding:
             return list(range(size * (start // size + 1), end + 1, size))
         assert self._pool.states is not None, "the model has recurrent layers"
         assert sequence.states is not None, "the sequence runs"
-        # Where the prompt was the same as another one; where an equal prompt, or a longer one, is resumed later.
+        # The point where this prompt branches off a cached one, and the points where an equal or longer prompt resumes.
         wanted = {
             sequence.states.branch_tokens,
             *(size * (number // size) for number in (sequence.num_tokens - 1, sequence.num_tokens)),
@@ -192,7 +192,7 @@ class RunningSequences:
     def to_preempt_for(
         self, waiting: Sequence, *, may_preempt: Callable[[Sequence, Sequence], bool], max_running: int
     ) -> list[Sequence]:
-        """The sequences to preempt so that a waiting one can run; none if even that frees no slot or too few blocks."""
+        """Return the sequences to preempt so that `waiting` can run; none if preemption cannot make enough room."""
         if not self.in_order or self.last.order_key <= waiting.order_key:
             return []
         cached, num_blocks = self.blocks_to_join(waiting)

@@ -1,8 +1,8 @@
-"""Decides what every step computes, and when each sequence ends. No torch here, no threads, no clock.
+"""Decides which tokens every step computes, and when each sequence ends. No torch here, no threads, no clock.
 
-One rule, taken from vLLM's V1 scheduler: there is no prefill phase and no decode phase. A step hands out a token
+One rule is taken from vLLM's V1 scheduler: there is no prefill phase and no decode phase. A step divides a token
 budget so that each sequence's computed tokens catch up with its known tokens. Chunked prefill (Sarathi, Agrawal et
-al., 2023), prefix hits, preempted and decoding sequences are one code path.
+al., 2023), prefix hits, preempted sequences and decoding sequences share one code path.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from app.engine.waiting_queue import WaitingQueue
 from app.errors import CarouselError
 from app.output_lengths import OutputLengths
 
-# Tokens of background prompts in one step while others are served, at most. On a GPU a step of decoding waits for
-# memory and computes so many tokens more in nearly the same time; on a CPU they are an eighth of the default step.
+# Maximum number of background prompt tokens in a step that also serves foreground requests. On a GPU, a decode step
+# waits for memory and computes 64 more tokens in nearly equal time. On a CPU, 64 is an eighth of the default step.
 BACKGROUND_PREFILL_TOKENS = 64
 
 
 class Scheduler:
-    """Owns every sequence from its arrival to its end, and the blocks of the running ones.
+    """Owns every sequence from its arrival to its end, and the blocks of running sequences.
 
     `schedule` and `update` are separate so that a model can run between them: every scheduled batch must be updated or
-    failed before the next is scheduled. A caller that schedules a step while the one before it still runs calls
-    `commit_ahead` and `reconcile` in place of `update`; at most one batch may be between the two, and none behind one
-    with drafts. Times are in seconds of one monotonic clock.
+    failed before the next batch is scheduled. A caller that schedules a step while the previous step still runs calls
+    `commit_ahead` and `reconcile` in place of `update`. At most one batch may be between the two calls, and no batch
+    may follow an unreconciled batch with drafts. Times are in seconds of one monotonic clock.
     """
 
     def __init__(
@@ -64,18 +64,18 @@ class Scheduler:
         store: BlockStore | None = None,
         launches_ahead: bool = False,
     ) -> None:
-        """Whole prompts are computed in one step each.
+        """takes_whole_prompts: compute each prompt in one step.
 
-        Without a drafter nothing is speculated, without a store no blocks are kept beside the pool's.
+        Without a drafter nothing is speculated. Without a store, blocks exist only in the pool.
         """
-        self.config = config  # with the limits as configured
-        self.limits = StepLimits.of(config)  # those in force
+        self.config = config  # contains the configured limits
+        self.limits = StepLimits.of(config)  # the limits in force
         self._settings = config.version
         self.pool = pool
         self._strategy = make_strategy(config.strategy)
         self._policy = make_policy(config.policy)
         self.drafter = drafter
-        self._launches_ahead = launches_ahead  # its caller
+        self._launches_ahead = launches_ahead  # whether the caller launches steps ahead
         self._eos_token_ids = frozenset(eos_token_ids)
         self._takes_whole_prompts = takes_whole_prompts
         self._num_arrived = 0
@@ -83,27 +83,28 @@ class Scheduler:
         self._waiting = WaitingQueue(self._policy.new_queue, self._strategy.bucket_of)
         self._running = RunningSequences(pool)
         self.fetches = PrefixFetches(pool, store)
-        self._preempted: list[Sequence] = []  # since the last step was scheduled
-        self._ended: list[TokenDelta] = []  # of sequences that ended without a step, until `update` returns them
-        # By the median: half of the refusals by a higher one would be of requests that would have met their deadlines.
+        self._preempted: list[Sequence] = []  # sequences preempted since the last step was scheduled
+        self._ended: list[TokenDelta] = []  # deltas of sequences that ended without a step, until `update` returns them
+        # The median: a higher estimate would refuse requests that could meet their deadlines.
         self._lengths = OutputLengths(by_median=True)
-        self._mean_length_error = 0.0  # tokens, without sign; a moving average
+        self._mean_length_error = 0.0  # tokens, absolute; a moving average
         self._throughput = Throughput()
         self._deadlines = Deadlines(self._throughput)
         self._results = ResultProcessor(pool, self._finish_complete)
         self._totals = Totals()
         self._last_step_at = 0.0  # when the last step's results were processed
-        self.last_step_s = 0.0  # that it took
-        self.last_gap_s = 0.0  # from the end of the step before to its own, where requests went on
-        self._goes_on_since: float | None = None  # the end of the last step, if requests went on
-        self._decision = SchedulingDecision()  # of the last `schedule`, until `take_decision`
+        self.last_step_s = 0.0  # duration of the last step
+        # Time between the ends of the last two steps; after a pause, the time from the last step's begin to its end.
+        self.last_gap_s = 0.0
+        self._goes_on_since: float | None = None  # the end of the last step, if requests continued after it
+        self._decision = SchedulingDecision()  # decision of the last `schedule`, until `take_decision`
 
     @property
     def has_work(self) -> bool:
         return bool(self._sequences or self._ended)
 
     def due_at(self, now: float) -> float | None:
-        """When `schedule` has something to do if no request arrives: at once if not after `now`; None: never."""
+        """Return when `schedule` has work next if no request arrives: at once if not after `now`, never if None."""
         if len(self._running) or self._ended:
             return now
         times = (
@@ -114,11 +115,11 @@ class Scheduler:
         return min((at for at in times if at is not None), default=None)
 
     def expires_at(self, now: float) -> float | None:
-        """When the next request ends without a step, as its deadline passes: at once if not after `now`."""
+        """Return when the next request ends without a step because of its deadline: at once if not after `now`."""
         return now if self._ended else self._deadlines.next_at
 
     def has_request(self, request_id: str) -> bool:
-        """Whether a request of this id is waiting or running."""
+        """Whether a request with this id is waiting or running."""
         return request_id in self._sequences
 
     # ------------------------------------------------------------------ arrivals and ends
@@ -128,8 +129,8 @@ class Scheduler:
     ) -> None:
         """Queue a request that arrived at `now`.
 
-        Its id must be new, and its tokens must fit into the pool when it runs alone. `matcher` has advanced past its
-        generated tokens. `adapter`: the request's; it is released at the end.
+        The request's id must be new, and its tokens must fit into the pool when it runs alone. `matcher` must have
+        advanced past the request's generated tokens. `adapter` is released when the request ends.
         """
         assert request.request_id not in self._sequences, f"request {request.request_id} was added twice"
         num_expected_tokens = self._expected_tokens(request)
@@ -156,23 +157,23 @@ class Scheduler:
         self._wait(sequence)
 
     def _wait(self, sequence: Sequence) -> None:
-        """Queue a sequence; one that has waited before gets its old place."""
+        """Queue a sequence. A sequence that has waited before returns to its old position."""
         self._waiting.push(sequence)
         sequence.order_key = self._policy.order_key(sequence)
 
     def _expected_tokens(self, request: Request) -> int | None:
         sampling = request.sampling
         if not (sampling.ends_at_eos or sampling.stop_token_ids):
-            return sampling.max_tokens  # nothing else ends it
+            return sampling.max_tokens  # no token can end the output earlier
         return self._lengths.expected(_kinds(request), at_least=sampling.min_tokens, at_most=sampling.max_tokens)
 
     def _end_token_ids(self, sampling: SamplingParams) -> frozenset[int]:
-        """The tokens that end generation. Requests without stop tokens of their own share one set."""
+        """Return the tokens that end generation. Requests without their own stop tokens share one set."""
         eos_token_ids = self._eos_token_ids if sampling.ends_at_eos else frozenset[int]()
         return eos_token_ids.union(sampling.stop_token_ids) if sampling.stop_token_ids else eos_token_ids
 
     def abort(self, request_id: str) -> TokenDelta | None:
-        """End a request because its caller wants that; None when it has ended already."""
+        """End a request for its caller and return its last delta; None if it has ended already."""
         sequence = self._sequences.get(request_id)
         if sequence is None:
             return None
@@ -181,7 +182,7 @@ class Scheduler:
         return TokenDelta(request_id=request_id, token_ids=(), finish_reason=FinishReason.ABORT)
 
     def fail(self, batch: StepBatch) -> list[str]:
-        """End every request of a batch after its step raised; returns their ids."""
+        """End every request of a batch whose step raised, and return the ids of these requests."""
         failed = [sequence for sequence in batch.sequences if not sequence.is_finished]
         for sequence in failed:
             self._totals.failed += 1
@@ -189,7 +190,7 @@ class Scheduler:
         return [sequence.request.request_id for sequence in failed]
 
     def fail_one(self, sequence: Sequence, error: CarouselError) -> None:
-        """End one request of a batch while the others go on; the next `update` returns its last delta."""
+        """End one request of a batch while the other requests continue. The next `update` returns its last delta."""
         if not sequence.is_finished:
             self._totals.failed += 1
             self._finish_with(sequence, error)
@@ -205,15 +206,15 @@ class Scheduler:
         self._ended.append(delta)
 
     def _finish_complete(self, sequence: Sequence, num_generated: int) -> None:
-        """It has its last token."""
+        """End a sequence that has its last token, and learn from its length."""
         self._totals.finished += 1
         self._finish(sequence)
         self._lengths.learn(_kinds(sequence.request), num_generated)
         error = abs(sequence.num_predicted_tokens - num_generated)
-        self._mean_length_error += 0.02 * (error - self._mean_length_error)  # of the last 50 or so
+        self._mean_length_error += 0.02 * (error - self._mean_length_error)  # averages about 50 requests
 
     def _finish(self, sequence: Sequence) -> None:
-        """Every sequence passes here exactly once."""
+        """End a sequence. Called exactly once for every sequence."""
         del self._sequences[sequence.request.request_id]
         was_waiting = sequence.status is SequenceStatus.WAITING
         if sequence.is_running:
@@ -231,11 +232,11 @@ class Scheduler:
     # ------------------------------------------------------------------ schedule
 
     def schedule(self, now: float, *, is_ahead: bool = False) -> StepBatch:
-        """The next step's work: first the running sequences, then as many waiting ones as may join.
+        """Return the batch of the next step: first the running sequences, then the waiting sequences that may join.
 
-        Empty while the strategy waits for arrivals or for a timer; see `due_at`. With `is_ahead` the step before has
-        been committed ahead and is not reconciled: the batch may be empty then too, and a token that is not known yet
-        is a placeholder, see `commit_ahead`.
+        The batch is empty while the strategy waits for arrivals or for a timer; see `due_at`. `is_ahead` means that the
+        previous step has been committed ahead and is not reconciled yet. Tokens that are not known yet are then
+        placeholders (see `commit_ahead`), and the batch may be empty although sequences run.
         """
         if not len(self._running):
             self._goes_on_since = None
@@ -251,7 +252,7 @@ class Scheduler:
         builder = self._new_builder(plan)
         self._schedule_running(builder, self._taking_part(is_ahead=is_ahead))
         num_running = len(builder.sequences)
-        # After a preemption for blocks memory is short: a sequence that joined now would be preempted next.
+        # A preemption for blocks means that memory is short: a sequence that joined now would be preempted next.
         wait_reason = WaitReason.BLOCKS if builder.has_preempted else self._admit(builder, plan, now)
         joined = builder.sequences[num_running:]
         if self.drafter is not None and not is_ahead:
@@ -264,19 +265,19 @@ class Scheduler:
 
     @property
     def _max_rows(self) -> int | None:
-        """Tokens of a step with drafts, where a device has room for the logits of so many; None: any number."""
+        """Maximum tokens of a step with drafts, limited by the device's rows of logits; None: no limit."""
         return self.config.max_running if self._launches_ahead else None
 
     def hopes_for_drafts(self) -> bool:
-        """Whether the next step probably has drafts if it waits for the tokens of the step that is under way."""
+        """Whether the next step probably has drafts if it waits for the tokens of the running step."""
         return self.drafter is not None and hopes_for_drafts(self.drafter, self._running, max_rows=self._max_rows)
 
     @property
     def _num_places(self) -> int:
-        """How many sequences may run in the next step.
+        """Number of slots for sequences in the next step.
 
-        Fewer than the limit while some are fetched: those have slots as soon as they come back. More where the limit
-        was lowered below what runs: nothing is preempted for a limit, and a sequence may still take another's place.
+        A sequence that waits for a fetch reserves a slot. If the limit was lowered below the number of running
+        sequences, all of them keep their slots: a lower limit preempts nothing, and one may still replace another.
         """
         return max(self.limits.max_running - len(self.fetches), len(self._running))
 
@@ -304,7 +305,7 @@ class Scheduler:
         )
 
     def _has_foreground(self, plan: StepPlan) -> bool:
-        """Whether the step may compute anything for a foreground request; under any order background is last."""
+        """Whether the step may compute a foreground request. Every policy puts background requests last."""
         first = self._running.in_order[:1]
         if plan.num_admissible:
             first = [*first, self._waiting.peek(plan.bucket(0))]
@@ -321,9 +322,9 @@ class Scheduler:
     # -- running sequences
 
     def _taking_part(self, *, is_ahead: bool) -> list[Sequence]:
-        """The running sequences, as a new list; those that get their last token in the step before are left out."""
+        """Return a new list of running sequences, without those that get their last token in the unreconciled step."""
         if is_ahead:
-            # A sequence that generates nothing takes part until its prompt is computed, like every other.
+            # `or 1`: a sequence that generates nothing takes part until its prompt is computed.
             return [s for s in self._running if len(s.generated_token_ids) < (s.request.sampling.max_tokens or 1)]
         return list(self._running)
 
@@ -333,18 +334,18 @@ class Scheduler:
         for sequence in running:
             num_behind -= 1
             if builder.has_preempted and not sequence.is_running:
-                continue  # preempted for one before it
-            if sequence.is_decoding:  # the common case, made short: one token more, and seldom another block
+                continue  # it was preempted for a sequence earlier in the order
+            if sequence.is_decoding:  # fast path of the common case: one more token, and rarely another block
                 if sequence.num_computed_tokens % block_size or self._make_room(sequence, 1, builder):
                     builder.add_decoding(sequence)
                 continue
-            # Each of the sequences behind keeps a token, so a long prompt never stops the others' decoding.
+            # Reserve one token for each later sequence, so that a long prompt never stops another sequence's decoding.
             num_tokens = builder.chunk(sequence, num_reserved=num_behind)
             if num_tokens > 0 and self._make_room(sequence, num_tokens, builder):
                 builder.add_prefill(sequence, num_tokens)
 
     def _make_room(self, sequence: Sequence, num_tokens: int, builder: BatchBuilder) -> bool:
-        """Give the sequence the blocks it needs, preempting from the end; False if it was preempted itself."""
+        """Give the sequence the blocks it needs, preempting from the end. Return False if it was preempted itself."""
         while not self._running.has_room_for(sequence, num_tokens):
             builder.has_preempted = True
             victim = self._running.last
@@ -356,7 +357,7 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Take a running sequence's blocks back; it waits at its old place and recomputes later."""
+        """Take back the blocks of a running sequence. It then waits at its old position and is recomputed later."""
         self._running.remove(sequence)
         sequence.status = SequenceStatus.WAITING
         sequence.num_preemptions += 1
@@ -367,7 +368,7 @@ class Scheduler:
         self._wait(sequence)
 
     def give_up_memory(self) -> None:
-        """Let every running sequence wait and compute again, and forget every shared prefix."""
+        """Preempt every running sequence, cancel every fetch, and clear the prefix cache."""
         while len(self._running):
             self._preempt(self._running.last)
         for sequence in self.fetches.give_up():
@@ -377,9 +378,9 @@ class Scheduler:
     # -- waiting sequences
 
     def _admit(self, builder: BatchBuilder, plan: StepPlan, now: float) -> WaitReason:
-        """Add as many waiting sequences as may join, in order; returns why the next one does not join.
+        """Add waiting sequences to the step, in order, while they may join. Return why the next one does not join.
 
-        No sequence overtakes the first in order, which waits until all of its known tokens find room.
+        No sequence overtakes the first one, which waits until there is room for all of its known tokens.
         """
         for number in range(plan.num_admissible):
             bucket = plan.bucket(number)
@@ -406,11 +407,11 @@ class Scheduler:
 
     @property
     def _prefill_tokens_per_s(self) -> float:
-        """0 while it is not known."""
+        """Tokens per second in steps of one prefill chunk; 0 while unknown."""
         return self._throughput.tokens_per_s_at(self.limits.prefill_chunk_tokens)
 
     def _join(self, sequence: Sequence, cached: list[Block], bucket: int) -> None:
-        """Start the first waiting sequence after the cached blocks of its prefix; all of its tokens find room."""
+        """Start the first waiting sequence after its cached prefix. There must be room for all of its tokens."""
         self._running.share(sequence, cached)
         self._waiting.pop(bucket)
         if sequence.num_preemptions == 0:
@@ -426,10 +427,10 @@ class Scheduler:
         self._strategy.joined(sequence)
 
     def _to_preempt_for_waiting(self, num_places: int) -> list[Sequence]:
-        """The running sequences to preempt for waiting ones: by the policy, and background for foreground requests."""
+        """Return the running sequences to preempt for waiting ones: by policy, or background ones for foreground."""
         if not (len(self._waiting) and len(self._running) and self._strategy.joins_any_step):
             return []
-        # The last in rank is a background request if any is: under every policy others may take its place.
+        # If a background request runs, it has the last rank, and every policy lets foreground requests replace it.
         if not (self._policy.preempts or self._running.last.request.is_background):
             return []
         first = self._waiting.peek()
@@ -439,7 +440,7 @@ class Scheduler:
         return victims + self._more_background_to_preempt(victims, num_places)
 
     def _more_background_to_preempt(self, victims: list[Sequence], num_places: int) -> list[Sequence]:
-        """Background sequences, beside the victims, for the other foreground requests: a burst joins in one step."""
+        """Return further background sequences to preempt, so that a burst of foreground requests joins in one step."""
         num_slots = num_places - len(self._running) + len(victims)
         num_missing = self._waiting.num_foreground - num_slots
         if num_slots <= 0 or num_missing <= 0:
@@ -448,21 +449,18 @@ class Scheduler:
         return background[-num_missing:]
 
     def take_decision(self) -> SchedulingDecision:
-        """What the last `schedule` decided beside its batch, for the trace. Forgets it, and with it its sequences."""
+        """Return the last `schedule`'s decision for the trace, and drop the reference to it and its sequences."""
         decision, self._decision = self._decision, SchedulingDecision()
         return decision
 
     # ------------------------------------------------------------------ update
 
     def update(self, batch: StepBatch, result: StepResult, *, now: float) -> list[TokenDelta]:
-        """Process a step's result.
-
-        With an empty batch only the deltas of sequences that ended without a step are returned.
-        """
+        """Process a step's result. An empty batch returns only the deltas of sequences that ended without a step."""
         return self._process(batch, result, now, is_ahead=False)
 
     def with_history(self, batch: StepBatch) -> StepBatch:
-        """A batch that lacked history when it was scheduled, after the step before it, and before `commit_ahead`."""
+        """Complete a batch that lacked history, once the last step is reconciled. Call this before `commit_ahead`."""
         scheduled = [
             with_history(item, sequence, self._eos_token_ids) if item.lacks_history else item
             for item, sequence in zip(batch.scheduled, batch.sequences, strict=True)
@@ -470,28 +468,28 @@ class Scheduler:
         return replace(batch, scheduled=tuple(scheduled))
 
     def commit_ahead(self, batch: StepBatch) -> None:
-        """Count a batch as computed before its tokens are known, so that the next can be scheduled meanwhile.
+        """Count a batch as computed before its tokens are known, so that the next batch can be scheduled meanwhile.
 
-        -1 - n is the placeholder of the token drawn for `batch.sampled[n]` until `reconcile` replaces it. How far a
-        batch with drafts advances is known at its end: it is not counted, and the next waits for it.
+        The placeholder -1 - n stands for the token of `batch.sampled[n]` until `reconcile` replaces it. A batch with
+        drafts is not counted, and the next batch waits for it: the number of accepted drafts is known only at its end.
         """
         if not batch.has_drafts:
             self._results.commit_ahead(batch)
 
     def roll_back(self, batch: StepBatch) -> None:
-        """Undo `commit_ahead` of a batch because its step failed: all of it is computed again."""
+        """Undo `commit_ahead` of a batch because its step failed. The whole batch is computed again."""
         if not batch.has_drafts:
             self._results.roll_back(batch)
 
     def reconcile(self, batch: StepBatch, result: StepResult, *, now: float) -> list[TokenDelta]:
-        """Process the result of a batch that has advanced; as `update` otherwise.
+        """Process the result of a batch that was committed ahead, and return the deltas as `update` does.
 
-        A sequence that ends here may be in the next batch already: the token that is drawn for it there is discarded.
+        A sequence that ends here may already be in the next batch, which then draws a token that is discarded.
         """
         return self._process(batch, result, now, is_ahead=not batch.has_drafts)
 
     def _process(self, batch: StepBatch, result: StepResult, now: float, *, is_ahead: bool) -> list[TokenDelta]:
-        """The deltas after a step: of sequences that ended without it, then those of its own."""
+        """Return the deltas after a step: first of sequences that ended without a step, then of the batch."""
         num_drawn, num_sampled = len(result.token_ids), sum(result.num_kept) or len(batch.sampled)
         assert num_drawn == num_sampled, f"{num_drawn} tokens for {num_sampled} sequences"
         self._finish_overdue(now)  # a token that arrives after the deadline is not delivered
@@ -517,7 +515,7 @@ class Scheduler:
 
     def _count_step(self, now: float, *, began_at: float, num_tokens: int, num_ended: int) -> None:
         self._totals.steps += 1
-        self.last_step_s = now - max(began_at, self._last_step_at)  # a step ahead begins while the one before it runs
+        self.last_step_s = now - max(began_at, self._last_step_at)  # a step ahead begins while the previous one runs
         self.last_gap_s = now - (began_at if self._goes_on_since is None else self._goes_on_since)
         self._last_step_at = self._goes_on_since = now
         self._throughput.note_step(self.last_step_s, num_tokens=num_tokens, num_ended=num_ended)
@@ -525,10 +523,10 @@ class Scheduler:
     # ------------------------------------------------------------------ between two steps
 
     def reconfigure(self, config: SchedulerConfig) -> None:
-        """Use other settings from the next step on; no request is lost.
+        """Use new settings from the next step on. No request is lost.
 
-        A strategy or policy with unchanged settings keeps what it has learnt. Running sequences go on; when
-        fewer may run now, the last in order are preempted.
+        A strategy or policy with unchanged settings keeps its state. Running sequences continue; if more run than the
+        new `max_running`, the last in order are preempted.
         """
         is_new_policy, is_new_strategy = config.policy != self.config.policy, config.strategy != self.config.strategy
         self.config, self._settings = config, config.version
@@ -545,7 +543,7 @@ class Scheduler:
             self._preempt(self._running.last)
 
     def limit(self, limits: StepLimits) -> None:
-        """Use other limits from the next step on, until `reconfigure`. No running sequence is preempted for them."""
+        """Use other limits from the next step on, until `reconfigure`. Lower limits preempt no running sequence."""
         self.limits = limits
 
     def stats(self) -> EngineStats:
@@ -589,7 +587,7 @@ class Scheduler:
 
     @property
     def num_outstanding_tokens(self) -> int:
-        """Still to compute for all requests: prompts, and outputs as far as predicted. Any thread may read it."""
+        """Prompt and predicted output tokens still to compute for all requests. Any thread may read this."""
         return self._waiting.work + sum([each.remaining_work for each in list(self._running)])
 
     def _estimated_wait_s(self) -> float:
@@ -601,15 +599,15 @@ class Scheduler:
 
     @property
     def running(self) -> list[Sequence]:
-        """In order; for reading."""
+        """The running sequences in order. The caller must not change the list."""
         return self._running.in_order
 
     def first_waiting(self, number: int) -> list[Sequence]:
-        """The next to join, see `WaitingQueue.first`."""
+        """Return the next sequences to join, see `WaitingQueue.first`."""
         return self._waiting.first(number)
 
     def expected_wait_s(self, num_tokens: int) -> float:
-        """How long a request waits before it joins, after so many tokens of work, at the recent throughput."""
+        """Return how long a request behind `num_tokens` of work waits until it joins, at the recent throughput."""
         tokens_per_s, ended_per_s = self._throughput.tokens_per_s, self._throughput.ended_per_s
         if not tokens_per_s:
             return 0.0
@@ -617,6 +615,6 @@ class Scheduler:
 
 
 def _kinds(request: Request) -> tuple[tuple[str | None, int], ...]:
-    """What requests with outputs of a like length have in common: tenant and power of two of the prompt's length."""
+    """Return the classes by which output lengths are predicted: tenant and power of two of the prompt's length."""
     length_class = len(request.prompt_token_ids).bit_length()
     return (request.tenant, length_class), (None, length_class)

@@ -1,4 +1,4 @@
-"""When an engine sleeps and wakes. No torch here, no threads."""
+"""Decides when an engine sleeps and wakes. No torch here, no threads."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ logger = logging.getLogger(__name__)
 
 
 class SleepController:
-    """Puts one engine to sleep when it has had nothing to do for long, or other engines wait for its memory.
+    """Puts one engine to sleep when it has been idle for long, or when other engines wait for its memory.
 
-    The engine's thread calls. It must have taken the memory (`DeviceLease.wait`).
+    The engine's thread calls the methods. It must have taken the memory before (`DeviceLease.wait`).
     """
 
     def __init__(self, engine: Engine, turns: DeviceLease, *, after_s: float, started_in_s: float) -> None:
-        """after_s: without a request. started_in_s: how long it took to build the engine."""
+        """after_s: idle seconds before the engine sleeps. started_in_s: seconds that building the engine took."""
         self._engine = engine
         self._turns = turns
         self._after_s = after_s
-        self._sleep_s = 0.0  # how long the last one took to begin
+        self._sleep_s = 0.0  # how long the engine took to go to sleep last time
         self._idle_since: float | None = None
-        self._asked_at: float | None = None  # while it waits for memory
-        self._turn_ends_at: float | None = None  # while other engines need its memory
-        self._num_before_turn = 0  # requests and tokens that were done when the turn began
-        self._has_changed = True  # something about the turns, since they were looked at
+        self._asked_at: float | None = None  # when the engine asked for memory; set while it waits
+        self._turn_ends_at: float | None = None  # set while other engines need its memory
+        self._num_before_turn = 0  # tokens and requests done before the turn began, see `_num_done`
+        self._has_changed = True  # whether another engine has changed a turn since the last `advance`
         self.stats = SleepStats(last_wake_s=started_in_s)  # replaced as a whole; any thread may read it
         self._begin_turn()
 
     def listen(self, on_change: Callable[[], None]) -> None:
-        """Have a thread call `on_change` whenever another engine of the device has changed something, until `close`."""
+        """Have a thread call `on_change` after every change by another engine of the device, until `close`."""
         self._turns.listen(on_change)
 
     def note_change(self) -> None:
-        """Another engine of the device has changed something. Any thread may call."""
+        """Note that another engine of the device has changed its turn. Any thread may call this."""
         self._has_changed = True
 
     @property
     def due_in_s(self) -> float | None:
-        """Seconds until `advance` has something to do if nothing changes; 0: now; None: never."""
+        """Seconds until `advance` has work if nothing changes; 0: now; None: never."""
         if self._has_changed:
             return 0.0
         now = self._engine.now()
@@ -55,7 +55,7 @@ class SleepController:
         return max(0.0, self._asked_at + RECHECK_S - now) if self._engine.has_work else 0.0
 
     def advance(self) -> bool:
-        """Let the engine sleep or wake if it is time, which may take seconds. Returns whether it did."""
+        """Let the engine sleep or wake if it is time, which may take seconds. Return whether the engine did."""
         if self._engine.has_work:
             self._idle_since = None
         elif self._idle_since is None:
@@ -73,25 +73,25 @@ class SleepController:
         return True
 
     def close(self) -> None:
-        """The engine is of no more use; others may have its memory."""
+        """Give the memory up for good: the engine is no longer used, and other engines may take its memory."""
         self._turns.close()
 
     # ------------------------------------------------------------------ sleep
 
     def _sleeps_at(self, now: float) -> float:
-        """When the engine is to sleep, if nothing changes."""
+        """Return when the engine should go to sleep if nothing changes; infinite: never."""
         if self._idle_since is None:
             ends_at = inf if self._turn_ends_at is None else self._turn_ends_at
-            # A turn in which nothing was done would be repeated for ever.
+            # A turn ends only after some progress: otherwise engines could alternate forever without any progress.
             return ends_at if now < ends_at or self._has_done_something() else inf
         patience_s = self._after_s
         if self._turn_ends_at is not None:
-            # As long as a switch would cost: a request may follow the one before.
+            # Wait as long as a switch takes, because another request may follow the last one.
             patience_s = min(patience_s, self._switch_s)
         return self._idle_since + patience_s
 
     def _has_done_something(self) -> bool:
-        """Since the turn began; or there is nothing to compute, as the strategy waits."""
+        """Whether the engine has made progress in this turn, or has nothing to compute because its strategy waits."""
         return self._engine.idle_s != 0.0 or self._num_done() > self._num_before_turn
 
     def _num_done(self) -> int:
@@ -100,7 +100,7 @@ class SleepController:
 
     @property
     def _switch_s(self) -> float:
-        """As measured last; the start, which checks the model too, is not measured as a wake."""
+        """Seconds of the last sleep and wake together; 0 before the first wake: a start does more than a wake."""
         stats = self.stats
         return self._sleep_s + stats.last_wake_s if stats.num_wakes else 0.0
 
@@ -115,7 +115,7 @@ class SleepController:
         stats = self.stats._replace(state=SleepState.ASLEEP, sleeping_s=sleeping_s)
         self.stats = stats._replace(num_turns_ended=stats.num_turns_ended + 1) if engine.has_work else stats
         if idle_since is None:
-            logger.info("asleep in %.2f s, as other engines wait for the memory; %d requests compute again later",
+            logger.info("asleep in %.2f s, as other engines wait for the memory; %d requests will be recomputed",
                         self._sleep_s, num_running)  # fmt: skip
         else:
             logger.info("asleep in %.2f s, after %.1f s without a request", self._sleep_s, engine.now() - idle_since)
@@ -123,7 +123,7 @@ class SleepController:
     # ------------------------------------------------------------------ wake
 
     def _wake(self) -> bool:
-        """Wake the engine if it has requests and there is memory; what it raises leaves the memory taken."""
+        """Wake the engine if it has requests and gets the memory. If the wake raises, the memory remains taken."""
         engine, now = self._engine, self._engine.now()
         if not engine.has_work:
             self._turns.leave()
@@ -152,7 +152,7 @@ class SleepController:
         return True
 
     def _note_wait(self, now: float) -> None:
-        """Count what it has waited for memory so far."""
+        """Add the time since the engine asked for memory to `SleepStats.queued_s`."""
         if self._asked_at is not None:
             self.stats = self.stats._replace(queued_s=self.stats.queued_s + now - self._asked_at)
         self._asked_at = None

@@ -1,11 +1,9 @@
-"""The slots for the states of recurrent layers, and the snapshots that let a cached prefix be resumed.
+"""The slots for the states of recurrent layers, and the snapshots from which a cached prefix can be resumed.
 
-A recurrent layer keeps one state for a whole sequence in place of keys and values for each token. The state cannot go
-back, so a cached prefix is of use only where the state behind the prefix was kept: a snapshot. Snapshots at chosen
-lengths follow SGLang's hybrid radix cache and vLLM's Mamba prefix caching; a step reads one slot and writes another, so
-a snapshot copies nothing and a failed step can be computed again.
-
-No tensors here.
+A recurrent layer keeps one state for a whole sequence in place of keys and values for each token. A state cannot be
+rewound, so a cached prefix is useful only if the state after the prefix was stored: a snapshot. Snapshots at chosen
+lengths follow SGLang's hybrid radix cache and vLLM's Mamba prefix caching. A step reads one slot and writes another
+one, so a snapshot copies nothing and a failed step can be computed again. No tensors here.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from app.engine.block_pool import Prefix
 
-NO_STATE = -1  # the state before the first token, which is zero
+NO_STATE = -1  # stands for the zero state before the first token
 SLOTS_OF_SEQUENCE = 2
 
 
@@ -26,20 +24,19 @@ SLOTS_OF_SEQUENCE = 2
 class StatePath:
     """The slots that a step uses for the tokens of one sequence.
 
-    The states behind the first `writes[0][0]` of the tokens go to the slot `writes[0][1]`, and so on; the last of these
-    is the state behind all tokens.
+    The state after the first `writes[i][0]` tokens is written to slot `writes[i][1]`. The last entry of `writes` is the
+    state after all tokens.
     """
 
-    read: int  # the state before the first token, or NO_STATE
+    read: int  # slot with the state before the first token, or NO_STATE
     writes: tuple[tuple[int, int], ...]
 
 
 @dataclass(slots=True, eq=False)
 class Snapshot:
-    """The states of all recurrent layers behind a prefix, in a slot that nothing writes.
+    """The states of all recurrent layers after a prefix, in a slot that is not written while the snapshot is held.
 
-    Each snapshot is a new object, also where an equal one was in the same slot before: while a prefix has the same
-    snapshot, its slot was not written.
+    Every `Snapshot` object is unique. While `prefix.snapshot is snapshot`, the slot has not been reused.
     """
 
     prefix: Prefix
@@ -47,7 +44,7 @@ class Snapshot:
 
     @property
     def is_held(self) -> bool:
-        """Whether its slot still has it. Any thread may ask."""
+        """Whether the slot still contains this snapshot. Any thread may ask."""
         return self.prefix.snapshot is self
 
     @property
@@ -57,9 +54,9 @@ class Snapshot:
 
 
 def label_of_snapshot(num_tokens: int, last_block: Sequence[int]) -> tuple[int, ...]:
-    """The numbers that stand before a snapshot outside the slots: the number of tokens, then those of the last block.
+    """Return the label of a snapshot stored outside the slots: its number of tokens, then the last block's token ids.
 
-    A state itself does not show behind how many tokens it is, so the label is compared whenever a snapshot is read.
+    A state does not show how many tokens it covers, so the label is compared whenever a snapshot is read.
     """
     return num_tokens, *last_block
 
@@ -68,49 +65,49 @@ def label_of_snapshot(num_tokens: int, last_block: Sequence[int]) -> tuple[int, 
 class SequenceStates:
     """The slots that belong to one running sequence."""
 
-    own: tuple[int, int]  # no other sequence reads these two
-    current: int = NO_STATE  # the state behind all computed tokens, in an own slot or in a snapshot
-    branch_tokens: int = 0  # cached keys and values reach so far, and no snapshot does
-    new: list[tuple[int, int]] = field(default_factory=list)  # of the step under way: tokens of the sequence, and slot
-    # Of a step under way with drafts, the slots of the states behind its tokens that get no snapshot, by the number of
-    # the sequence's tokens: the draft that is the last to be kept is known at the end of the step.
+    own: tuple[int, int]  # two slots that no other sequence reads
+    current: int = NO_STATE  # slot with the state after all computed tokens: one of `own`, or a snapshot's slot
+    branch_tokens: int = 0  # length of the prefix with cached keys and values; snapshots may end earlier
+    new: list[tuple[int, int]] = field(default_factory=list)  # snapshots of the running step: (length in tokens, slot)
+    # The other slots that the running step writes, by the sequence's length in tokens. A step with drafts has a slot
+    # for each length, because the number of accepted drafts is known only at the end of the step.
     behind: dict[int, int] = field(default_factory=dict)
-    latest: Prefix | None = None  # the snapshot that was made last, at no branch
+    latest: Prefix | None = None  # prefix of the newest snapshot, apart from the one at the branch
     has_generated: bool = False  # whether `latest` was made while the sequence generated
 
     @property
     def next(self) -> int:
-        """The own slot that the next step writes."""
+        """The slot of `own` that the next step writes."""
         first, second = self.own
         return second if self.current == first else first
 
 
 class StatePool:
-    """Owns all slots. A slot is free, or belongs to a sequence, or has a snapshot, or gets one from a store.
+    """Owns all slots. A slot is free, belongs to a sequence, holds a snapshot, or is reserved for a store to fill.
 
-    A snapshot that no sequence reads makes room for others, the longest unused first.
+    Snapshots that no sequence reads are evicted when slots are needed, the least recently used first.
     """
 
     def __init__(self, num_slots: int, *, interval_tokens: int) -> None:
-        """interval_tokens: the distance of the snapshots of a long prompt."""
+        """interval_tokens: tokens between two snapshots of a long prompt."""
         assert num_slots >= SLOTS_OF_SEQUENCE, "a sequence needs two slots"
         self.num_slots = num_slots
         self.interval_tokens = interval_tokens
         self._blank = list(reversed(range(num_slots)))
-        self._snapshots: OrderedDict[int, Snapshot] = OrderedDict()  # by slot, the longest unused first
-        self._num_readers: dict[int, int] = {}  # of slots with a snapshot, or with one that was forgotten
-        self.note_resumable: Callable[[Prefix, bool], None] | None = None  # called when a snapshot comes or goes
-        # Called with a prefix whose snapshot is worth keeping elsewhere: no later one of its sequence replaces it soon.
+        self._snapshots: OrderedDict[int, Snapshot] = OrderedDict()  # by slot, the least recently used first
+        self._num_readers: dict[int, int] = {}  # by slot with a present or forgotten snapshot: sequences that read it
+        self.note_resumable: Callable[[Prefix, bool], None] | None = None  # called when a snapshot is made or removed
+        # Called with a prefix whose snapshot is worth storing elsewhere, because the sequence will not soon replace it.
         self.note_lasting: Callable[[Prefix], None] | None = None
 
     @property
     def num_free(self) -> int:
-        """Slots that a new sequence may have."""
+        """Number of slots that new sequences may get, including slots of snapshots that no sequence reads."""
         num_read = sum([slot in self._snapshots for slot in self._num_readers])
         return len(self._blank) + len(self._snapshots) - num_read
 
     def has_room(self, prefix: Prefix | None, *, num_freed: int = 0) -> bool:
-        """Whether a sequence may begin behind a prefix. num_freed: slots that come free before it begins."""
+        """Whether a sequence may begin after a prefix. num_freed: slots that are freed before it begins."""
         needed = SLOTS_OF_SEQUENCE - num_freed
         if len(self._blank) >= needed:
             return True
@@ -118,11 +115,11 @@ class StatePool:
         return self.num_free - (used is not None and used.slot not in self._num_readers) >= needed
 
     def resumable(self) -> list[Prefix]:
-        """All prefixes with a snapshot."""
+        """Return all prefixes with a snapshot."""
         return [each.prefix for each in self._snapshots.values()]
 
     def begin(self, prefix: Prefix | None) -> SequenceStates:
-        """Give slots to a sequence that begins behind a prefix with a snapshot, or at its first token.
+        """Give slots to a sequence that begins after a prefix with a snapshot, or at its first token.
 
         `has_room` must hold.
         """
@@ -140,12 +137,12 @@ class StatePool:
     def path(
         self, states: SequenceStates, start: int, end: int, marks: list[int], *, has_drafts: bool = False
     ) -> StatePath:
-        """The slots for a step that computes the tokens from `start` to `end`.
+        """Return the slots for a step that computes the tokens from `start` to `end`.
 
-        marks: the lengths, ascending, behind which a snapshot is wanted, within these tokens. A snapshot for which
-        there is no slot is left out.
-        has_drafts: all tokens but the first are drafts, so the state behind each of them is kept until the step ends.
-        A slot for each must be free.
+        marks: the lengths at which a snapshot is wanted, ascending, in (start, end]. If no slot is left, the remaining
+        snapshots are skipped.
+        has_drafts: all tokens but the first are drafts, so the state after each token is kept until the step ends. A
+        slot for each draft must be free.
         """
         assert not states.new, "the step before has ended"
         for mark in marks:
@@ -162,9 +159,9 @@ class StatePool:
         return StatePath(states.current, tuple((number - start, written[number]) for number in sorted(written)))
 
     def advance(self, states: SequenceStates, end: int, prefixes: Sequence[Prefix], *, generates: bool) -> None:
-        """A step has succeeded. The sequence keeps the tokens up to `end`; the drafts behind `end` are wrong.
+        """Account for a step that has succeeded. The sequence keeps the tokens before `end`; later drafts are rejected.
 
-        prefixes: one for each snapshot of the step up to `end`, see `SequenceStates.new`. The prefixes are cached.
+        prefixes: the cached prefix of each snapshot up to `end`, see `SequenceStates.new`.
         generates: whether the step computed a token that the sequence has generated.
         """
         new = [each for each in states.new if each[0] <= end]
@@ -191,7 +188,7 @@ class StatePool:
         states.behind.clear()
 
     def end(self, states: SequenceStates) -> None:
-        """Take all slots back from a sequence. Its snapshots stay."""
+        """Take all slots back from a sequence. The snapshots of the sequence remain."""
         if states.has_generated and states.latest is not None:
             self._note_lasting(states.latest)
         self._blank.extend(slot for _, slot in states.new)
@@ -202,7 +199,7 @@ class StatePool:
         self._blank.extend(states.own)
 
     def forget(self, prefix: Prefix) -> None:
-        """The block of a prefix has other content now, so no sequence can begin behind it."""
+        """Remove the snapshot of a prefix, because the prefix's block has been reused or the snapshot is evicted."""
         snapshot = prefix.snapshot
         if snapshot is not None:
             prefix.snapshot = None
@@ -214,18 +211,18 @@ class StatePool:
     # ------------------------------------------------------------------ snapshots from a store
 
     def reserve(self, before: Prefix | None = None) -> int | None:
-        """A slot that a store may fill; None where no sequence could begin behind its snapshot then.
+        """Reserve a slot for a store to fill; None if too few slots would be left for a sequence to use the snapshot.
 
-        before: the sequence begins behind this prefix if nothing comes, so its snapshot makes room last.
+        before: the prefix after which the sequence begins if the fetch fails, so its snapshot is evicted last.
         """
         if before is not None and before.snapshot is not None:
             self._snapshots.move_to_end(before.snapshot.slot)
         return self._take() if self.num_free > SLOTS_OF_SEQUENCE else None
 
     def take_back(self, slot: int, prefix: Prefix | None, num_tokens: int) -> None:
-        """Take a reserved slot back from the store, which no longer writes into it.
+        """Take a reserved slot back from the store, which no longer writes to this slot.
 
-        prefix: the cached prefix of `num_tokens` tokens whose states the slot has; None: it has nothing of use.
+        prefix: the cached prefix of `num_tokens` tokens whose states the slot contains; None: the slot is not usable.
         """
         if prefix is None or not self._keep(prefix, slot, num_tokens):
             self._blank.append(slot)
@@ -233,7 +230,7 @@ class StatePool:
     # ------------------------------------------------------------------
 
     def _own_from_now_on(self, states: SequenceStates, slot: int) -> list[int]:
-        """Have a slot that the step has written as an own one of a sequence. Returns the own slot that it replaces."""
+        """Make a slot that the step has written one of the sequence's `own` slots. Return the slot that it replaces."""
         if slot in states.own:
             return []
         first, second = states.own
@@ -242,8 +239,8 @@ class StatePool:
         return [replaced]
 
     def _keep(self, prefix: Prefix, slot: int, num_tokens: int) -> bool:
-        """Have a slot as the snapshot of a prefix; False where the prefix is gone, or has one."""
-        assert prefix.num_tokens == num_tokens, f"a state behind {num_tokens} tokens, a prefix of {prefix.num_tokens}"
+        """Make a slot the snapshot of a prefix. Return False if the prefix was evicted or already has a snapshot."""
+        assert prefix.num_tokens == num_tokens, f"a state after {num_tokens} tokens, a prefix of {prefix.num_tokens}"
         if not prefix.is_held or prefix.snapshot is not None:
             return False
         prefix.snapshot = self._snapshots[slot] = Snapshot(prefix, slot)
@@ -251,9 +248,9 @@ class StatePool:
         return True
 
     def _supersede(self, states: SequenceStates, prefix: Prefix, *, generates: bool) -> None:
-        """A conversation goes on from its end, so the snapshot that the sequence has made before makes room first.
+        """Let the sequence's previous snapshot be evicted first, because a conversation resumes from its end.
 
-        Of an answer only the last snapshot stays.
+        A previous snapshot of the generated output is removed at once.
         """
         before, had_generated = states.latest, states.has_generated
         states.latest, states.has_generated = prefix, generates
@@ -265,7 +262,7 @@ class StatePool:
             self._snapshots.move_to_end(before.snapshot.slot, last=False)
 
     def _take(self) -> int | None:
-        """A slot with nothing in it; None: sequences have them all."""
+        """Return an empty slot, evicting a snapshot if necessary; None if every slot is in use."""
         if not self._blank:
             unread = (each.prefix for slot, each in self._snapshots.items() if slot not in self._num_readers)
             if (prefix := next(unread, None)) is None:
@@ -277,7 +274,7 @@ class StatePool:
         self._num_readers[slot] = self._num_readers.get(slot, 0) + 1
 
     def _leave(self, states: SequenceStates) -> None:
-        """The sequence reads its current state no longer."""
+        """Stop counting the sequence as a reader of its current slot."""
         slot, states.current = states.current, NO_STATE
         if slot not in self._num_readers:
             return

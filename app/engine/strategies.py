@@ -1,6 +1,6 @@
-"""Batching strategies: in which steps waiting sequences may join the running ones, and how many.
+"""Batching strategies decide in which steps waiting sequences may join the running ones, and how many.
 
-To add one: its settings in `app/config/scheduler.py`, a class here, a line in `make_strategy`.
+To add a strategy, add its settings to `app/config/scheduler.py`, a class here, and a line to `make_strategy`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from app.engine.waiting_queue import Bucket, WaitingQueue
 
 
 def make_strategy(config: StrategyConfig) -> BatchingStrategy:
-    """A new strategy, without the memory of an earlier one."""
+    """Return a new strategy, without any state of an earlier one."""
     match config:
         case StaticConfig():
             return Static(config)
@@ -48,7 +48,7 @@ def make_strategy(config: StrategyConfig) -> BatchingStrategy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerView:
-    """The scheduler's state before a step, as a strategy sees it. A strategy changes and keeps nothing of it."""
+    """The scheduler's state before a step. A strategy must neither change the view nor keep a reference to it."""
 
     now: float  # seconds of the engine's clock
     max_running: int
@@ -66,11 +66,11 @@ class StepPlan:
     """How many waiting sequences may join a step, and how the step's token budget is divided."""
 
     num_admissible: int  # waiting sequences that may join, if budget and memory suffice
-    buckets: tuple[int, ...] = ()  # where each of them comes from, in turn; empty: all from bucket 0
-    max_prefill_tokens: int | None = None  # for all chunks of the step together; None: the whole budget
+    buckets: tuple[int, ...] = ()  # the bucket of each sequence that may join, in order; empty: all from bucket 0
+    max_prefill_tokens: int | None = None  # limit for all prompt chunks of the step together; None: the whole budget
 
     def bucket(self, number: int) -> int:
-        """The bucket of one of the sequences that may join, by its place in their order."""
+        """Return the bucket of the sequence that joins as number `number`, counted from 0."""
         return self.buckets[number] if self.buckets else 0
 
 
@@ -78,24 +78,24 @@ CLOSED = StepPlan(num_admissible=0)
 
 
 class BatchingStrategy(ABC):
-    """Decides before every step how many waiting sequences may join. One thread; the time comes with the view."""
+    """Decides before every step how many waiting sequences may join. Used by one thread. The view contains the time."""
 
-    joins_any_step = False  # waiting sequences may join while others run, so that one may replace another
-    batch_size = 0  # the size of batch that the strategy aims at now; 0 where it forms no batches
+    joins_any_step = False  # whether sequences may join while other sequences run, so that one may replace another
+    batch_size = 0  # the batch size that the strategy currently aims at; 0 if it forms no batches
 
     @abstractmethod
     def plan(self, view: SchedulerView) -> StepPlan:
-        """What the next step may do. Called once before each step."""
+        """Return how many sequences may join the next step. Called once before each step."""
 
     @abstractmethod
     def opens_at(self, view: SchedulerView) -> float | None:
-        """While nothing runs: when `plan` will admit a sequence if no other arrives; None if none waits.
+        """While nothing runs, return when `plan` will admit a sequence if none arrives; None if no sequence waits.
 
         A time that is not after `view.now` means the next step.
         """
 
     def bucket_of(self, sequence: Sequence) -> int:
-        """The bucket in which a sequence waits. Always the same for the same sequence."""
+        """Return the number of the bucket in which a sequence waits. The number of a sequence must never change."""
         return 0
 
     def admits(self, sequence: Sequence) -> bool:
@@ -103,20 +103,20 @@ class BatchingStrategy(ABC):
         return True
 
     def joined(self, sequence: Sequence) -> None:
-        """A sequence has joined, for the first time or after a preemption."""
+        """Account for a sequence that has joined, for the first time or after a preemption."""
 
     def preempted(self, sequence: Sequence) -> None:
-        """A running sequence waits again."""
+        """Account for a running sequence that was preempted and waits again."""
 
     def emptied(self, now: float) -> None:
-        """A step has ended and no sequence runs any more. `now` is in seconds of the engine's clock."""
+        """Account for a step after which no sequence runs. `now` is in seconds of the engine's clock."""
 
 
 # ---------------------------------------------------------------------- iteration-level batching
 
 
 class Continuous(BatchingStrategy):
-    """Sequences join at every step, as slots, blocks and the token budget allow: Orca (Yu et al., 2022)."""
+    """Sequences join at every step if slots, blocks and the token budget suffice: Orca (Yu et al., 2022)."""
 
     joins_any_step = True
 
@@ -134,10 +134,10 @@ class Continuous(BatchingStrategy):
 
 
 class Hybrid(Continuous):
-    """Continuous, with a limit on the prefill tokens of a step while any sequence decodes.
+    """Continuous batching, with a limit on the prefill tokens of a step while any sequence decodes.
 
-    The limit keeps the time between tokens flat under long prompts, as Sarathi-Serve (Agrawal et al., 2024) does with
-    its token budget. Steps in which no sequence decodes keep their full size.
+    The limit keeps the time between tokens constant under long prompts, as the token budget of Sarathi-Serve does
+    (Agrawal et al., 2024). Steps in which no sequence decodes keep their full size.
     """
 
     def __init__(self, config: HybridConfig) -> None:
@@ -154,20 +154,20 @@ class Hybrid(Continuous):
 
 @dataclass(slots=True)
 class _OpenBatch:
-    """The running batch. A sequence that belongs to it may join in a later step, and again after a preemption."""
+    """The running batch. A sequence of the batch may join in a later step, and again after a preemption."""
 
     began_at: float
-    seats: dict[int, int]  # not taken, by bucket
-    num_tokens_left: int | None  # of prompts; None: no limit
+    seats: dict[int, int]  # number of free seats, by bucket
+    num_tokens_left: int | None  # prompt tokens that the batch may still take; None: no limit
     is_empty: bool = True
 
 
 class WholeBatches(BatchingStrategy):
-    """Once a batch has formed, no other sequence joins until all of the batch have ended.
+    """Once a batch has formed, no other sequence joins until all sequences of the batch have ended.
 
-    A batch starts when it is full or when its oldest sequence has waited `max_wait_s`, so the last partial batch always
-    starts, by the timer of the sequence that waits. A batch for which the token budget or memory of one step does not
-    suffice fills its seats in the next steps. A preempted sequence gets its seat back.
+    A batch starts when it is full or when its oldest sequence has waited `max_wait_s`, so a last partial batch always
+    starts when this timer ends. If the token budget or memory of one step does not suffice for a batch, its remaining
+    seats are filled in the next steps. A preempted sequence gets its seat back.
     """
 
     def __init__(self, *, batch_size: int, max_wait_s: float, max_batch_tokens: int | None = None) -> None:
@@ -195,13 +195,13 @@ class WholeBatches(BatchingStrategy):
         return min((self._due_at(bucket, view) for bucket in view.waiting.buckets), default=None)
 
     def admits(self, sequence: Sequence) -> bool:
-        """Whether the batch has tokens left for it; a prompt above the limit runs alone."""
+        """Whether the batch has enough tokens left for the sequence. A prompt above the limit runs alone."""
         batch = self._batch
         assert batch is not None, "only an open batch admits"
         left = batch.num_tokens_left
         if left is None or batch.is_empty or sequence.num_prompt_tokens <= left:
             return True
-        batch.seats.clear()  # full, so that no later sequence overtakes this one
+        batch.seats.clear()  # the batch is closed, so that no later sequence overtakes this one
         return False
 
     def joined(self, sequence: Sequence) -> None:
@@ -216,27 +216,27 @@ class WholeBatches(BatchingStrategy):
         self._batch = None
 
     def _new_seats(self, view: SchedulerView) -> dict[int, int]:
-        """By bucket, for sequences that wait now: a partial batch is not filled up by later arrivals.
+        """Return the seats of a new batch: all of them in the bucket that has been due for longest.
 
-        All of them in the bucket that has been due for longest; some bucket is due.
+        Some bucket must be due. Only sequences that wait now get seats: later arrivals do not fill a partial batch.
         """
         _, number = min((self._due_at(bucket, view), bucket.number) for bucket in view.waiting.buckets)
         return {number: min(self.batch_size, view.waiting.bucket(number).num_waiting)}
 
     def _due_at(self, bucket: Bucket, view: SchedulerView) -> float:
-        """When a bucket's next batch starts if no other sequence arrives."""
+        """Return when a bucket's next batch starts if no other sequence arrives."""
         is_full = bucket.num_waiting >= min(self.batch_size, view.max_running)
         has_tokens = self._max_batch_tokens is not None and bucket.num_tokens >= self._max_batch_tokens
         timer_ends = bucket.oldest_at + self._max_wait_s
         return min(view.now, timer_ends) if is_full or has_tokens else timer_ends
 
     def _batch_ended(self, latency_s: float) -> None:
-        """All sequences of a batch have ended, this long after it began."""
+        """Account for a batch whose sequences have all ended, `latency_s` after it began."""
 
     def _take_seats(self, number: int, sequence: Sequence) -> None:
         batch = self._batch
         if batch is None:
-            return  # the sequence has been running since before this strategy was chosen
+            return  # the sequence already ran when this strategy was chosen
         batch.is_empty = False
         bucket = self.bucket_of(sequence)
         batch.seats[bucket] = batch.seats.get(bucket, 0) - number
@@ -245,14 +245,14 @@ class WholeBatches(BatchingStrategy):
 
 
 class Static(WholeBatches):
-    """A batch starts when no sequence runs and `batch_size` wait, or the oldest has waited `max_wait_ms`."""
+    """A batch starts when none runs and `batch_size` sequences wait, or the oldest has waited `max_wait_ms`."""
 
     def __init__(self, config: StaticConfig) -> None:
         super().__init__(batch_size=config.batch_size, max_wait_s=config.max_wait_ms / 1e3)
 
 
 class Dynamic(WholeBatches):
-    """As static, or when the waiting prompts have `max_batch_tokens`, which also limits a batch."""
+    """As `Static`; a batch starts earlier when waiting prompts have `max_batch_tokens`, which also limits its size."""
 
     def __init__(self, config: DynamicConfig) -> None:
         super().__init__(
@@ -263,9 +263,9 @@ class Dynamic(WholeBatches):
 
 
 class Bucketed(WholeBatches):
-    """As static, but only prompts of one length class share a batch; each class has its own timer.
+    """As `Static`, but only prompts of one length class share a batch, and each class has its own timer.
 
-    Bucket `n` holds the prompts of at most `bounds[n]` tokens, the last one all longer prompts.
+    Bucket `n` contains the prompts of at most `bounds[n]` tokens. The last bucket contains all longer prompts.
     """
 
     def __init__(self, config: BucketedConfig) -> None:
@@ -277,19 +277,19 @@ class Bucketed(WholeBatches):
 
 
 class Sorted(WholeBatches):
-    """Whole batches of the sequence that has waited longest and those whose prompts are nearest to its in length.
+    """A batch has the sequence that has waited longest, and the sequences whose prompt lengths are nearest to its own.
 
-    So a sequence waits for no more batches than older ones wait before it. A batch starts as a static one does.
-    Background sequences have what seats are left.
+    A sequence therefore waits for at most as many batches as there are older waiting sequences. A batch starts under
+    the conditions of `Static`. Background sequences get only the seats that foreground sequences leave.
     """
 
-    _STEP = 16  # lengths are compared in steps of so many tokens; within one the policy decides
+    _STEP = 16  # lengths are compared in steps of 16 tokens; within one step, the policy's order decides
 
     def __init__(self, config: SortedConfig) -> None:
         super().__init__(batch_size=config.batch_size, max_wait_s=config.max_wait_ms / 1e3)
 
     def bucket_of(self, sequence: Sequence) -> int:
-        """From 0 for foreground sequences; below 0 for those of the background."""
+        """Return the length class: 0 or higher for foreground sequences, below 0 for background sequences."""
         number = sequence.num_prompt_tokens // self._STEP
         return ~number if sequence.request.is_background else number
 
@@ -300,7 +300,7 @@ class Sorted(WholeBatches):
         return min(view.now, timer_ends) if len(view.waiting) >= min(self.batch_size, view.max_running) else timer_ends
 
     def _new_seats(self, view: SchedulerView) -> dict[int, int]:
-        """Seats for sequences that wait now, nearest first."""
+        """Return seats for the waiting sequences whose lengths are nearest to that of the oldest one."""
         waiting = list(view.waiting.buckets)
         oldest = min(waiting, key=lambda bucket: (bucket.number < 0, bucket.oldest_at))
         length = max(oldest.number, ~oldest.number)
@@ -312,13 +312,13 @@ class Sorted(WholeBatches):
 
 
 class Adaptive(WholeBatches):
-    """As static, with a batch size that grows by one while batches are fast and shrinks by one while they are slow.
+    """As `Static`, but the batch size grows by one while batches are fast and shrinks by one while batches are slow.
 
-    It begins with batches of one sequence, and `batch_size` is the largest.
+    The first batch has one sequence. The configured `batch_size` is the maximum.
     """
 
-    _NEWEST_SHARE = 0.25  # of the moving average: about the last eight batches count
-    _TOO_FAST, _TOO_SLOW = 0.8, 1.2  # times the target
+    _NEWEST_SHARE = 0.25  # weight of the newest batch in the moving average: about the last eight batches count
+    _TOO_FAST, _TOO_SLOW = 0.8, 1.2  # bounds of the average latency, as multiples of the target
 
     def __init__(self, config: AdaptiveConfig) -> None:
         super().__init__(batch_size=1, max_wait_s=config.max_wait_ms / 1e3)

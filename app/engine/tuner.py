@@ -1,9 +1,9 @@
-"""Moves an engine's limits so that it holds its targets: a controller fed with every step. No clock, no torch.
+"""Adjusts an engine's limits so that the engine meets its latency targets. No clock, no torch.
 
-The time between two tokens is that of the step between them, so the tuner learns how long steps take by their size and
-sets the limits to the largest step within the target. That is the token budget of Sarathi-Serve (Agrawal et al., 2024),
-found while serving and not by a sweep. The largest step is also the best for first tokens: a prompt needs the fewest
-steps. As steps are estimated, not tried, a change of traffic needs no search.
+The time between two tokens is the time of the step between them. So the tuner learns how long steps take by their size,
+and sets the limits to the largest step within the target. This limit is the token budget of Sarathi-Serve (Agrawal et
+al., 2024), found while serving and not by a sweep. The largest step is also best for first tokens: a prompt needs the
+fewest steps. Step times are estimated and not tried, so a change of traffic needs no search.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ from app.engine.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
 
-PERIOD_S = 1.0  # between two decisions
-WINDOW_S = 30.0  # of the percentiles that are compared with the targets
-# A lower bound, where the configured limit is not below it: a step has so many tokens, and an eighth of the configured
-# requests may run. So no target stops an engine.
+PERIOD_S = 1.0  # seconds between two decisions
+WINDOW_S = 30.0  # seconds over which the percentiles are taken that are compared with the targets
+# Lower bounds ensure that no target stops an engine: a step may always have this many tokens, and an eighth of the
+# configured requests may always run. A configured limit below a bound replaces it.
 MIN_PREFILL_TOKENS = 16
-# A limit moves when the one that is wanted is below or above it by more. As estimates vary by less, it stays where it
-# is while the traffic stays the same; it is lowered sooner, because a target is missed otherwise.
+# A limit changes only if the wanted value is lower or higher by these factors. Estimates vary by less, so limits stay
+# constant under constant traffic. A limit is lowered sooner than raised, because targets are missed otherwise.
 _TOO_HIGH, _TOO_LOW = 0.95, 1.2
-# Seconds without a preemption for memory until more requests may run again.
+# Seconds without a preemption for memory until more requests may run again: the first value and the maximum.
 _MEMORY_PATIENCE_S, _MAX_MEMORY_PATIENCE_S = 10.0, 300.0
 
 
 class TuningReason(StrEnum):
-    """What holds the limits where they are."""
+    """The reason why the limits are not higher."""
 
-    CONFIGURED = "configured"  # they are the upper bounds
-    ITL = "itl"  # larger steps would take longer than a gap between tokens may
-    TTFT = "ttft"  # larger steps would take longer than a first token may wait for them
+    CONFIGURED = "configured"  # the limits are at their configured upper bounds
+    ITL = "itl"  # larger steps would exceed the target for the gap between two tokens
+    TTFT = "ttft"  # larger steps would exceed the target for the first token
     MEMORY = "memory"  # more requests would not fit into the KV memory
     UNREACHABLE = "unreachable"  # even the smallest steps are too slow for the targets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """The limits in force, why they are, and how the targets were held in the last `WINDOW_S`."""
+    """The limits in force, the reason for them, and the latencies of the last `WINDOW_S` seconds."""
 
     limits: StepLimits
     reason: TuningReason = TuningReason.CONFIGURED
-    step_s: float  # the longest that steps are planned to take
+    step_s: float  # the longest time that a step is planned to take
     ttft_p99_s: float = 0.0  # 0 without first tokens
     itl_p99_s: float = 0.0
     num_changes: int = 0
-    is_missed: bool = False  # a target was missed in that time, and other limits would not help
+    is_missed: bool = False  # a target was missed in the window, and other limits would not help
 
     @property
     def needs_replicas(self) -> bool:
@@ -64,12 +64,12 @@ class Tuning:
 
 
 class Tuner(StepObserver):
-    """One engine's controller. What it decides depends on the steps and times that it gets, and on nothing else."""
+    """The controller of one engine's limits. The decisions depend only on the given steps and their times."""
 
     def __init__(
         self, config: SchedulerConfig, *, running: Sequence[object], limit: Callable[[StepLimits], None]
     ) -> None:
-        """The settings must have targets. `running`: the engine's list of what runs. `limit` sets its limits."""
+        """`config` must have targets. `running` is the engine's list of running sequences. `limit` sets its limits."""
         self._running = running
         self._limit = limit
         targets = config.targets
@@ -78,8 +78,8 @@ class Tuner(StepObserver):
         self._ttft_s = inf if targets.ttft_p99_s is None else targets.ttft_p99_s
         self._highest = StepLimits.of(config)
         self._min_running = max(1, config.max_running // 8)
-        self._mixed = StepTimes()  # of steps with prompts, by their tokens
-        self._decoding = StepTimes()  # of other steps, by their requests
+        self._mixed = StepTimes()  # times of steps with prompts, by number of tokens
+        self._decoding = StepTimes()  # times of other steps, by number of requests
         self._gaps_s = RecentTimes()
         self._first_tokens_s = RecentTimes()
         self._memory = _MemoryLimit(self._highest.max_running)
@@ -105,7 +105,7 @@ class Tuner(StepObserver):
     def _note(self, step: EndedStep) -> None:
         batch, at, seconds = step.batch, step.at, step.gap_s
         num_tokens, num_sequences = batch.num_scheduled_tokens, len(batch.sequences)
-        # Tokens that come together have one gap before them.
+        # The accepted tokens of one request in a step with drafts arrive together, so only one gap precedes them.
         num_gaps = num_sequences if batch.has_drafts else len(batch.sampled)
         if num_tokens == num_sequences or batch.has_drafts:
             self._decoding.note(num_sequences, seconds)
@@ -118,7 +118,7 @@ class Tuner(StepObserver):
             self._memory.preempted(num_sequences, at)
 
     def _note_first_tokens(self, batch: StepBatch, deltas: Sequence[TokenDelta], at: float) -> int:
-        """How many there are. Those of background requests have no target."""
+        """Record the first tokens of a step and return their number. Background requests have no target."""
         times = {delta.request_id: delta.times for delta in deltas if delta.times is not None}
         if times:
             background = {each.request.request_id for each in batch.sequences if each.request.is_background}
@@ -147,18 +147,18 @@ class Tuner(StepObserver):
         return limits if is_moved else None
 
     def _planned_s(self) -> tuple[float, TuningReason]:
-        """The longest that a step may take, and why not longer."""
-        steps_to_first_token = 2  # a request waits for the step that it finds, and for its own
+        """Return the longest time that a step may take, and the reason for this limit."""
+        steps_to_first_token = 2  # a request waits for the step that is running, and for its own step
         by_ttft = self._ttft_s / steps_to_first_token
         target_s, reason = min((self._itl_s, TuningReason.ITL), (by_ttft, TuningReason.TTFT))
-        headroom = 0.95  # the part of a target that steps are planned for
+        headroom = 0.95  # steps are planned to take this part of a target
         step_s = headroom * target_s
         smallest_s = max(
             self._decoding.seconds(self._min_running), self._mixed.seconds(self._min_running + MIN_PREFILL_TOKENS)
         )
-        # Once it is out of reach, the same measure of doubt as for a limit: else it would come and go.
+        # The factor _TOO_LOW is hysteresis: without it, an unreachable target would often change back to reachable.
         self._is_unreachable = smallest_s > (step_s / _TOO_LOW if self._is_unreachable else step_s)
-        # Where even the smallest steps are too slow, steps may be so many times as long, so that requests go on.
+        # If even the smallest steps are too slow, steps may take this multiple of their time: requests progress.
         slack_when_unreachable = 1.5
         if self._is_unreachable:
             return max(step_s, slack_when_unreachable * smallest_s), TuningReason.UNREACHABLE
@@ -167,8 +167,8 @@ class Tuner(StepObserver):
     def _wanted(self, step_s: float, why: TuningReason, at: float, num_running: int) -> tuple[StepLimits, TuningReason]:
         highest = self._highest
         num_tokens = self._mixed.largest_within(step_s)
-        share_for_prompts = 1 / 4  # of a step beside those that decode, up to MIN_PREFILL_TOKENS
-        # A step in which all of them decode leaves room for a prompt.
+        share_for_prompts = 1 / 4  # part of a step that is left for prompts, up to MIN_PREFILL_TOKENS
+        # A step in which every running request decodes must have room for prompt tokens.
         for_prompts = min(MIN_PREFILL_TOKENS, share_for_prompts * num_tokens)
         by_time = min(self._decoding.largest_within(step_s), num_tokens - for_prompts)
         num_tokens = max(num_tokens, num_running + for_prompts, MIN_PREFILL_TOKENS)
@@ -182,7 +182,7 @@ class Tuner(StepObserver):
 
 
 def _settled(current: StepLimits, wanted: StepLimits, highest: StepLimits) -> StepLimits:
-    """The wanted limits where they are far enough from the current ones."""
+    """Return the limits to use: each wanted limit that differs enough from the current one, else the current one."""
     tokens, chunk, running = (
         new if new < _TOO_HIGH * old or new > _TOO_LOW * old or new == top else old
         for old, new, top in zip(current, wanted, highest, strict=True)
@@ -191,9 +191,9 @@ def _settled(current: StepLimits, wanted: StepLimits, highest: StepLimits) -> St
 
 
 class _Teller:
-    """Logs other limits, from time to time, and once that the targets are out of reach."""
+    """Logs changed limits from time to time, and logs once that the targets are unreachable."""
 
-    _EVERY_S = 10.0  # at most
+    _EVERY_S = 10.0  # minimum seconds between two log lines about changed limits
 
     def __init__(self, targets: TargetsConfig) -> None:
         self._targets = targets
@@ -217,7 +217,7 @@ class _Teller:
 
 
 class _MemoryLimit:
-    """How many requests may run so that none is preempted for memory: as many as fitted, and from time to time more."""
+    """The number of requests that may run without a preemption for memory: the last one that fitted, raised slowly."""
 
     def __init__(self, highest: int) -> None:
         self._highest = float(highest)
@@ -226,14 +226,14 @@ class _MemoryLimit:
         self._moved_at = -inf
 
     def preempted(self, num_running: int, at: float) -> None:
-        """So many requests were left when others were preempted."""
-        if at - self._moved_at >= PERIOD_S:  # else it is the same shortage
+        """Record that `num_running` requests were left after a preemption for memory."""
+        if at - self._moved_at >= PERIOD_S:  # preemptions within one period belong to one shortage
             self._patience_s = min(2 * self._patience_s, _MAX_MEMORY_PATIENCE_S)
         self._limit, self._moved_at = min(self._limit, num_running), at
 
     def max_running(self, at: float) -> float:
-        """After each preemption it takes twice as long until more are tried."""
-        memory_growth = 1.2  # so many times as many
+        """Return the current limit. A shortage of memory doubles the time until the limit is raised again."""
+        memory_growth = 1.2  # factor by which the limit is raised
         if self._limit < self._highest and at - self._moved_at >= self._patience_s:
             self._limit, self._moved_at = min(self._highest, memory_growth * self._limit), at
         return self._limit
@@ -243,20 +243,20 @@ _CLASS_WIDTH = log(1.05)
 
 
 class RecentTimes:
-    """The times of the last `WINDOW_S`, counted in classes of 5%, by the second."""
+    """A histogram of the times of the last `WINDOW_S` seconds, in classes of 5%, with one part for each second."""
 
     def __init__(self) -> None:
         self._parts: deque[tuple[float, Counter[int]]] = deque()
 
     def note(self, at: float, seconds: float, number: int = 1) -> None:
-        """So many times of `seconds`, `at` a time that is not before the last."""
+        """Record `number` times of `seconds` each. `at` must not be before the `at` of the last call."""
         if not self._parts or at >= self._parts[-1][0] + PERIOD_S:
             self._parts.append((at, Counter()))
             self._forget(at)
         self._parts[-1][1][ceil(log(max(seconds, 1e-6)) / _CLASS_WIDTH)] += number
 
     def p99(self, at: float) -> float:
-        """Of the window that ends `at`; 0 where there is none."""
+        """Return the 99th percentile of the window that ends at `at`; 0 if the window has no times."""
         counts = self._counts(at)
         left = counts.total() // 100
         for number in sorted(counts, reverse=True):
@@ -266,13 +266,13 @@ class RecentTimes:
         return 0.0
 
     def has_missed(self, target_s: float, at: float) -> bool:
-        """Whether more than a hundredth were longer, and more than a few."""
+        """Whether more than 1% of the times, and more than 3 of them, were longer than the target."""
         if target_s == inf:
             return False
         counts = self._counts(at)
         last = ceil(log(target_s) / _CLASS_WIDTH)
         num_missed = sum(number for each, number in counts.items() if each > last)
-        min_misses = 3  # in a window, beyond which a target is missed: one slow request is no trend
+        min_misses = 3  # a target is missed only if more times are too long: one slow request is no trend
         return num_missed > max(min_misses, counts.total() / 100)
 
     def _counts(self, at: float) -> Counter[int]:

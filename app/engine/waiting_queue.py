@@ -1,4 +1,4 @@
-"""The sequences that wait to join: in the strategy's buckets, and in the policy's order inside each."""
+"""The sequences that wait to join, divided into the strategy's buckets. A bucket is in the policy's order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from app.engine.sequence import Sequence, SequenceStatus
 
 KeyT = TypeVar("KeyT")
 
-MAX_SORTED = 1000  # of a bucket, by `WaitingQueue.first`: half a millisecond
+MAX_SORTED = 1000  # sequences of a bucket that `WaitingQueue.first` sorts: half a millisecond
 
 
 class PolicyQueue(Protocol):
@@ -22,33 +22,33 @@ class PolicyQueue(Protocol):
     def push(self, sequence: Sequence) -> None: ...
 
     def peek(self) -> Sequence:
-        """The next to join. The queue must not be empty."""
+        """Return the next sequence to join. The queue must not be empty."""
         ...
 
     def pop(self) -> Sequence:
-        """Take out the next to join. The queue must not be empty."""
+        """Remove and return the next sequence to join. The queue must not be empty."""
         ...
 
     def note_finished(self, sequence: Sequence) -> None:
-        """Account for a sequence inside that has just become finished."""
+        """Account for a queued sequence that has just finished."""
         ...
 
 
 class WaitingQueue:
-    """Every waiting sequence, with totals. Push, pop and peek cost no more when more sequences wait."""
+    """All waiting sequences, with totals. Push, pop and peek take at most O(log n) for n waiting sequences."""
 
     def __init__(self, new_queue: Callable[[], PolicyQueue], bucket_of: Callable[[Sequence], int]) -> None:
         """`new_queue` makes an empty queue in the policy's order.
 
-        `bucket_of` gives the number of a sequence's bucket, always the same for the same sequence.
+        `bucket_of` returns the bucket number of a sequence; the number must never change.
         """
         self._new_queue = new_queue
         self._bucket_of = bucket_of
         self._buckets: dict[int, Bucket] = {}  # created when first used
         self._num_waiting = 0
         self.num_foreground = 0  # sequences of foreground requests
-        self.num_tokens = 0  # of prompts
-        self.num_foreground_tokens = 0  # of these, of foreground requests
+        self.num_tokens = 0  # prompt tokens
+        self.num_foreground_tokens = 0  # prompt tokens of foreground requests
         self.work = 0  # estimated tokens to compute, prompt and output
 
     def __len__(self) -> int:
@@ -60,33 +60,33 @@ class WaitingQueue:
         return [bucket for bucket in self._buckets.values() if bucket.num_waiting]
 
     def bucket(self, number: int) -> Bucket:
-        """One bucket; it may be empty."""
+        """Return a bucket, which may be empty."""
         bucket = self._buckets.get(number)
         if bucket is None:
             bucket = self._buckets[number] = Bucket(number, self._new_queue())
         return bucket
 
     def push(self, sequence: Sequence) -> None:
-        """Add a sequence; one that was preempted gets its old place."""
+        """Add a sequence. A preempted sequence returns to its old position."""
         self.bucket(self._bucket_of(sequence)).push(sequence)
         self._count(sequence, 1)
 
     def peek(self, number: int = 0) -> Sequence:
-        """The next to join from a bucket. It must not be empty."""
+        """Return the next sequence to join from a bucket, which must not be empty."""
         return self._buckets[number].queue.peek()
 
     def pop(self, number: int = 0) -> Sequence:
-        """Remove the next to join from a bucket, which must not be empty. Call this once that sequence runs."""
+        """Remove the next sequence from a bucket, which must not be empty. Call this once the sequence runs."""
         sequence = self._buckets[number].pop()
         self._count(sequence, -1)
         return sequence
 
     def first(self, number: int) -> list[Sequence]:
-        """The first in the order of ranks, as far as the oldest MAX_SORTED tell. For people: it costs time.
+        """Return the first sequences by rank among the oldest MAX_SORTED of each bucket. For display only: it is slow.
 
-        Under `fair` the tenants take turns, which ranks do not say; the next to join is first in any case.
+        The next one to join is always first. Under `fair`, later ones may join in another order: tenants take turns.
         """
-        found: dict[int, Sequence] = {}  # by arrival; a sequence that was preempted may be listed twice
+        found: dict[int, Sequence] = {}  # by arrival: a bucket may list a preempted sequence twice
         for bucket in self.buckets:
             found |= {sequence.arrival: sequence for sequence in bucket.oldest(MAX_SORTED)}
         heads = [bucket.queue.peek() for bucket in self.buckets]
@@ -94,14 +94,14 @@ class WaitingQueue:
         return list(dict.fromkeys([*heads, *ordered]))[:number]
 
     def take_all(self) -> list[Sequence]:
-        """Remove and return all sequences, by arrival."""
+        """Remove all sequences and return them in order of arrival."""
         taken = [bucket.queue.pop() for bucket in self.buckets for _ in range(bucket.num_waiting)]
         self._buckets.clear()
         self._num_waiting = self.num_foreground = self.num_tokens = self.num_foreground_tokens = self.work = 0
         return sorted(taken, key=attrgetter("arrival"))
 
     def note_finished(self, sequence: Sequence) -> None:
-        """Account for a waiting sequence that has just become finished."""
+        """Account for a waiting sequence that has just finished."""
         self._buckets[self._bucket_of(sequence)].note_finished(sequence)
         self._count(sequence, -1)
 
@@ -115,23 +115,23 @@ class WaitingQueue:
 
 
 class Bucket:
-    """Sequences that may share a batch, in the policy's order, and which of them has waited longest."""
+    """Sequences that may share a batch, in the policy's order and by age."""
 
     def __init__(self, number: int, queue: PolicyQueue) -> None:
         self.number = number
         self.queue = queue
         self.num_waiting = 0
-        self.num_tokens = 0  # of prompts
-        self._by_age: deque[Sequence] = deque()  # the oldest first; sequences that have left are removed at the front
+        self.num_tokens = 0  # prompt tokens
+        self._by_age: deque[Sequence] = deque()  # the oldest first; sequences that no longer wait are removed lazily
 
     @property
     def oldest_at(self) -> float:
-        """The arrival of the sequence that has waited longest, in seconds of the engine's clock. Must not be empty."""
+        """Arrival of the oldest sequence, in seconds of the engine's clock. The bucket must not be empty."""
         self._drop_gone()
         return self._by_age[0].arrived_at
 
     def oldest(self, number: int) -> Iterable[Sequence]:
-        """Those that have waited longest."""
+        """Yield waiting sequences among the oldest `number` entries, the oldest first."""
         return (each for each in islice(self._by_age, number) if each.status is SequenceStatus.WAITING)
 
     def push(self, sequence: Sequence) -> None:
@@ -156,7 +156,7 @@ class Bucket:
         self.num_waiting -= 1
         self.num_tokens -= sequence.num_prompt_tokens
         self._drop_gone()
-        if len(self._by_age) > 2 * self.num_waiting + 16:  # drop the sequences that have left, and their prompts
+        if len(self._by_age) > 2 * self.num_waiting + 16:  # release the prompts of sequences that no longer wait
             self._by_age = deque(each for each in self._by_age if each.status is SequenceStatus.WAITING)
 
     def _drop_gone(self) -> None:
@@ -167,12 +167,12 @@ class Bucket:
 class LazyHeap(Generic[KeyT]):
     """Sequences by key, lowest first; equal keys by arrival.
 
-    A sequence that finishes inside is only counted. It is removed when it reaches the top, or together with all other
-    finished ones once they are half of the heap. So every operation costs O(log n) on average.
+    A queued sequence that finishes is only counted. It is removed when it reaches the top, or together with all other
+    finished sequences once they are half of the heap. Every operation therefore costs O(log n) on average.
     """
 
     def __init__(self, key: Callable[[Sequence], KeyT]) -> None:
-        """`key` is asked once for each push."""
+        """`key` is called once for each push."""
         self._key = key
         self._heap: list[tuple[KeyT, int, Sequence]] = []
         self._num_finished = 0
@@ -184,33 +184,33 @@ class LazyHeap(Generic[KeyT]):
         return (sequence for _, _, sequence in self._heap if not sequence.is_finished)
 
     def push(self, sequence: Sequence, key: KeyT | None = None) -> None:
-        """Add a sequence, by another key where one is given."""
+        """Add a sequence by `key`; None: by the heap's key function."""
         heappush(self._heap, (self._key(sequence) if key is None else key, sequence.arrival, sequence))
 
     def first_key(self) -> KeyT:
-        """The lowest key. The heap must not be empty."""
+        """Return the lowest key. The heap must not be empty."""
         self._drop_finished()
         return self._heap[0][0]
 
     def peek(self) -> Sequence:
-        """The first. The heap must not be empty."""
+        """Return the first sequence. The heap must not be empty."""
         self._drop_finished()
         return self._heap[0][2]
 
     def pop(self) -> Sequence:
-        """Take out the first. The heap must not be empty."""
+        """Remove and return the first sequence. The heap must not be empty."""
         self._drop_finished()
         return heappop(self._heap)[2]
 
     def note_finished(self, sequence: Sequence) -> None:
-        """Account for a sequence inside that has just become finished."""
+        """Account for a queued sequence that has just finished."""
         self._num_finished += 1
         if self._num_finished > len(self._heap) // 2:
             self._heap = [entry for entry in self._heap if not entry[2].is_finished]
             heapify(self._heap)
             self._num_finished = 0
 
-    remove = note_finished  # as a `Line` of a fair queue
+    remove = note_finished  # part of the `Line` interface of a fair queue
 
     def _drop_finished(self) -> None:
         while self._heap[0][2].is_finished:

@@ -1,1 +1,1 @@
-"""Speculative decoding: drafts of the next tokens, and which of them the draws confirm."""
+"""Speculative decoding: proposes drafts of the next tokens. The draws of the model confirm or reject the drafts."""

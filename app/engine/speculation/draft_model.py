@@ -1,9 +1,9 @@
-"""Drafts with a smaller model: it computes the same sequences, in KV memory of its own under the same block ids.
+"""Drafts with a smaller model, which computes the same sequences in its own KV memory under the same block ids.
 
-Speculative decoding with a draft model is Leviathan et al., 2023, and Chen et al., 2023. Here the draft model draws
-with the seed, position, filters, penalties and matcher of the request. As the noise of a draw depends on seed and
-position alone, its draws equal the model's more often than independent ones would (Gumbel coupling: Daliri, Musco and
-Suresh, 2024). No torch here.
+Speculative decoding with a draft model follows Leviathan et al., 2023, and Chen et al., 2023. Here the draft model
+draws with the seed, position, filters, penalties and matcher of the request. The noise of a draw depends only on seed
+and position, so the draft model's draws equal the model's draws more often than independent draws would (Gumbel
+coupling: Daliri, Musco and Suresh, 2024). No torch here.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from app.errors import described
 
 logger = logging.getLogger(__name__)
 
-# Of all sequences that the draft model has not followed, in one step. Those that need the fewest go first.
+# Maximum tokens in one step for sequences that the draft model has not followed. Those that lack fewest go first.
 MAX_CATCH_UP_TOKENS = 256
-_NUM_BEHIND = 2  # tokens that the draft model lacks of a sequence for which it drafted in the step before, at most
-_NEWEST_SHARE = 1 / 32  # of a draft in the acceptance
+_NUM_BEHIND = 2  # maximum tokens that the draft model lacks of a sequence that it followed in the previous step
+_NEWEST_SHARE = 1 / 32  # weight of a new draft in the acceptance average
 
 
 @dataclass(slots=True)
 class _Drafting:
-    """What the draft model computes next of one sequence."""
+    """The next tokens of one sequence that the draft model computes."""
 
-    place: int  # in the step
+    place: int  # index of the sequence in the step
     sequence: Sequence
     item: ScheduledSequence
-    number: int  # of drafts; 0: it only catches up
+    number: int  # number of drafts; 0: the draft model only catches up
     drafts: list[int] = field(default_factory=list)
 
     def go_on(self, draft: int, eos_token_ids: frozenset[int]) -> None:
-        """The item draws this."""
+        """Append a drawn draft, and move the item behind this draft if more drafts follow."""
         self.drafts.append(draft)
         if len(self.drafts) < self.number:
             generated = [*self.sequence.generated_token_ids, *self.drafts]
@@ -53,12 +53,12 @@ class _Drafting:
 
 
 class ModelDrafter(Drafter):
-    """Drafts as many tokens for each sequence as acceptance and step times make worthwhile, `max_drafts` at most."""
+    """Drafts up to `max_drafts` tokens for each sequence. Acceptance and step times decide how many are worthwhile."""
 
     def __init__(self, runner: ModelRunner, *, max_model_len: int, facts: ModelInfo, max_drafts: int = 8) -> None:
-        """runner: of the draft model, with as much KV memory, in blocks, as the model of these facts.
+        """runner: runs the draft model. It must have as many KV blocks as the main model, which `facts` describes.
 
-        max_model_len: of the draft model. Longer sequences are not drafted for.
+        max_model_len: maximum length of the draft model. Longer sequences get no drafts.
         """
         self._runner = runner
         self._max_drafts = max_drafts
@@ -66,8 +66,8 @@ class ModelDrafter(Drafter):
         self._eos_token_ids = frozenset(facts.eos_token_ids)
         self._pace = DraftPace(by_model=True)
         self._acceptance = FIRST_ACCEPTANCE
-        self._number = 0  # of drafts for each sequence of the current step
-        self._has_computed = False  # anything in the current step
+        self._number = 0  # number of drafts for each sequence of the current step
+        self._has_computed = False  # whether the draft model has run in the current step
         self._has_failed = False
 
     def begin(self, num_sequences: int) -> bool:
@@ -102,7 +102,7 @@ class ModelDrafter(Drafter):
     def _first_step(
         self, items: Several[ScheduledSequence], sequences: Several[Sequence], take: Take
     ) -> list[_Drafting]:
-        """The tokens that the draft model lacks. It draws a draft for each sequence of which it then has all."""
+        """Return items for the tokens that the draft model lacks. An item that completes its sequence also drafts."""
         found: list[_Drafting] = []
         num_left = MAX_CATCH_UP_TOKENS
         for place in sorted(range(len(sequences)), key=lambda place: _num_lacking(sequences[place])):
@@ -129,10 +129,10 @@ class ModelDrafter(Drafter):
         return found
 
     def stepped(self, batch: StepBatch, result: StepResult, *, seconds: float) -> None:
-        # A step in which the draft model has only caught up is of neither kind.
+        # A step in which the draft model has only caught up counts neither as drafted nor as plain.
         if batch.has_drafts or not self._has_computed:
             self._pace.stepped(batch, result, seconds)
-        for sequence in batch.sequences:  # the KV of drafts that were not kept is of no use; the last token has none
+        for sequence in batch.sequences:  # the KV of rejected drafts is invalid, and the last token has no KV yet
             known = min(sequence.num_draft_computed_tokens, sequence.num_tokens - 1)
             sequence.num_draft_computed_tokens = known
         if batch.has_drafts:
@@ -142,20 +142,20 @@ class ModelDrafter(Drafter):
                     self._acceptance = updated(self._acceptance, num_drafts, num_kept - 1, _NEWEST_SHARE)
 
     def sleep(self) -> None:
-        """Give up the memory of the draft model; every sequence waits."""
+        """Give up the memory of the draft model. No sequence may be running."""
         self._runner.sleep()
 
     def wake(self) -> None:
-        """Have the memory again. Raises what the runner raises."""
+        """Take the memory again. Raises the errors of `ModelRunner.wake`."""
         self._runner.wake()
 
 
 def _num_lacking(sequence: Sequence) -> int:
-    """Known tokens that the draft model has not computed."""
+    """Return the number of known tokens that the draft model has not computed."""
     return sequence.num_tokens - sequence.num_draft_computed_tokens
 
 
 def _is_worth_catching_up(sequence: Sequence) -> bool:
     num_expected = max(1, sequence.num_predicted_tokens - sequence.num_generated_tokens)
-    max_catch_up_share = 8  # of the tokens that a sequence is expected to generate yet: more are not worth computing
+    max_catch_up_share = 8  # catching up is worthwhile for at most 8 tokens per token that is still expected
     return _num_lacking(sequence) <= _NUM_BEHIND + max_catch_up_share * num_expected

@@ -1,10 +1,9 @@
-"""How likely a draft must be kept to be worth computing: learned from how long steps with and without drafts take.
+"""Learns the acceptance chance above which a draft is worth computing, from times of steps with and without drafts.
 
-Where an engine launches ahead, a step that has waited for drafts counts as one with drafts, whether it has got any.
-
-Where a step waits for memory, a row more is nearly free; where it is bound by computing, a row takes as long as a token
-does, and no draft is worth it. (That the number of drafts must fall with the load: SmartSpec, Liu et al., 2024.)
-No clock here.
+In a step that is bound by memory bandwidth, one more row is nearly free. In a step that is bound by computation, a row
+takes as long as a token, and no draft is worth computing. The number of drafts must therefore fall with the load
+(SmartSpec, Liu et al., 2024). If the engine launches ahead, a step that has waited for drafts counts as a step with
+drafts even if it got none. No clock here.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from math import log2
 from app.engine.batch import StepBatch, StepResult
 from app.engine.step_times import RecentMean, without_pause
 
-_MIN_STEPS = 4  # of each kind, before they are compared
-_AT_FIRST = 0.3  # the least chance while too little is known
-_PROBE_EVERY = 64  # steps of one size: one of them without drafts, or with drafts where they are not worth it
-_MAX_PROBE_EVERY = 1024  # of a draft model: it first computes what it has missed
+_MIN_STEPS = 4  # steps of each kind that are needed for a comparison
+_AT_FIRST = 0.3  # the least chance while too few steps are known
+_PROBE_EVERY = 64  # one of 64 steps of a size probes: with drafts if they are not worthwhile, else without drafts
+_MAX_PROBE_EVERY = 1024  # maximum for a draft model, which must first compute the tokens that it lacks
 
 
 def _average() -> RecentMean:
@@ -27,14 +26,14 @@ def _average() -> RecentMean:
 
 @dataclass(slots=True)
 class _SizeClass:
-    """Steps of about so many sequences."""
+    """Averages over steps with similar numbers of sequences. Each average is per sequence."""
 
-    plain_s: RecentMean = field(default_factory=_average)  # of one sequence's token, without drafts
-    drafted_s: RecentMean = field(default_factory=_average)  # of one sequence's tokens, with drafts
-    num_drafts: RecentMean = field(default_factory=_average)  # of one sequence, in a step with any
-    num_kept: RecentMean = field(default_factory=_average)  # of one sequence's tokens, in such a step
+    plain_s: RecentMean = field(default_factory=_average)  # seconds of a step without drafts
+    drafted_s: RecentMean = field(default_factory=_average)  # seconds of a step with drafts
+    num_drafts: RecentMean = field(default_factory=_average)  # drafts in a step with drafts
+    num_kept: RecentMean = field(default_factory=_average)  # tokens from a step with drafts
     probe_every: int = _PROBE_EVERY
-    num_until_probe: int = _PROBE_EVERY  # steps
+    num_until_probe: int = _PROBE_EVERY  # steps until the next probe
 
     @property
     def is_known(self) -> bool:
@@ -46,31 +45,31 @@ class _SizeClass:
         return self.plain_s.number < _MIN_STEPS <= self.drafted_s.number
 
     def least_chance(self) -> float:
-        """At which a draft brings as much as it takes."""
+        """Return the acceptance chance at which a draft saves more time than it costs, with a margin."""
         if not self.is_known:
             return _AT_FIRST
         plain_s, drafted_s = max(self.plain_s.value, 1e-9), max(self.drafted_s.value, 1e-9)
         draft_s = max(0.0, drafted_s - plain_s) / max(self.num_drafts.value, 1e-9)
-        margin = 1.25  # a draft must bring so much more than it takes
+        margin = 1.25  # a draft must save 1.25 times the time that it costs
         return margin * draft_s * max(1 / plain_s, self.num_kept.value / drafted_s)
 
 
 class DraftPace:
-    """One engine's. What it says depends on the steps and times that it gets, and on nothing else."""
+    """The least worthwhile chance for one engine. The result depends only on the steps and times that are noted."""
 
     def __init__(self, *, by_model: bool = False) -> None:
-        """by_model: drafts take time before a step, and are never missing. So steps without them are measured on
-        purpose, and while none is worthwhile, each probe comes after twice as many steps as the one before."""
+        """by_model: a draft model makes the drafts. It always has drafts, so steps without drafts are measured on
+        purpose. Its drafts take time, so each probe comes after twice as many steps while no draft is worthwhile."""
         self._by_model = by_model
         self._max_probe_every = _MAX_PROBE_EVERY if by_model else _PROBE_EVERY
         self._classes: dict[int, _SizeClass] = {}
         self._of_size: dict[int, _SizeClass] = {}  # by the number of sequences
 
     def least_chance(self, num_sequences: int, *, chance: float = 1.0) -> float:
-        """The chance of being kept below which a draft is not worth computing in a step of so many sequences.
+        """Return the acceptance chance below which a draft is not worth computing in a step of `num_sequences`.
 
-        1 and more: none is. `chance`: of the likeliest draft that there may be. Called once for a step that may have
-        drafts. From time to time it says otherwise, so that steps with and without drafts stay known.
+        1 or more: no draft is worth computing. `chance`: acceptance chance of the likeliest possible draft. Call this
+        once for each step that may have drafts. Some results are probes, which keep both kinds of steps measured.
         """
         known = self._class_of(num_sequences)
         known.num_until_probe -= 1
@@ -83,7 +82,7 @@ class DraftPace:
         return 1.0 if is_drafting else min(_AT_FIRST, chance**2)
 
     def stepped(self, batch: StepBatch, result: StepResult, seconds: float) -> None:
-        """A step took so long. One with a prompt in it says nothing of drafts."""
+        """Learn from a step that took `seconds`. A step with a prompt says nothing about drafts and is ignored."""
         num_sequences = len(batch.sequences)
         num_drafts = batch.num_scheduled_tokens - num_sequences if batch.has_drafts else 0
         if num_drafts or batch.num_scheduled_tokens == len(batch.sampled):
@@ -98,7 +97,7 @@ class DraftPace:
     def note(
         self, *, num_sequences: int, num_drafts: int, num_kept: int, seconds: float, has_waited: bool = False
     ) -> None:
-        """A step of so many sequences took so long; `num_kept` tokens came of it."""
+        """Learn from a step of `num_sequences` that took `seconds` and produced `num_kept` tokens."""
         known, each_s = self._class_of(num_sequences), seconds / num_sequences
         is_plain = not (num_drafts or has_waited)
         average = known.plain_s if is_plain else known.drafted_s
@@ -111,7 +110,7 @@ class DraftPace:
 
     def _class_of(self, num_sequences: int) -> _SizeClass:
         found = self._of_size.get(num_sequences)
-        per_doubling = 12  # size classes
+        per_doubling = 12  # size classes for each doubling of the number of sequences
         if found is None:
             number = round(per_doubling * log2(num_sequences))
             found = self._of_size[num_sequences] = self._classes.setdefault(number, _SizeClass())

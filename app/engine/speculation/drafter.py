@@ -1,4 +1,4 @@
-"""Drafters decide what is drafted for each sequence of a step. Here the one that looks drafts up."""
+"""The interface of drafters, which propose draft tokens for the sequences of a step, and the prompt-lookup drafter."""
 
 from __future__ import annotations
 
@@ -22,48 +22,48 @@ from app.engine.speculation.prompt_lookup import (
     updated,
 )
 
-# Gives a sequence the blocks for at most so many drafts; returns for how many there is room. Called once for each.
+# take(sequence, at_most) allocates blocks and returns how many drafts fit. Called at most once for each sequence.
 Take = Callable[[Sequence, int], int]
 
 
 class Drafter(ABC):
-    """Proposes the next tokens of sequences that decode. What it proposes costs time and never changes a token."""
+    """Proposes the next tokens of decoding sequences. A wrong proposal costs time but never changes an output token."""
 
-    only_predictions: bool = False  # drafts only for requests that bring a prediction of their output
+    only_predictions: bool = False  # whether to draft only for requests that contain a prediction of their output
 
     def hopes(self, sequences: Several[Sequence]) -> bool:
-        """Whether the next step probably has drafts for any of these, of which the last tokens are being drawn.
+        """Whether the next step probably has drafts for any of these sequences, whose last tokens are being drawn.
 
-        Asked where an engine launches ahead: such a step waits for those tokens.
+        Called only if the engine launches ahead. If the result is True, the next step waits for the last tokens.
         """
         return True
 
     @abstractmethod
     def begin(self, num_sequences: int) -> bool:
-        """Whether the next step, of so many sequences, may have drafts. Called before `draft`."""
+        """Whether the next step, with `num_sequences` sequences, may have drafts. Called before `draft`."""
 
     @abstractmethod
     def draft(
         self, items: Several[ScheduledSequence], sequences: Several[Sequence], take: Take
     ) -> Iterator[tuple[int, Several[int]]]:
-        """For some of the sequences, by their places, the tokens that may follow the known ones: as many as are taken.
+        """Yield (index of a sequence, its drafts) for some of the sequences; `take` limits the number of drafts.
 
-        items: what the step computes of each sequence, its last token.
+        items: the step's item for each sequence, which has the sequence's last token.
         """
 
     @abstractmethod
     def stepped(self, batch: StepBatch, result: StepResult, *, seconds: float) -> None:
-        """A step has ended that took so long; the result holds the tokens that were kept."""
+        """Learn from a step that took `seconds`; `result` contains the accepted tokens."""
 
     def sleep(self) -> None:
-        """Give up what memory of the device it has, as a model runner does; every sequence waits."""
+        """Give up the drafter's memory on the device, as a model runner does. No sequence may be running."""
 
     def wake(self) -> None:
-        """Have the memory again. Raises what a model runner raises."""
+        """Take the memory again. Raises the errors of `ModelRunner.wake`."""
 
 
 def hopes_for_drafts(drafter: Drafter, running: RunningSequences, *, max_rows: int | None) -> bool:
-    """Whether a step of these probably has drafts once their last tokens are known."""
+    """Whether a step of the running sequences probably has drafts once their last tokens are known."""
     sequences = running.in_order
     if drafter.only_predictions and not running.num_predicted:
         return False
@@ -73,21 +73,21 @@ def hopes_for_drafts(drafter: Drafter, running: RunningSequences, *, max_rows: i
 
 
 def _num_draftable(num_sequences: int, max_rows: int | None) -> int:
-    """Drafts of a step, at most; it may have `max_rows` tokens, and on a GPU no more drafts than its graphs hold."""
+    """Return the maximum number of drafts in a step of `max_rows` tokens; a CUDA graph holds MAX_LONGER drafts."""
     return sys.maxsize if max_rows is None else min(max_rows - num_sequences, MAX_LONGER)
 
 
 def add_drafts(
     builder: BatchBuilder, drafter: Drafter, running: RunningSequences, *, is_short: bool, max_rows: int | None
 ) -> None:
-    """Use what is left of the budget and of the blocks for drafts, where every sequence of the step decodes.
+    """Fill the rest of the budget with drafts if every sequence of the step decodes.
 
-    A step with a prompt in it is bound by computing. `is_short`: others wait for blocks, so drafts take none.
-    `max_rows`: tokens of a step with drafts, where an engine launches ahead.
+    A step with a prompt is bound by computation, so drafts would not be cheap. `is_short`: others wait for blocks, so
+    drafts take no new blocks. `max_rows`: maximum tokens of a step with drafts; None: no limit.
     """
     sequences = builder.sequences
     num_tokens_left = min(builder.num_tokens_left, _num_draftable(len(sequences), max_rows))
-    # These conditions say so for most steps; the last looks at every sequence.
+    # Cheap conditions first: they exclude most steps. The last one iterates over every sequence.
     if drafter.only_predictions and not running.num_predicted:
         return
     if num_tokens_left <= 0 or not builder.has_single_tokens or not drafter.begin(len(sequences)):
@@ -111,37 +111,40 @@ def add_drafts(
 def one_by_one(
     sequences: Several[Sequence], take: Take, draft: Callable[[Sequence], Several[int]]
 ) -> Iterator[tuple[int, Several[int]]]:
-    """As `Drafter.draft`, of drafts that are found for each sequence apart."""
+    """Implement `Drafter.draft` with a function that finds the drafts of one sequence."""
     for place, sequence in enumerate(sequences):
         drafts = draft(sequence)
-        if drafts and (number := take(sequence, len(drafts))):  # the common case, made short: there are none
+        if drafts and (number := take(sequence, len(drafts))):  # no drafts is the common case, so it is checked first
             yield place, drafts[:number]
 
 
 @dataclass(slots=True)
 class LookupDrafter(Drafter):
-    """Drafts what a grammar forces, else by prompt lookup: as many as recent acceptance and step times make
-    worthwhile, `max_drafts` at most, of a prediction `max_predicted`."""
+    """Drafts the tokens that a grammar forces, or else tokens found by prompt lookup.
+
+    Recent acceptance and step times decide how many drafts are worthwhile. The maximum is `max_drafts`, or
+    `max_predicted` for drafts from a prediction.
+    """
 
     max_drafts: int = 8
     max_predicted: int = 16
     only_predictions: bool = False
     _pace: DraftPace = field(default_factory=DraftPace)
-    _acceptance: float = FIRST_ACCEPTANCE  # of all sequences
-    _acceptance_of_forced: float = 0.9  # what a grammar forces is nearly always drawn
+    _acceptance: float = FIRST_ACCEPTANCE  # average over all sequences
+    _acceptance_of_forced: float = 0.9  # forced tokens are nearly always drawn
     _least_chance: float = 1.0
     _num_steps: int = 0
-    _is_promising: bool = True  # any sequence of the last step that was looked at
-    _is_passing: bool = True  # the current step is not looked at
-    _has_hoped: bool = False  # and the current step has waited: it is looked at, too
-    _guess: tuple[Sequence, int] | None = None  # the token that is being drawn, as far as it was hoped for
+    _is_promising: bool = True  # whether any sequence of the last step with a lookup was promising
+    _is_passing: bool = True  # whether the current step skips the lookup
+    _has_hoped: bool = False  # whether `hopes` made the next step wait, so that this step must look up drafts
+    _guess: tuple[Sequence, int] | None = None  # the guess of the token being drawn, by which `hopes` decided
 
     def hopes(self, sequences: Several[Sequence]) -> bool:
         self._has_hoped = False
         if self.begin(len(sequences)):
             for each in sequences:
                 if each.request.sampling.max_tokens - each.num_generated_tokens > 1:
-                    found = self._draft_of(each)  # the first of it is the token that is being drawn
+                    found = self._draft_of(each)  # the first token found guesses the token that is being drawn
                     if len(found) > 1:
                         self._has_hoped, self._guess = True, (each, found[0])
                         break
@@ -152,8 +155,8 @@ class LookupDrafter(Drafter):
             self._has_hoped = self._is_passing = False
             return True
         self._num_steps += 1
-        # Of so many steps one is looked at, while no sequence is promising: looking takes 3% of a step of the smallest
-        # models.
+        # While no sequence is promising, only one of four steps looks drafts up: with the smallest models, a lookup
+        # takes 3% of a step.
         one_of = 4
         self._is_passing = not self._is_promising and self._num_steps % one_of > 0
         if self._is_passing:
@@ -168,7 +171,7 @@ class LookupDrafter(Drafter):
         return one_by_one(sequences, take, self._draft_of)
 
     def _draft_of(self, sequence: Sequence) -> Several[int]:
-        """What may follow its known tokens."""
+        """Return the tokens that may follow the known tokens of a sequence."""
         drafts, prediction = sequence.drafts, sequence.request.prediction_token_ids
         if self.only_predictions and not prediction:
             return ()
@@ -185,7 +188,7 @@ class LookupDrafter(Drafter):
         has_match = drafts.lookup.has_match()
         number = drafts.num_worthwhile(self._least_chance)
         drafts.num_unmatched = 0 if has_match else drafts.num_unmatched + 1
-        num_hopeful = 8  # looks without a match, after which a sequence is not promising
+        num_hopeful = 8  # after this many lookups without a match, a sequence is not promising
         if number and drafts.num_unmatched < num_hopeful:
             self._is_promising = True
         if not has_match:
@@ -205,7 +208,7 @@ class LookupDrafter(Drafter):
         if not self._is_passing:
             self._pace.stepped(batch, result, seconds)
         self._is_passing = True
-        if self._guess is not None:  # it is as much as a draft that was computed
+        if self._guess is not None:  # the guess counts as a draft
             (sequence, guess), self._guess = self._guess, None
             if sequence.drafts is not None:
                 self._note(sequence.drafts, 1, int(sequence.generated_token_ids[-1] == guess))
@@ -216,7 +219,7 @@ class LookupDrafter(Drafter):
                     self._note(sequence.drafts, number, num_kept - 1)
 
     def _note(self, drafts: SequenceDrafts, number: int, num_kept: int) -> None:
-        newest_share_of_all = 1 / 64  # in that of all sequences
+        newest_share_of_all = 1 / 64  # weight of a new draft in the averages over all sequences
         if drafts.are_forced:
             share = newest_share_of_all
             self._acceptance_of_forced = updated(self._acceptance_of_forced, number, num_kept, share)

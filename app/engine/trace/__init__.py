@@ -1,1 +1,1 @@
-"""The step log: what an engine decided in each step, recorded so that a run can be replayed. Off by default."""
+"""The step log records every decision of an engine, so that a run can be replayed. Off by default."""

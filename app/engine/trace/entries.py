@@ -1,8 +1,8 @@
-"""What a step log holds, entry by entry, and how each is written as a line of JSON. No files here.
+"""The entries of a step log, and their form as lines of JSON. No files here.
 
-The events from outside (arrivals, aborts, new settings, clock readings, drawn tokens, failures) and the tuner's limits
-suffice to run the engine again; the decisions suffice to check that it decides the same. Requests are numbered by their
-arrival. Fields that are empty, zero or false are left out.
+The external events (arrivals, aborts, new settings, clock readings, drawn tokens, failures) and the tuner's limits
+suffice to run the engine again. The decisions suffice to check that the engine decides the same again. Requests are
+numbered in order of arrival. Fields that are empty, zero or false are omitted.
 
     {"step_log": 2, "run": ..., "part": 1, ...}                    the header, first in every file
     {"arrival": 7, "at": 3.1, "request": {"request_id": ..., "prompt_token_ids": [...], "sampling": {...}, ...}}
@@ -10,10 +10,10 @@ arrival. Fields that are empty, zero or false are left out.
     {"reconfigured": {"strategy": {...}, ...}, "settings": "mixed-continuous-fcfs-0a1b2c3d"}
     {"limits": {"max_step_tokens": 176, "prefill_chunk_tokens": 176, "max_running": 32}}
     {"cache_cleared": true}
-    {"asleep": true}                                               until it is false
+    {"asleep": true}                                               asleep until an entry with false
     {"step": 12, "began_at": 3.2, "ended_at": 3.3, "scheduled": {...}, "token_ids": [...], "joined": [7], ...}
-    {"lost": 40}                                                   so many entries were dropped here
-    {"output": 7, "block_hashes": [...]}                          of a log without prompts, see `redaction.py`
+    {"lost": 40}                                                   40 entries were dropped at this point
+    {"output": 7, "block_hashes": [...]}                          in a log without prompts, see `redaction.py`
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from app.engine.batch import StepLimits, WaitReason
 from app.engine.request import Request, SamplingParams
 
 FORMAT = 2
-UNKNOWN = -1  # in place of the number of a request that is no longer known
+UNKNOWN = -1  # replaces the number of a request that is no longer known
 
 
 class FailureKind(StrEnum):
     """How a step failed."""
 
-    REQUESTS = "requests"  # these requests are at fault; if none, the step failed as a whole and not in parts
-    DEVICE = "device"  # no part of it could be computed: all of its requests have ended
-    LAUNCH = "launch"  # an engine that launches ahead computes it again
-    RESULT = "result"  # the same, found out when its result was waited for
-    MATCHERS = "matchers"  # the grammars of these requests could no longer say which tokens may be drawn
+    REQUESTS = "requests"  # the listed requests are at fault; if none, the whole step failed, but each part succeeded
+    DEVICE = "device"  # no part of the step could be computed: all of its requests have ended
+    LAUNCH = "launch"  # the launch failed; an engine that launches ahead computes the step again
+    RESULT = "result"  # as LAUNCH, but the failure was found while waiting for the result
+    MATCHERS = "matchers"  # the grammars of the listed requests could no longer determine the allowed tokens
 
 
 class StepFailure(NamedTuple):
     how: FailureKind
-    numbers: list[int]  # of the requests that ended with it
+    numbers: list[int]  # numbers of the requests that ended because of the failure
 
 
 class ScheduledTokens(NamedTuple):
-    """What each sequence computes in a step, as columns: `counts[i]` tokens from position `starts[i]` on."""
+    """The tokens that each sequence computes in a step, as columns: `counts[i]` tokens from position `starts[i]` on."""
 
     numbers: Sequence[int] = ()
     starts: Sequence[int] = ()
@@ -60,12 +60,12 @@ class ScheduledTokens(NamedTuple):
 
     @property
     def samplers(self) -> list[int]:
-        """The numbers of the sequences for which a token is drawn, in the order of the recorded tokens."""
+        """The request numbers of the sequences for which a token is drawn, in the order of the recorded tokens."""
         unsampled = set(self.unsampled)
         return [number for index, number in enumerate(self.numbers) if index not in unsampled]
 
     def one_token_on(self) -> ScheduledTokens:
-        """The next step of the same sequences, in which each computes the token that it has drawn."""
+        """Return the next step of the same sequences, in which each computes the token that was drawn for it."""
         counts = self.counts or [1] * len(self.starts)
         starts = [start + count for start, count in zip(self.starts, counts, strict=True)]
         return ScheduledTokens(self.numbers, starts)
@@ -75,32 +75,32 @@ NOTHING = ScheduledTokens()
 
 
 class StepRecord(NamedTuple):
-    """One call of `Engine.step`. Times are readings of the engine's clock; None where it was not read."""
+    """One call of `Engine.step`. Times are readings of the engine's clock; None if the clock was not read."""
 
     number: int  # from 1
     began_at: float | None = None
     ended_at: float | None = None
-    scheduled: ScheduledTokens | None = None  # None: `one_token_on` from the step before
-    token_ids: Sequence[int] = ()  # that were drawn, in the order of the sampled sequences
-    is_late: bool = False  # those tokens are of the step before, which was launched ahead
+    scheduled: ScheduledTokens | None = None  # None: `one_token_on` of the previous step
+    token_ids: Sequence[int] = ()  # drawn tokens, in the order of the sampled sequences
+    is_late: bool = False  # whether `token_ids` belong to the previous step, which was launched ahead
     joined: Sequence[int] = ()
-    blocks: Sequence[list[int]] = ()  # block ids of the joined sequences, with this step's
+    blocks: Sequence[list[int]] = ()  # block ids of the joined sequences, including the blocks of this step
     preempted: Sequence[int] = ()
-    ended: Sequence[tuple[int, str]] = ()  # (number, finish reason; for an error its class)
-    num_waiting: int = 0  # this, and the next two, once the step was scheduled
+    ended: Sequence[tuple[int, str]] = ()  # (number, finish reason or the class of an error)
+    num_waiting: int = 0  # like the next two fields, the value after the step was scheduled
     wait_reason: WaitReason | None = None  # why the first waiting sequence waits
     num_free_blocks: int = 0
     times_us: Sequence[int] = ()  # to schedule, to run or wait for the device, to process the result
     failures: Sequence[StepFailure] = ()
-    # Where the tokens of `scheduled` after each sequence's first are drafts: how many of `token_ids` are each one's.
+    # In a step with drafts, where all but a sequence's first token are drafts: tokens in `token_ids` of each sequence.
     num_kept: Sequence[int] = ()
-    # (number, blocks) of fetches from a store that began with this step, and of those that were done before it, with
-    # the blocks that were filled: a replay needs no store.
+    # (number, number of blocks) of the fetches from a store that began in this step, and of the fetches that were done
+    # before it, with the number of blocks that were filled. A replay needs no store.
     fetching: Sequence[tuple[int, int]] = ()
     fetched: Sequence[tuple[int, int]] = ()
 
     def drawn(self, scheduled: ScheduledTokens, before: ScheduledTokens) -> list[tuple[int, int]]:
-        """(number, token) of every token drawn, given this step's scheduled tokens and that of the step before."""
+        """Return (number, token) of every drawn token, given the scheduled tokens of this and the previous step."""
         samplers = (before if self.is_late else scheduled).samplers
         if self.num_kept:
             samplers = list(chain.from_iterable(map(repeat, samplers, self.num_kept)))
@@ -114,7 +114,7 @@ class Arrival(NamedTuple):
 
 
 class RedactedArrival(NamedTuple):
-    """An arrival without its prompt: `block_hashes` has one for each full block of it."""
+    """An arrival without its prompt. `block_hashes` has one hash for each full block of the prompt."""
 
     number: int
     at: float
@@ -122,7 +122,7 @@ class RedactedArrival(NamedTuple):
 
 
 class OutputHashes(NamedTuple):
-    """Of a redacted request that ended: the hashes of its full blocks after those of the prompt."""
+    """The hashes of the full blocks of a redacted request after the prompt's blocks. Written when the request ends."""
 
     number: int
     block_hashes: list[str]
@@ -160,7 +160,7 @@ Entry = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """The engine that a log is of, and the machine. `run` is the same in all files of one log, `part` counts from 1."""
+    """The engine and the machine of a log. All files of one log have the same `run`; `part` counts them from 1."""
 
     step_log: int = FORMAT
     run: str
@@ -168,8 +168,8 @@ class Header:
     began: str  # wall time, ISO 8601
     launches_ahead: bool
     num_blocks: int
-    facts: dict[str, Any]  # of ModelInfo
-    config: dict[str, Any]  # of EngineConfig
+    facts: dict[str, Any]  # the fields of ModelInfo
+    config: dict[str, Any]  # the fields of EngineConfig
     versions: dict[str, str | None]
     commit: str | None
     settings: str = ""  # `SchedulerConfig.version` of the config
@@ -179,7 +179,7 @@ class Header:
 
     @classmethod
     def parse(cls, line: str) -> Header:
-        """Raises ValueError, in words, when the line is no header of this format."""
+        """Parse a header. Raises ValueError with an explanation if the line is not a header of this format."""
         try:
             found = json.loads(line)
         except json.JSONDecodeError:
@@ -189,13 +189,13 @@ class Header:
         if found["step_log"] != FORMAT:
             raise ValueError(f"the log has format {found['step_log']}; this version reads format {FORMAT}")
         names = {field.name for field in fields(cls)}
-        if found.keys() | {"settings"} != names:  # older logs do not have it
+        if found.keys() | {"settings"} != names:  # older logs do not have `settings`
             raise ValueError(f"the header's fields differ: {', '.join(sorted(found.keys() ^ names))}")
         return cls(**found)
 
 
 def to_line(entry: Entry) -> str:
-    """One line of JSON, without its end."""
+    """Return the entry as one line of JSON, without a newline."""
     match entry:
         case StepRecord():
             return _dumps(_step_fields(entry))
@@ -221,7 +221,7 @@ def to_line(entry: Entry) -> str:
 
 
 def parse(line: str) -> Entry:
-    """The entry of a line. Raises ValueError, TypeError or KeyError when the line is no entry."""
+    """Parse the entry of a line. Raises ValueError, TypeError or KeyError if the line is not an entry."""
     found: dict[str, Any] = json.loads(line)
     if "step" in found:
         return _step(found)
@@ -248,9 +248,9 @@ def parse(line: str) -> Entry:
 
 
 def request_fields(request: Request) -> dict[str, Any]:
-    """The fields without those at their defaults, and without the address of another replica: it has a secret.
+    """Return a request's fields without defaults and without `prefix_at`, which contains a secret.
 
-    The prompt is not copied; `asdict` would copy it token by token.
+    The prompt is not copied; `asdict` would copy the prompt token by token.
     """
     sampling = _non_default_fields(request.sampling)
     if request.sampling.grammar is not None:

@@ -1,7 +1,7 @@
 """Turns the events of an engine into the entries of a step log.
 
-It runs inside every step, so it only collects: a step in which the same sequences advance by one token, as in most
-steps, costs a comparison and one entry. Another thread writes the entries, see `step_log.py`.
+The recorder runs inside every step, so it only collects data. In most steps the same sequences advance by one token;
+such a step costs a comparison and one entry. Another thread writes the entries, see `step_log.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from app.errors import DeviceFault
 
 
 class StepRecorder(StepObserver):
-    """Makes one entry of every step and of every event from outside, and passes each on when it is complete."""
+    """Makes one entry for every step and every external event, and calls `put` with each complete entry."""
 
     def __init__(
         self,
@@ -42,14 +42,14 @@ class StepRecorder(StepObserver):
         close: Callable[[], None] = lambda: None,
         stopwatch_ns: Callable[[], int] = perf_counter_ns,
     ) -> None:
-        """`put` is called in the engine's thread, may keep the entry, must not block; False: the entry is lost."""
+        """`put` is called in the engine's thread, must not block, and returns False if the entry is lost."""
         self._put = put
         self._close = close
         self._stopwatch_ns = stopwatch_ns
         self._num_arrived = 0
         self._num_steps = 0
-        self._numbers: dict[str, int] = {}  # of requests that have not ended, by request id
-        self._steady: tuple[Sequence, ...] | None = None  # of the step before, if each of them drew a token
+        self._numbers: dict[str, int] = {}  # numbers of the requests that have not ended, by request id
+        self._steady: tuple[Sequence, ...] | None = None  # the previous step's sequences, if each drew a token
         self._begin()
 
     def arrived(self, request: Request, *, at: float) -> None:
@@ -101,7 +101,7 @@ class StepRecorder(StepObserver):
         self._scheduled_ns = self._stopwatch_ns()
 
     def _goes_on(self, batch: StepBatch, decision: SchedulingDecision) -> bool:
-        """Whether the same sequences as in the step before each compute one token more."""
+        """Whether the step has the sequences of the previous step, and each computes one more token."""
         return (
             self._steady == batch.sequences  # compared by identity, in C
             and batch.num_scheduled_tokens == len(batch.sequences)
@@ -118,7 +118,7 @@ class StepRecorder(StepObserver):
         self._failures.append(StepFailure(how, [sequence.arrival for sequence in ending]))
         self._steady = None
         if how is FailureKind.DEVICE:
-            reason = f"error:{DeviceFault.__name__}"  # which the callers get
+            reason = f"error:{DeviceFault.__name__}"  # the error that the callers get
             ended = [(self._left(sequence.request.request_id), reason) for sequence in ending]
             self._finish(ended, ended_at=None)
 
@@ -130,16 +130,16 @@ class StepRecorder(StepObserver):
         self._close()
 
     def _left(self, request_id: str) -> int:
-        # An id may be used again before the end of the request before it is recorded; recording must not fail then.
+        # A new request may reuse the id before the end of the earlier one is recorded; recording must not fail.
         return self._numbers.pop(request_id, UNKNOWN)
 
     def _finish(self, ended: list[tuple[int, str]], *, ended_at: float | None) -> None:
         now_ns = self._stopwatch_ns()
         batch, decision = self._batch, self._decision
-        self._batch, self._decision = None, SchedulingDecision()  # they refer to their sequences
+        self._batch, self._decision = None, SchedulingDecision()  # drop the references to sequences
         record = self._record(batch, decision, ended, ended_at, now_ns)
         if not self._put(record) or batch is None:
-            self._steady = None  # after a lost entry, or a step without a batch, the next entry is written in full
+            self._steady = None  # after a lost entry or a step without a batch, the next entry must be complete
 
     def _record(
         self,
@@ -156,7 +156,7 @@ class StepRecorder(StepObserver):
             (sampled_ns - self._scheduled_ns) // 1000,
             (now_ns - sampled_ns) // 1000,
         )
-        if batch is None:  # an overlapped engine waited for the step before, and scheduled none
+        if batch is None:  # an overlapped engine waited for the previous step and scheduled no step
             return StepRecord(
                 self._num_steps,
                 ended_at=ended_at,

@@ -1,8 +1,8 @@
-"""A step log that shows lengths and equal prefixes, but no texts.
+"""Redaction of a step log: the log shows lengths and equal prefixes, but no texts.
 
-Tokens are replaced by a keyed hash (BLAKE2b) of each full block of a request's tokens, because blocks are what the
-prefix cache compares: equal prefixes stay equal. The key is drawn for the log and never written, so a reader cannot
-hash guesses and compare. Salts and tenants are hashed with it too.
+Each full block of a request's tokens is replaced by a keyed hash (BLAKE2b). The prefix cache compares whole blocks, so
+equal prefixes stay equal. The key is random for each log and never written, so a reader cannot hash guesses and compare
+the hashes. Salts and tenants are hashed with the same key.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _KEPT = ("request_id", "sampling", "priority", "deadline_s", "is_background", "p
 
 
 class Redactor:
-    """Takes the entries of one log in their order and returns what may be written of each."""
+    """Redacts the entries of one log. The entries must be passed in order."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._key = secrets.token_bytes(32)
-        # Of requests that have not ended, by number, beyond full prompt blocks.
+        # Tokens after the full prompt blocks, for each request that has not ended, by request number.
         self._tokens: dict[int, array[int]] = {}
-        self._scheduled = NOTHING  # of the step before
+        self._scheduled = NOTHING  # the scheduled tokens of the previous step
 
     def redacted(self, entry: Entry) -> Iterable[Entry]:
-        """One entry or several, in their order."""
+        """Return the entries to write in place of `entry`, in order: at least one."""
         match entry:
             case Arrival():
                 return (self._arrival(entry),)
@@ -63,7 +63,7 @@ class Redactor:
         return RedactedArrival(arrival.number, arrival.at, fields)
 
     def _sampling(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Without the grammar's text and the bad words; that there were any stays visible."""
+        """Hide the grammar's text and the bad words. The log still shows that the request has them."""
         hidden: dict[str, Any] = {}
         if "grammar" in given:
             hidden["grammar"] = given["grammar"] | {"text": self._hash(given["grammar"]["text"].encode())}
@@ -86,7 +86,7 @@ class Redactor:
         return self._scheduled.one_token_on() if record.scheduled is None else record.scheduled
 
     def _output_hashes(self, numbers: Iterable[int]) -> list[OutputHashes]:
-        """The entries of requests that end here."""
+        """Return the entries for the outputs of requests that end at this point."""
         ended = ((number, self._hashes(self._tokens.pop(number, array("q")))) for number in numbers)
         return [OutputHashes(number, hashes) for number, hashes in ended if hashes]
 

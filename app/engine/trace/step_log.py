@@ -1,8 +1,8 @@
-"""A step log, written by a separate thread. An engine never waits for it, and never fails because of it.
+"""A step log, written by a separate thread. An engine never waits for the log, and never fails because of the log.
 
-The engine appends entries to a bounded queue. The thread wakes at the first, waits a moment for more and writes them,
-one line each. When the disk is too slow, entries are dropped, and their number is written in their place. A crash loses
-at most the entries of that moment.
+The engine appends entries to a bounded queue. The thread wakes at the first entry, waits 0.2 s for more and writes each
+entry as one line. If the disk is too slow, entries are dropped, and the number of dropped entries is written in their
+place. A crash loses only the entries that are still in the queue.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ logger = logging.getLogger(__name__)
 
 
 def recorder_of(config: EngineConfig, *, runner: ModelRunner, facts: ModelInfo, num_blocks: int) -> StepRecorder | None:
-    """The receiver of the engine's steps: a step log if the settings name a folder.
+    """Return a recorder that writes a step log, or None if the settings name no folder for the log.
 
     Raises:
-        InvalidSetup: that folder cannot be written.
+        InvalidSetup: the folder cannot be written.
     """
     settings = config.step_log
     if settings.path is None:
         return None
     header = log_header(config, runner=runner, facts=facts, num_blocks=num_blocks)
     folder = Path(settings.path).expanduser()
-    # Files of a step log: with so many, a full log loses a sixteenth of its past when a new file begins.
+    # With 16 files, a full log loses one sixteenth of its past when a new file begins.
     num_log_files = 16
     file_bytes = settings.max_megabytes * 1_000_000 // num_log_files
     files = LogFiles(folder, run=header.run, file_bytes=file_bytes, max_files=num_log_files)
@@ -56,7 +56,7 @@ def recorder_of(config: EngineConfig, *, runner: ModelRunner, facts: ModelInfo, 
 
 
 def log_header(config: EngineConfig, *, runner: ModelRunner, facts: ModelInfo, num_blocks: int) -> Header:
-    """What a step log begins with: all that is needed to build such an engine again, and to tell how it differs."""
+    """Return the header of a step log: all data needed to build an equal engine, and to see how another one differs."""
     began = datetime.now(UTC)
     return Header(
         run=f"{began:%Y%m%dT%H%M%S}-{uuid4().hex[:8]}",
@@ -77,9 +77,9 @@ class StepLog:
     def __init__(
         self, files: LogFiles, header: Header, *, redactor: Redactor | None = None, max_pending: int = 10_000
     ) -> None:
-        """Open the first file and start the thread. Raises OSError when that file cannot be written.
+        """Open the first file and start the thread. Raises OSError if the file cannot be written.
 
-        max_pending: entries that the thread may be behind.
+        max_pending: maximum number of queued entries; further entries are dropped.
         """
         self._files = files
         self._header = header
@@ -91,14 +91,14 @@ class StepLog:
         self._wake = threading.Event()
         self._is_closing = threading.Event()
         self._has_failed = False
-        self._num_bytes = 0  # in the open file
+        self._num_bytes = 0  # size of the open file
         self._file = self._open()
         self._thread = threading.Thread(target=self._run, name="step log", daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
     def put(self, entry: Entry) -> bool:
-        """Queue an entry to be written; False when it is dropped. Never blocks, never raises."""
+        """Queue an entry to be written. Return False if the entry is dropped. Never blocks, never raises."""
         if self._has_failed or len(self._pending) >= self._max_pending:
             self._drop()
             return False
@@ -111,14 +111,14 @@ class StepLog:
         return True
 
     def close(self) -> None:
-        """Write what is left and end the thread. Safe to call twice."""
+        """Write the remaining entries and end the thread. Safe to call twice."""
         atexit.unregister(self.close)
         self._is_closing.set()
         self._wake.set()
-        close_s = 10.0  # how long an engine that ends waits for the disk
+        close_s = 10.0  # maximum seconds that an ending engine waits for the disk
         self._thread.join(close_s)
         if self.num_lost:
-            logger.warning("the step log lacks %d entries, for which the disk was too slow", self.num_lost)
+            logger.warning("the step log lacks %d entries, because the disk was too slow", self.num_lost)
             self.num_lost = 0
 
     def _drop(self) -> None:
@@ -141,7 +141,7 @@ class StepLog:
             self._has_failed = True
             logger.error("the step log ends here, serving goes on: %s", traceback_of(error))
         finally:
-            with suppress(OSError):  # the lost entries have been logged
+            with suppress(OSError):  # the error that lost the entries is already logged
                 self._file.close()
 
     def _write_pending(self) -> None:
@@ -153,7 +153,7 @@ class StepLog:
                 self._open_next_file()
 
     def _write(self, line: str) -> None:
-        # One at a time: during the system call the engine's thread can run.
+        # Write lines one at a time: the engine's thread can run during each system call.
         self._num_bytes += self._file.write(f"{line}\n".encode())
         self._file.flush()
 
@@ -175,36 +175,36 @@ class StepLog:
 
 
 class LogFiles:
-    """The files of one run, one after the other, in a folder that keeps a bounded number of them.
+    """The files of one run, in a folder that keeps a bounded number of files.
 
-        steps-20261120T200325-9f2c01d7-00001.jsonl    the first file of the run that began then
+        steps-20261120T200325-9f2c01d7-00001.jsonl    the first file of the run that began at 20:03:25
         steps-20261120T200325-9f2c01d7-00002.jsonl
 
-    Engines may share a folder: a file that is being written is never deleted.
+    Several engines may share a folder: a file that is being written is never deleted.
     """
 
     def __init__(self, folder: Path, *, run: str, file_bytes: int, max_files: int) -> None:
         self.folder = folder
         self._run = run
-        self.file_bytes = file_bytes  # after which the log continues in another file
+        self.file_bytes = file_bytes  # size after which the log continues in another file
         self._max_files = max_files
 
     def open_part(self, part: int) -> io.BufferedWriter:
-        """A new file that only its owner may read: it may hold prompts. Deletes the oldest others. Raises OSError."""
+        """Create a file that only its owner may read: it may hold prompts. Delete the oldest files. Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
         file = open(self.folder / f"steps-{self._run}-{part:05d}.jsonl", "xb", opener=_open_private)  # noqa: SIM115
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed, or its process ends
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held until the file is closed or the process ends
         self._prune()
         return file
 
     def _prune(self) -> None:
-        """Delete the oldest files, except those being written, until the limit holds."""
-        files = sorted(self.folder.glob("steps-*.jsonl"))  # by the time at which their runs began
+        """Delete the oldest files, except files that are being written, until at most `max_files` are left."""
+        files = sorted(self.folder.glob("steps-*.jsonl"))  # in order of the time at which the run began
         num_too_many = len(files) - self._max_files
         for path in files:
             if num_too_many <= 0:
                 return
-            with suppress(OSError):  # another process has deleted it, or it is being written
+            with suppress(OSError):  # another process has deleted the file or is writing it
                 _delete_unless_locked(path)
                 num_too_many -= 1
 
