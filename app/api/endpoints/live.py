@@ -48,7 +48,7 @@ class WatchedFleet(Protocol):
 
     @property
     def last_decision(self) -> dict[str, str] | None:
-        """The replica that the last request was sent to, and the reason."""
+        """The reason for the replica of the last request, and the loads of the replicas at that time."""
 
 
 class LiveFeed:
