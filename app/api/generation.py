@@ -427,8 +427,7 @@ def _with_bounded_logprobs(
     raise InvalidRequest(
         f"the answer could have {num_logprobs:,} log-probabilities: {num_requests:,} choices of up to "
         f"{num_tokens:,} tokens and {num_prompt_tokens:,} prompt tokens, each with its likeliest tokens; this "
-        f"server accepts {most:,} in one answer; lower {param}, {body.length_param} or n, or send fewer or shorter "
-        f"prompts",
+        f"server accepts {most:,}; lower {param}, {body.length_param} or n, or send fewer or shorter prompts",
         param=param,
     )
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from app.errors import InvalidRequest
 
-# To parse a text at one of these limits takes some 20 ms on an idle Zen 3, and twice as long beside other work.
+# Parsing a text at one of these limits takes some 20 ms on an idle Zen 3, and twice the time beside other work.
 MAX_STRUCTURE = 60_000  # lists, objects and the fields of objects: enough for 5,000 conversations of three messages
-MAX_STRINGS = 125_000  # strings and names of fields; a string takes the parser three times as long as a number
+MAX_STRINGS = 125_000  # strings and names of fields; the parser needs three times the time of a number for a string
 MAX_VALUES = 1_050_000  # enough for the token ids that /detokenize accepts
 _PIECE_BYTES = 262_144  # scanned in a few milliseconds
 _NO_BACKSLASH = re.compile(rb"[^\\]")
@@ -42,10 +42,7 @@ def check_structure(
 
 
 def _counted(text: bytes | bytearray) -> tuple[int, int, int]:
-    """Return the number of lists, objects and fields in a JSON text, of commas, and of strings.
-
-    Characters inside strings do not count.
-    """
+    """Return a JSON text's number of lists, objects and fields, of commas outside strings, and of strings."""
     num_structure = num_values = num_quotes = start = 0
     is_in_string = False
     while start < len(text):
@@ -63,7 +60,7 @@ def _counted(text: bytes | bytearray) -> tuple[int, int, int]:
     return num_structure, num_values, num_quotes // 2
 
 
-CONTAINER_SIZE = 16  # the size of a list or an object: to check one takes as long as to encode 16 characters
+CONTAINER_SIZE = 16  # the size of a list or an object: checking one takes the time of encoding 16 characters
 _NUMBERS = frozenset((int, float))
 
 

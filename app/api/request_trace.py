@@ -115,7 +115,7 @@ class RequestTrace:
         return step
 
     def accepted(self, index: int, replica_id: str) -> None:
-        """Record that a replica has queued a choice. This ends the earlier attempts, whose replicas were lost."""
+        """Record that a replica has queued a choice. Earlier attempts at the choice end: their replicas were lost."""
         now, number = time.time_ns(), 0
         for before in self._of_choice(index):
             before.ended_ns, number = before.ended_ns or now, number + 1

@@ -63,10 +63,7 @@ class KeyRing:
         self.pools.changed = None
 
     def account_of(self, headers: Headers) -> Account:
-        """Return the account of the first known key in the headers.
-
-        Raises Unauthenticated. The message never contains the key that was sent.
-        """
+        """Return the account of the first known key in the headers. Raises Unauthenticated, never with a sent key."""
         for key in _keys_of(headers):
             # The time of a look-up depends only on the hash of the sent key, so it reveals nothing about other keys.
             account = self._accounts.get(hashlib.sha256(key).digest())
@@ -93,7 +90,7 @@ class KeyRing:
 
 
 class NoAuthentication:
-    """Gives all requests one account, if no keys are needed. It has no name and only the limits of the process."""
+    """Gives all requests one account if no keys are needed. The account has no name and only the process's limits."""
 
     def __init__(self, pools: SharedPools | None = None, *, may_administer: bool = False) -> None:
         """`may_administer`: whether the admin routes are open without a key."""

@@ -54,10 +54,7 @@ def _budget(body: ChatRequest, max_tokens: int) -> int | None:
 
 
 def _reasoning(body: ChatRequest, model: ServedModel, prompt: tuple[int, ...]) -> Reasoning | None:
-    """Return how reasoning is found in the output, and whether the prompt already begins it.
-
-    Some templates begin reasoning at the end of the prompt; a final message that is continued may also begin it.
-    """
+    """Return how reasoning is found in the output. The template or a continued final message may already begin it."""
     marks = model.reasoning_marks
     if marks is None:
         return None

@@ -70,12 +70,12 @@ def prepare_decisions(body: DecisionsRequest, model: ServedModel, context: Reque
 
 
 def _message_begin(text: str) -> str:
-    """Return the part that all questions share. It ends before a colon, where tokenizers also end a token."""
+    """Return the part that all questions share. The part ends with a letter before a colon, where a token also ends."""
     return f"{text}\n\nQuestion"
 
 
 def _message_end(question: AnyQuestion, labels: _Labels) -> str:
-    """Return the rest of the message for one question. It begins with a colon and ends with a full stop."""
+    """Return the rest of the message for one question. The rest begins with a colon and ends with a full stop."""
     answers: Sequence[Option | ScoreLevel]
     if isinstance(question, Predicate):
         answers = [Option(value="Yes"), Option(value="No")] if "A" in labels else []
@@ -210,10 +210,7 @@ class DecisionsWriter(Writer):
 
 
 async def label_logprobs(state: ResponseState) -> list[tuple[float, ...]]:
-    """Wait for all requests of a call, and return the log-probabilities of the labels of each request.
-
-    Raises Unavailable if a replica returned none, and Failure if none of them is finite.
-    """
+    """Wait for a call's requests; return the log-probabilities of each one's labels. Raises Unavailable and Failure."""
     found: dict[int, tuple[float, ...]] = {}
 
     def keep(piece: ChoiceDelta) -> None:

@@ -140,10 +140,10 @@ class EmbeddingsWriter(Writer):
 async def vectors_of(
     state: ResponseState, *, dimensions: int | None = None, are_normalised: bool = True
 ) -> list[Vector]:
-    """Wait for the vectors of all requests of a call. Each is cut to its first `dimensions` numbers, if given.
+    """Wait for the vectors of all requests of a call. Each vector is cut to its first `dimensions` numbers, if given.
 
-    Each vector is scaled to length 1, unless `are_normalised` is false. A cut vector may be all zeros, above all in
-    bfloat16; it is not scaled.
+    The vectors are scaled to length 1, unless `are_normalised` is false. A cut vector may be all zeros, above all in
+    bfloat16; it stays all zeros.
     """
     return await results_of(state, lambda _, numbers: first_numbers(numbers, dimensions, are_normalised=are_normalised))
 

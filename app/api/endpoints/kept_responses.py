@@ -266,7 +266,7 @@ class KeptResponseRoutes(RouteGroup):
     async def _object(self, owner: str, response_id: str, reservation: Reservation, *, waits: bool) -> Response:
         """Return the answer as one object. `waits`: wait until the answer has ended.
 
-        Raises NotFound, LimitReached, and, if `waits`, the error with which a chat or completion has failed.
+        Raises NotFound and LimitReached. If `waits`, also raises the error of a chat or completion that has failed.
         """
         read = StoredObject()
         async with aclosing(self._read(read, owner, response_id, waits=waits)) as reading:

@@ -1,4 +1,4 @@
-"""The routes about the server itself. They use no replica."""
+"""The routes about the server itself. These routes compute nothing on replicas."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ServiceRoutes(RouteGroup):
 
 
 class HealthRoutes(RouteGroup):
-    """The health routes. They need no key."""
+    """The health routes, which need no key."""
 
     def __init__(self, is_ready: Callable[[], Awaitable[bool]]) -> None:
         self._is_ready = is_ready
@@ -79,7 +79,7 @@ class HealthRoutes(RouteGroup):
 
 
 class MetricsRoutes(RouteGroup):
-    """The routes of measurements. The settings decide which key they need."""
+    """The routes of measurements. The settings decide which key these routes need."""
 
     def __init__(self, expose: Expose, fleets: Mapping[str, WatchedFleet]) -> None:
         self._expose = expose
@@ -94,10 +94,7 @@ class MetricsRoutes(RouteGroup):
 
     @Operation("get", "/load", "The number of requests on all replicas", "Load")
     async def load(self, request: Request) -> Response:
-        """Return the number of running and waiting requests for routers, in vLLM's format.
-
-        Requests of other ingresses are counted from the last reports of the replicas.
-        """
+        """Return vLLM's load number: running and waiting requests. Other ingresses' requests are as last reported."""
         replicas = [replica for fleet in self._fleets for replica in fleet.describe()]
         return JSONResponse({"server_load": sum(replica.get("requests", 0) for replica in replicas)})
 
