@@ -63,10 +63,10 @@ class ServedModel:
     generate: Generate
     created: int  # seconds since 1970
     aliases: tuple[str, ...] = ()  # other names that clients may send
-    tool_format: ToolFormat | None = None  # how it writes tool calls; None: unknown
-    reasoning_marks: ReasoningMarks | None = None  # the marks around its reasoning; None: it marks no reasoning
-    pooling: Pooling | None = None  # how its embeddings are made; None: it gives no embeddings
-    adapter: Adapter | None = None  # the adapter that its replicas apply
+    tool_format: ToolFormat | None = None  # the format of the model's tool calls; None: unknown
+    reasoning_marks: ReasoningMarks | None = None  # the marks around reasoning; None: reasoning is not marked
+    pooling: Pooling | None = None  # how embeddings are made; None: the model gives no embeddings
+    adapter: Adapter | None = None  # the adapter that replicas apply
     parent: str = ""  # the model that an adapter adapts; empty for a base model
     deadline_s: float | None = None  # for requests that name no deadline
     prices: PricesConfig = PricesConfig()  # noqa: RUF009 - frozen

@@ -77,10 +77,10 @@ class KeyRing:
         Raises Unauthenticated if the key is gone, and for "", the name of the account when no keys are needed.
         """
         if not name:  # no key could read the results, and no key's limits apply
-            raise Unauthenticated("this was sent without an API key, before this server required one")
+            raise Unauthenticated("this request was sent without an API key, before this server required one")
         account = self._by_name.get(name)
         if account is None:
-            raise Unauthenticated("the API key that sent this is not known here any more")
+            raise Unauthenticated("the API key that sent this request is no longer known here")
         return account
 
     @property

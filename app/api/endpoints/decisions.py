@@ -40,7 +40,7 @@ def prepare_decisions(body: DecisionsRequest, model: ServedModel, context: Reque
     """Check and tokenize the questions. Raises InvalidRequest."""
     check_generates(model)
     if not model.tokenizer.has_chat_template:
-        raise InvalidRequest(f"the model {model.name!r} has no chat template; ask another", param="model")
+        raise InvalidRequest(f"the model {model.name!r} has no chat template; choose another model", param="model")
     frame = _Frame.around(body.input, model)
     labels = _labels_of(body.questions, frame.reply, model)
     ends = [_message_end(each, its) for each, its in zip(body.questions, labels, strict=True)]

@@ -119,7 +119,7 @@ def _filename(given: str) -> str:
     name = given.replace("\\", "/").rpartition("/")[2]
     max_filename_length = 255
     if not 0 < len(name) <= max_filename_length or not name.isprintable() or name in (".", ".."):
-        raise InvalidRequest(f"the filename should be 1 to {max_filename_length} printable characters", param="file")
+        raise InvalidRequest(f"the filename should have 1 to {max_filename_length} printable characters", param="file")
     return name
 
 

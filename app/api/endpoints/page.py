@@ -41,7 +41,7 @@ class PageRoutes(RouteGroup):
         """Return one of the other files of the page."""
         name = request.path_params["name"]
         if name not in self._files:
-            raise NotFound(f"the page has no file {name[:100]!r}; it is at /")
+            raise NotFound(f"the page has no file {name[:100]!r}; the page is at /")
         return self._files[name].response(request)
 
 
