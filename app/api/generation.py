@@ -1,6 +1,6 @@
-"""What endpoints share: prompts become token ids, a body that generates a `PreparedRequest`, everything checked.
+"""The shared steps of all endpoints: check a body, encode its prompts, and build a `PreparedRequest`.
 
-Every mistake in a request is found here, before it uses anything that other requests need. Nothing is started.
+Mistakes in a request are found here, before the request takes resources that other requests need. Nothing is started.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from app.text import Reasoning, Tokenizer
 from app.text.text_pairs import EncodedText
 
 SEED_MASK = 2**63 - 1
-# A text with more characters for each token of the context is counted before it is encoded: it is hardly one that fits.
+# The tokens of a text with more characters per token of the context are counted first: such a text hardly ever fits.
 USUAL_CHARACTERS_PER_TOKEN = 16
-# Bytes of a text of which only the end is wanted, or the number of tokens: it is encoded in a second.
+# Most bytes of a text that may exceed the context, because it is cut or only counted. Encoding takes a second.
 MAX_LONGER_TEXT = 1_000_000
-MAX_CALL_TOKENS = 1_000_000  # of all prompts of a call, or two contexts where that is more; a token takes 36 bytes
+MAX_CALL_TOKENS = 1_000_000  # in all prompts of a call, or two contexts if that is more; a token takes 36 bytes
 
 
 def check_generates(model: ServedModel) -> None:
@@ -46,13 +46,13 @@ def check_generates(model: ServedModel) -> None:
         ranks = "/v1/rerank or /v1/score"
         at = "/v1/classify" if model.facts.labels else ranks if model.facts.scores_pairs else f"/v1/embeddings, {ranks}"
         raise InvalidRequest(
-            f"the model {model.name!r} is an encoder and generates no text; ask another, or ask it at {at}",
+            f"the model {model.name!r} is an encoder and generates no text; choose another model, or use {at}",
             param="model",
         )
 
 
 def check_limits(body: GenerationRequest, model: ServedModel, limits: RequestLimits) -> None:
-    """What needs only the body, the limits and the facts of the model."""
+    """Check everything that depends only on the body, the limits and the model info. Raises InvalidRequest."""
     check_generates(model)
     for param, asked, most in (
         ("n", body.n, limits.max_choices),
@@ -80,7 +80,7 @@ def check_limits(body: GenerationRequest, model: ServedModel, limits: RequestLim
 
 
 def shared_fields(body: GenerationRequest, model: ServedModel, context: RequestContext) -> SharedFields:
-    """As another body with the same fields has them, else checked and made. Raises InvalidRequest."""
+    """Return the fields shared by all prompts of a body, from `context.shared` if possible. Raises InvalidRequest."""
     if model.name in context.shared:
         return context.shared[model.name]
     check_limits(body, model, context.limits)
@@ -94,7 +94,7 @@ def shared_fields(body: GenerationRequest, model: ServedModel, context: RequestC
         choose_best=body.num_samples > body.n,
     )
     grammar = grammar_of(body)
-    if tools is not None and tools.grammar is not None:  # there is nothing but calls that could have another form
+    if tools is not None and tools.grammar is not None:  # it covers the request's own grammar where text is possible
         grammar = tools.grammar
     sampling = {
         "min_tokens": body.min_tokens,
@@ -122,7 +122,7 @@ def shared_fields(body: GenerationRequest, model: ServedModel, context: RequestC
 
 
 def _passed_over(body: ChatRequest, model: ServedModel) -> tuple[str, ...]:
-    """The fields about reasoning that have no effect on a model which marks none, nor on its prompt."""
+    """Return the reasoning fields without effect: the model marks no reasoning and its template ignores the effort."""
     if model.reasoning_marks is not None:
         return ()
     names = [] if body.thinking_token_budget is None else [body.budget_param]
@@ -133,17 +133,17 @@ def _passed_over(body: ChatRequest, model: ServedModel) -> tuple[str, ...]:
 
 
 def tools_of(body: ChatRequest, model: ServedModel) -> ToolUse | None:
-    """The tools that a chat offers to a model; None when it offers none. Raises InvalidRequest."""
+    """Return the tools that a chat offers to a model, or None if it offers no tools. Raises InvalidRequest."""
     return tool_use(body, model.tokenizer, model.tool_format) if body.tools else None
 
 
 def _encode_prediction(text: str, model: ServedModel) -> tuple[int, ...]:
-    """The token ids of what much of an output may be. Raises InvalidRequest for more than the context holds."""
+    """Return the token ids of a predicted output. Raises InvalidRequest if the context cannot hold them."""
     [token_ids] = encode_prompts([text], model, "prediction", add_special_tokens=False)
     if len(token_ids) > model.facts.max_model_len:
         raise ContextTooLong(
             f"prediction has {len(token_ids):,} tokens; this model accepts {model.facts.max_model_len:,} of prompt and "
-            f"output together; leave out what is not to be written",
+            f"output together; shorten the prediction to the expected output",
             param="prediction",
         )
     return token_ids
@@ -158,16 +158,16 @@ def encode_prompts(
     may_be_longer: bool = False,
     cut: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda token_ids: token_ids,
 ) -> list[tuple[int, ...]]:
-    """The token ids of texts, and of prompts that are ids already, each as `cut` leaves it.
+    """Return the token ids of each prompt after `cut`. A prompt is a text or a list of ids.
 
-    Raises InvalidRequest for ids that do not exist, for texts that the context cannot hold (`may_be_longer`: that is no
-    mistake of a text), and for more tokens than one call may have.
+    Raises InvalidRequest for ids that do not exist, for more tokens than one call may have, and, unless `may_be_longer`
+    is true, for texts that the context cannot hold.
     """
     check_texts([each for each in prompts if isinstance(each, str)], model, param, may_be_longer=may_be_longer)
     for prompt in prompts:
         if not isinstance(prompt, str):
             check_token_ids(prompt, model, param)
-    most = max(2 * model.facts.max_model_len, MAX_LONGER_TEXT)  # tokens that are worth an exact answer
+    most = max(2 * model.facts.max_model_len, MAX_LONGER_TEXT)  # up to here the error has the exact number of tokens
     encoded, num_tokens = list[tuple[int, ...]](), 0
     for prompt in prompts:
         token_ids = (
@@ -177,13 +177,13 @@ def encode_prompts(
         )
         encoded.append(cut(token_ids))
         num_tokens += len(encoded[-1])
-        if len(encoded) > 1:  # of one, the context is the limit
+        if len(encoded) > 1:  # the context limits a single prompt
             check_call_tokens(num_tokens, model, f"the first {len(encoded):,} texts of {param}", param)
     return encoded
 
 
 def check_call_tokens(num_tokens: int, model: ServedModel, what: str, param: str) -> None:
-    """Raise InvalidRequest when `what` has more tokens together than are accepted in one call."""
+    """Raise InvalidRequest if `num_tokens` exceeds the limit of one call. `what` names the texts in the message."""
     most = max(MAX_CALL_TOKENS, 2 * model.facts.max_model_len)
     if num_tokens > most:
         raise InvalidRequest(
@@ -193,7 +193,7 @@ def check_call_tokens(num_tokens: int, model: ServedModel, what: str, param: str
 
 
 def check_texts(texts: Sequence[str], model: ServedModel, param: str, *, may_be_longer: bool = False) -> None:
-    """Raise InvalidRequest for texts that the context cannot hold, as far as that is known without their tokens."""
+    """Raise InvalidRequest for texts that clearly exceed the context. Only long texts are encoded for this check."""
     for text in texts:
         _check_text(text, model, param, may_be_longer=may_be_longer)
 
@@ -201,9 +201,9 @@ def check_texts(texts: Sequence[str], model: ServedModel, param: str, *, may_be_
 def encode_chat(
     body: ChatRequest, model: ServedModel, tools: ToolUse | None, *, may_be_longer: bool
 ) -> tuple[int, ...]:
-    """The token ids of a whole chat with its documents in the model's chat template. `tools`: those that it offers.
+    """Return the token ids of a chat with its documents and `tools`, rendered by the model's chat template.
 
-    Raises InvalidRequest as `encode_prompts`.
+    Raises InvalidRequest under the same conditions as `encode_prompts`.
     """
     if body.documents:
         body = body.with_documents_written()
@@ -228,9 +228,9 @@ def encode_chat(
 
 
 def _check_text(text: str, model: ServedModel, param: str, *, may_be_longer: bool) -> None:
-    """Raise InvalidRequest for a text that the context cannot hold, before all of it is encoded.
+    """Raise InvalidRequest for a text that the context cannot hold, before the whole text is encoded.
 
-    A text that may be longer, as only its end is wanted or its tokens are counted, has a limit too.
+    A text that may be longer, because it is cut or only counted, is limited to `MAX_LONGER_TEXT` bytes.
     """
     max_model_len = model.facts.max_model_len
     if len(text) <= max_model_len * USUAL_CHARACTERS_PER_TOKEN:
@@ -247,7 +247,7 @@ def _check_text(text: str, model: ServedModel, param: str, *, may_be_longer: boo
     if num_tokens > 2 * max_model_len:
         raise ContextTooLong(
             f"{param} has a text of {len(text):,} characters, which has more than {max_model_len:,} tokens; this model "
-            f"accepts {max_model_len:,} together with its output; shorten it",
+            f"accepts {max_model_len:,} tokens of prompt and output together; shorten the text",
             param=param,
         )
 
@@ -260,7 +260,7 @@ def prepare_pooling(
     prompts: Iterable[EncodedText],
     pooling: Pooling | None,
 ) -> PreparedRequest:
-    """Prompts that fit, of which each is computed for a vector or a score, and generates nothing."""
+    """Build a request for a vector or a score from each prompt. The prompts must fit; nothing is generated."""
     return prepare_prompts(prefix, body, model, context, prompts, repeat(SamplingParams(max_tokens=0)), pooling)
 
 
@@ -273,7 +273,7 @@ def prepare_prompts(
     samplings: Iterable[SamplingParams],
     pooling: Pooling | None = None,
 ) -> PreparedRequest:
-    """A request for each of the prompts, which fit, without what is in bodies that generate text."""
+    """Build a request from each prompt, without the fields of bodies that generate text. The prompts must fit."""
     response_id, fields = context.response_id(prefix), context.request_fields(body, model)
     requests = [
         Request(
@@ -309,9 +309,9 @@ def prepare_generation(
     reasoning: Reasoning | None = None,
     form: Callable[[int], Grammar | None] | None = None,
 ) -> PreparedRequest:
-    """The requests of a checked body. Raises InvalidRequest for what depends on the lengths of its prompts.
+    """Build the requests of a checked body. Raises InvalidRequest if the lengths of its prompts do not fit.
 
-    `form`: the grammar of an output of at most so many tokens, where it is not that of the shared fields.
+    `form` returns the grammar for an output of at most the given number of tokens. It replaces the shared grammar.
     """
     limits, fields, details = context.limits, context.request_fields(body, model), shared.details
     account, streaming = context.reservation.account, body.stream_options
@@ -330,14 +330,14 @@ def prepare_generation(
         is_open_ended = body.asked_tokens is None and default_max_tokens is None
         lengths = _with_bounded_logprobs(body, details, lengths, num_prompt_tokens, limits, is_open_ended=is_open_ended)
         num_logprobs = _num_logprobs(body, details, lengths, num_prompt_tokens)
-    request_id, requests = context.response_id(prefix), list[Request]()  # engines know each attempt by its own id
+    request_id, requests = context.response_id(prefix), list[Request]()  # each attempt has its own id at engines
     response_id, created = context.kept_as or (request_id, int(time.time()))
     for prompt, max_tokens in zip(prompts, lengths, strict=True):
         seed = secrets.randbits(63) if body.seed is None else body.seed & SEED_MASK
         for sample in range(body.num_samples):
             sampling = SamplingParams(
                 max_tokens=max_tokens,
-                # Sample 0 has the seed itself, so that n=1 and the first of n=4 say the same.
+                # Sample 0 uses the seed itself, so n=1 and the first sample of n=4 have the same output.
                 seed=_sample_seed(seed, sample) if sample else seed,
                 grammar=shared.grammar if form is None else form(max_tokens),
                 prompt_logprobs=None if details is None else _scored_logprobs(details, is_first=sample == 0),
@@ -383,7 +383,7 @@ def _check_allowed_token_ids(body: GenerationRequest, num_requests: int, most: i
     if number * num_requests > most:
         raise InvalidRequest(
             f"allowed_token_ids has {number:,} ids for each of {num_requests:,} requests; this server accepts "
-            f"{most:,} in these together; send fewer ids, or fewer prompts or choices at once",
+            f"{most:,} ids in all requests together; send fewer ids, prompts or choices",
             param="allowed_token_ids",
         )
 
@@ -391,7 +391,7 @@ def _check_allowed_token_ids(body: GenerationRequest, num_requests: int, most: i
 def _num_logprobs(
     body: GenerationRequest, details: TokenDetailOptions, lengths: Sequence[int], num_prompt_tokens: int
 ) -> int:
-    """The most log-probabilities of an answer: of generated, of echoed and of prompt tokens."""
+    """Return the most log-probabilities that an answer can have: for generated, echoed and prompt tokens."""
     num_tokens = 0
     if details.logprobs is not None:
         num_tokens = body.num_samples * (sum(lengths) + (num_prompt_tokens if details.echo else 0))
@@ -408,13 +408,16 @@ def _with_bounded_logprobs(
     *,
     is_open_ended: bool,
 ) -> list[int]:
-    """The lengths with a bounded number of log-probabilities: open-ended outputs are cut, all else refused."""
+    """Return lengths that keep the log-probabilities within their limit.
+
+    Only lengths that the client did not set are lowered. Raises InvalidRequest for all other bodies over the limit.
+    """
     most, num_logprobs = limits.max_answer_logprobs, _num_logprobs(body, details, lengths, num_prompt_tokens)
     if num_logprobs <= most:
         return lengths
     num_requests, num_tokens = len(lengths) * body.num_samples, lengths[0]
     param, num_top = body.asked_logprobs
-    if num_top is not None and is_open_ended:  # of one prompt, so all samples may have the same length
+    if num_top is not None and is_open_ended:  # such a body has one prompt, so all samples can have the same length
         num_per_length = num_requests * (1 + num_top)
         longest = (most - num_logprobs + num_per_length * num_tokens) // num_per_length
         if longest >= max(1, body.min_tokens):
@@ -423,16 +426,16 @@ def _with_bounded_logprobs(
         param = "prompt_logprobs"
     raise InvalidRequest(
         f"the answer could have {num_logprobs:,} log-probabilities: {num_requests:,} choices of up to "
-        f"{num_tokens:,} tokens and {num_prompt_tokens:,} prompt tokens, each with its likeliest; this server "
-        f"accepts {most:,} in one answer; lower {param}, {body.length_param} or n, or send fewer or shorter prompts",
+        f"{num_tokens:,} tokens and {num_prompt_tokens:,} prompt tokens, each with its likeliest tokens; this "
+        f"server accepts {most:,}; lower {param}, {body.length_param} or n, or send fewer or shorter prompts",
         param=param,
     )
 
 
 def _scored_logprobs(details: TokenDetailOptions, *, is_first: bool) -> int | None:
-    """How many likely tokens the engine returns with each one of the prompt; None: no log-probabilities.
+    """Return how many of the likeliest tokens the engine returns per prompt token; None: no log-probabilities.
 
-    vLLM's format has them once for each prompt, so only its first sample asks.
+    vLLM's format has `prompt_logprobs` once for each prompt, so only the first sample of a prompt asks for them.
     """
     echoed = details.logprobs if details.echo else None
     wanted = [num for num in (echoed, details.prompt_logprobs if is_first else None) if num is not None]
@@ -440,15 +443,12 @@ def _scored_logprobs(details: TokenDetailOptions, *, is_first: bool) -> int | No
 
 
 def chat_prompt(body: ChatRequest, model: ServedModel) -> tuple[int, ...]:
-    """The token ids of a chat's prompt, whatever else it asks for, also of one that is too long for the model.
-
-    Raises InvalidRequest.
-    """
+    """Return the token ids of a chat's prompt, even if the prompt is too long for the model. Raises InvalidRequest."""
     return truncated(encode_chat(body, model, tools_of(body, model), may_be_longer=True), body, model)
 
 
 def truncated(prompt: tuple[int, ...], body: GenerationRequest, model: ServedModel) -> tuple[int, ...]:
-    """So much of the prompt as is wanted, without what is cut off at one side."""
+    """Return the prompt, cut at one side to `truncate_prompt_tokens`; -1: to the room that the output leaves."""
     num_kept = body.truncate_prompt_tokens
     if num_kept == -1:
         num_kept = max(1, model.facts.max_model_len - (1 if body.asked_tokens is None else body.asked_tokens))
@@ -460,38 +460,38 @@ def truncated(prompt: tuple[int, ...], body: GenerationRequest, model: ServedMod
 def _max_tokens(
     body: GenerationRequest, num_prompt_tokens: int, max_model_len: int, default: int | None, longest: int | None
 ) -> int:
-    """The output length of one request: what was asked, else the default, else the rest of the context.
+    """Return the longest output of one request: the asked length, else the default, else the rest of the context.
 
-    `longest` is what the key may have.
+    `longest` is the limit of the API key. Raises InvalidRequest if the prompt and the output do not fit.
     """
     param = body.prompt_param
     if num_prompt_tokens == 0:
-        raise InvalidRequest(f"{param} is empty: it has no tokens; give at least one", param=param)
+        raise InvalidRequest(f"{param} is empty: it has no tokens; send at least one token", param=param)
     room = max_model_len - num_prompt_tokens
     asked = body.asked_tokens
     if asked is not None and asked > room:
         raise ContextTooLong(
             f"prompt has {num_prompt_tokens:,} tokens and {body.length_param} is {asked:,}; this model accepts "
-            f"{max_model_len:,} together; shorten the prompt or lower {body.length_param}",
+            f"{max_model_len:,} tokens together; shorten the prompt or lower {body.length_param}",
             param=param if room < 1 else body.length_param,
         )
     if room < 1 and asked != 0:
         raise ContextTooLong(
-            f"prompt has {num_prompt_tokens:,} tokens; this model accepts {max_model_len:,} with at least one "
-            f"of output; shorten the prompt",
+            f"prompt has {num_prompt_tokens:,} tokens; this model accepts {max_model_len:,} tokens, including at least "
+            f"one output token; shorten the prompt",
             param=param,
         )
     max_tokens = min(room, default or room) if asked is None else asked
     if body.min_tokens > max_tokens:
         raise InvalidRequest(
-            f"min_tokens is {body.min_tokens:,} and {body.length_param} is {max_tokens:,}; it cannot be more",
+            f"min_tokens is {body.min_tokens:,} and {body.length_param} is {max_tokens:,}; lower min_tokens",
             param="min_tokens",
         )
     if longest is None or max_tokens <= longest:
         return max_tokens
     if body.min_tokens > longest:
         raise InvalidRequest(
-            f"min_tokens is {body.min_tokens:,}; this API key may have at most {longest:,}", param="min_tokens"
+            f"min_tokens is {body.min_tokens:,}; this API key may ask for at most {longest:,}", param="min_tokens"
         )
     return longest
 
@@ -502,6 +502,6 @@ def _sample_seed(seed: int, sample: int) -> int:
 
 
 def _bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Each word's token ids, at the beginning of a text and behind a space."""
+    """Return the token ids of each word, once at the start of a text and once after a space."""
     encoded = tokenizer.encode_all([text for word in words for text in (word, f" {word.lstrip()}")])
     return tuple(dict.fromkeys(token_ids for token_ids in encoded if token_ids))

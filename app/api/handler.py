@@ -1,6 +1,6 @@
-"""The one use case for every request: a body at an endpoint becomes a response, wherever the body came from.
+"""The request handler: a body for an endpoint becomes a response, from any source of bodies.
 
-HTTP routes, `/v1/batch`, items of batches and rows of bulk runs all come here.
+HTTP routes, `/v1/batch`, batch items and rows of bulk runs all use this handler.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ ParsedT = TypeVar("ParsedT", bound=ModelRequest)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedBody:
-    """The body of many requests without their prompts, checked."""
+    """The checked body of many requests, without their prompts."""
 
     endpoint: Endpoint
     parsed: GenerationRequest
     target: ServedModel | Pipeline
     fields: Mapping[str, SharedFields]  # by the name of each model that may answer
-    size: int  # of what the encoding of each prompt writes into it
-    ignored_header: Mapping[str, str]  # it names fields of the body that have no effect
+    size: int  # `size_of` the shared fields if their tools or documents are written into each prompt, else 0
+    ignored_header: Mapping[str, str]  # names the fields of the body that have no effect
 
 
 def _ignored_by_models(fields: Mapping[str, SharedFields]) -> tuple[str, ...]:
-    """What has no effect on any of the models that may answer."""
+    """Return the names of the fields that have no effect on any of the models that may answer."""
     first, *others = fields.values()
     return tuple(name for name in first.ignored if all(name in each.ignored for each in others))
 
@@ -74,9 +74,9 @@ class RequestHandler:
         limits: RequestLimits = RequestLimits(),  # noqa: B008 - frozen
         tracer: Tracer | None = None,
     ) -> None:
-        """`authenticator` knows the keys; by default there are none. `pipelines` are of these models.
+        """`authenticator` knows the API keys; by default no keys are needed. `pipelines` use these models.
 
-        `tracer` gets a trace of each HTTP request and of each attempt at an item.
+        `tracer` receives a trace of each HTTP request and of each attempt at an item.
         """
         self.names = ModelNames(models, pipelines)
         self.config = config
@@ -85,11 +85,11 @@ class RequestHandler:
         self.metrics = metrics or RequestMetrics(model.name for model in models)
         self.authenticator = authenticator or without_keys(config)
         self.threads = BodyThreads()
-        self.turns = asyncio.Lock()  # of large answers at the event loop, see `JsonAnswer`
+        self.turns = asyncio.Lock()  # large answers take turns on the event loop; see `JsonAnswer`
         self._unknown_fields = UnknownFields()
 
     def context(self, reservation: Reservation, request_id: str, **fields: Any) -> RequestContext:
-        """The context of a request that arrives now."""
+        """Return the context of a request that arrives now."""
         return RequestContext(
             reservation=reservation,
             request_id=request_id,
@@ -100,9 +100,9 @@ class RequestHandler:
         )
 
     async def handle(self, endpoint: Endpoint, body: Mapping[str, Any], context: RequestContext) -> ResponseState:
-        """Check a body, reserve what it may need, and prepare its response.
+        """Check a body, reserve the tokens that it may need, and prepare its response.
 
-        Of a pipeline, all that comes before the first token of the answer has run then.
+        If the target is a pipeline, all steps before the answering step run here.
 
         Raises InvalidRequest, NotFound, NotPermitted and LimitReached.
         """
@@ -147,14 +147,14 @@ class RequestHandler:
     async def parse(
         self, body: Mapping[str, Any], size: int, schema: type[ParsedT], account: Account, *, is_strict: bool = False
     ) -> ParsedT:
-        """The typed body; `size` is its `size_of`. Raises InvalidRequest."""
+        """Return the typed body; `size` is its `size_of`. Raises InvalidRequest."""
         return await self.threads.read(
             account.name, size, lambda: parse(body, schema, self._unknown_fields, is_strict=is_strict)
         )
 
     @contextmanager
     def counting_refusals(self, model_name: str = NO_MODEL) -> Iterator[None]:
-        """Around the checks of a request: an error in them counts as a refusal."""
+        """Count an error that the checks inside this block raise as a refusal."""
         try:
             yield
         except CarouselError as error:
@@ -172,9 +172,9 @@ class RequestHandler:
         reserves: bool = True,
         known: PreparedRequest | None = None,
     ) -> PreparedRequest:
-        """What a body of this size asks of a model, checked; `reserves`: and what it may need reserved.
+        """Prepare a body of this size for a model. `reserves`: also reserve the tokens that the request may need.
 
-        known: what an earlier call with these arguments gave, which reserved nothing.
+        `known` is the result of an earlier call with the same arguments that reserved nothing.
         """
         reservation = context.reservation
         with self.counting_refusals(model.base) if reserves else nullcontext():
@@ -196,9 +196,9 @@ class RequestHandler:
 
     @asynccontextmanager
     async def keep(self, new: NewResponse, read: ReadAnswer) -> AsyncIterator[RecordedAnswer]:
-        """An answer that is stored; `read` gives the responses that it continues.
+        """Prepare an answer that will be stored; `read` reads the responses that the answer continues.
 
-        Raises what `handle` raises, and Overloaded at once where its key has no room.
+        Raises the errors of `handle`; LimitReached is raised at once, without a wait for room.
         """
         with self.authenticator.account_named(new.owner).reserve_kept() as reservation:
             context = self.context(
@@ -213,18 +213,18 @@ class RequestHandler:
             if new.previous is not None:
                 body = await with_history(body, read)
             state = await self.handle(ENDPOINTS[new.path], body, context)
-            assert state.writer is not None, "a client sees it"
+            assert state.writer is not None, "a stored answer is read by a client"
             facts = structs.replace(state.writer.facts(state), ignored=state.ignored)
             yield RecordedAnswer(state, facts, path=new.path)
 
     async def handle_item(
         self, owner: str, path: str, body: Mapping[str, Any], origin: ItemOrigin | None = None
     ) -> Answered:
-        """The response that an HTTP client would have got for this batch item at the endpoint with this path.
+        """Return the response that an HTTP client would get for this batch item at the endpoint with this path.
 
-        An owner with a name is the tenant, whatever the body says of its `user`, and what it uses counts for its key.
+        A named owner is the tenant, regardless of `user` in the body, and the usage counts for the owner's key.
 
-        Raises Overloaded (LimitReached when it is the key's), Unavailable or EngineStopped when the item may be served
+        Raises Overloaded (LimitReached for a limit of the key), Unavailable or EngineStopped if the item may be served
         at another time.
         """
         request_id = uuid.uuid4().hex if origin is None else origin.request_id
@@ -249,7 +249,7 @@ class RequestHandler:
 
     @contextmanager
     def _item_traced(self, path: str, origin: ItemOrigin | None) -> Iterator[RequestTrace | None]:
-        """An item that found no room has no trace: a full service is asked again and again."""
+        """Trace an item, unless no replica accepted the item: a full service gets the same item again and again."""
         if self.tracer is None or origin is None:
             yield None
             return
@@ -267,10 +267,10 @@ class RequestHandler:
     async def outcomes(
         self, common: SharedBody, prompts: Sequence[Json], context: RequestContext
     ) -> AsyncGenerator[ItemOutcome, None]:
-        """What comes of several prompts of one client, computed side by side, each as soon as it is there.
+        """Compute several prompts of one client concurrently, and yield each outcome as soon as the prompt has ended.
 
-        Each prompt is a body with no other fields. The body of the client is not held any more once all are prepared.
-        Closing it ends those that still run.
+        Each prompt is a body with no other fields. The client's body is released once all prompts are prepared. Closing
+        this generator cancels the prompts that still run.
         """
         limits, num_unprepared = context.limits.shared_by(len(prompts)), len(prompts)
         context = replace(context, is_strict=False, limits=limits, shared=common.fields)
@@ -281,7 +281,7 @@ class RequestHandler:
             if not num_unprepared:
                 context.reservation.release_body()
 
-        # Not a TaskGroup, which must not span a `yield`.
+        # A TaskGroup is not possible: it must not span a `yield`.
         tasks = [
             asyncio.create_task(self._outcome(index, common, prompt, context, note_prepared), name=task_name())
             for index, prompt in enumerate(prompts)
@@ -318,7 +318,7 @@ class RequestHandler:
         return ItemOutcome(index, context.request_id, outcome, self.metrics.clock() - began_at)
 
     async def _handle_shared(self, common: SharedBody, prompt: Json, context: RequestContext) -> ResponseState:
-        """As `handle`, for a body of which all but the prompt is checked."""
+        """Do the work of `handle` for a body whose fields are checked, except for its prompt."""
         endpoint, size = common.endpoint, size_of(prompt, MAX_SMALL_SIZE)
         with self.counting_refusals():
             own = await self.parse(prompt, size, endpoint.schema, context.reservation.account)
@@ -328,11 +328,11 @@ class RequestHandler:
     async def check_shared(
         self, context: RequestContext, path: str, body: Mapping[str, Any], *, num_bodies: int
     ) -> SharedBody:
-        """The fields that many items have in common, checked; a prompt in `body` stands for theirs.
+        """Check the fields that many items share. `body` has a placeholder for their prompts.
 
-        `num_bodies` of them are answered together.
+        `num_bodies` bodies are answered together and share the limits of one answer.
 
-        Raises InvalidRequest for what would be wrong with all of them, NotPermitted when the model is not for the key.
+        Raises InvalidRequest for a mistake that all items share, and NotPermitted if the key may not use the model.
         """
         endpoint, size, account = ENDPOINTS[path], size_of(body, MAX_SMALL_SIZE), context.reservation.account
         with self.counting_refusals():
@@ -342,7 +342,7 @@ class RequestHandler:
             account.max_tokens(parsed.asked_tokens, parsed.length_param)
             account.check_priority(parsed.priority)
             context = replace(context, limits=context.limits.shared_by(num_bodies))
-            # A pipeline may leave most documents out.
+            # A pipeline may drop most of the documents, so their lengths are not checked here.
             written = parsed if isinstance(target, ServedModel) else parsed.model_copy(update={"documents": []})
 
             def check(model: ServedModel) -> SharedFields:
@@ -352,7 +352,7 @@ class RequestHandler:
 
             models = (target,) if isinstance(target, ServedModel) else target.answering_models
             fields = {each.name: await self.threads.encode(account.name, size, partial(check, each)) for each in models}
-        # What is left to do with them for each prompt is to write the tools and the documents into it.
+        # The work that remains for each prompt is to write the tools and the documents into the prompt.
         is_written = parsed.documents or (isinstance(parsed, ChatRequest) and parsed.tools)
         return SharedBody(
             endpoint=endpoint,
@@ -366,9 +366,9 @@ class RequestHandler:
     async def prepare_item(
         self, path: str, body: Mapping[str, Any], check: Callable[[QueuedRequest], None]
     ) -> tuple[QueuedRequest, PreparedRequest] | Answered:
-        """What an item asks of engines of its own, where there are no keys, or the response to one that cannot run.
+        """Prepare an item of a bulk run, which has engines of its own and no keys; return a refusal if it cannot run.
 
-        `check` raises InvalidRequest for what those engines cannot do.
+        `check` raises InvalidRequest for fields that those engines do not support.
         """
         request_id = uuid.uuid4().hex
         try:
@@ -387,7 +387,7 @@ class RequestHandler:
 
 @dataclass(frozen=True, slots=True)
 class ItemOutcome:
-    """What came of one prompt of a list."""
+    """The outcome of one prompt of a list."""
 
     index: int
     request_id: str
@@ -396,11 +396,11 @@ class ItemOutcome:
 
     @property
     def refusal(self) -> Exception | None:
-        """Overloaded, Unavailable or EngineStopped, where it could not be served now."""
+        """The error Overloaded, Unavailable or EngineStopped, if the prompt could not be served now."""
         return self.outcome if isinstance(self.outcome, Exception) and may_be_served_later(self.outcome) else None
 
     def answered(self, path: str) -> Answered:
-        """As an HTTP client would have got it at this path."""
+        """Return the outcome as the response that an HTTP client would get at this path."""
         if isinstance(self.outcome, Exception):
             return replace(_refusal(self.outcome, self.request_id, path), latency_s=self.latency_s)
         return Answered(200, self.outcome, latency_s=self.latency_s)

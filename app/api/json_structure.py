@@ -1,6 +1,6 @@
-"""How large JSON is: a text before it is parsed, and a value before it is checked.
+"""Limits the size of JSON: the size of a text before it is parsed, and of a value before it is checked.
 
-Python's parsers make all values of a text in one piece, in which no other thread runs: millions would take a second.
+A JSON parser of Python holds the interpreter lock while it creates the values of a text: millions take a second.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import Any
 
 from app.errors import InvalidRequest
 
-# Each of these takes some 20 ms of a Zen 3 with nothing else on it; beside other work, twice that.
-MAX_STRUCTURE = 60_000  # lists, objects and the fields of objects: 5,000 conversations of three messages
-MAX_STRINGS = 125_000  # names of fields too; the parser takes three times as long for a string as for a number
-MAX_VALUES = 1_050_000  # as many token ids as /detokenize takes
-_PIECE_BYTES = 262_144  # so much is looked at in a few milliseconds
+# Parsing a text at one of these limits takes some 20 ms on an idle Zen 3, and twice the time beside other work.
+MAX_STRUCTURE = 60_000  # lists, objects and the fields of objects: enough for 5,000 conversations of three messages
+MAX_STRINGS = 125_000  # strings and names of fields; the parser needs three times the time of a number for a string
+MAX_VALUES = 1_050_000  # enough for the token ids that /detokenize accepts
+_PIECE_BYTES = 262_144  # scanned in a few milliseconds
 _NO_BACKSLASH = re.compile(rb"[^\\]")
 
 
 def check_structure(
     texts: Iterable[bytes | bytearray], name: str, *, param: str | None = None, max_values: int = MAX_VALUES
 ) -> None:
-    """Raise InvalidRequest when these JSON texts, which `name` names, have more values together than are parsed."""
+    """Raise InvalidRequest if the JSON texts together exceed a limit. `name` names the texts in the message."""
     num_structure = num_values = num_strings = 0
     for text in texts:
         structure, values, strings = _counted(text)
@@ -35,19 +35,19 @@ def check_structure(
     ):
         if num > most:
             raise InvalidRequest(
-                f"{name}: there are {num:,} {what}; at most {most:,} are accepted: send less in one request",
+                f"{name}: there are {num:,} {what}; at most {most:,} are accepted; send fewer in one request",
                 param=param,
                 code="too_many_values",
             )
 
 
 def _counted(text: bytes | bytearray) -> tuple[int, int, int]:
-    """The lists, objects and fields of a JSON text, its commas, its strings. What is in strings does not count."""
+    """Return a JSON text's number of lists, objects and fields, of commas outside strings, and of strings."""
     num_structure = num_values = num_quotes = start = 0
     is_in_string = False
     while start < len(text):
         end = start + _PIECE_BYTES
-        if text[end - 1 : end] == b"\\":  # a piece never ends within an escape
+        if text[end - 1 : end] == b"\\":  # a piece must not end inside an escape
             following = _NO_BACKSLASH.search(text, end)
             end = following.end() if following else len(text)
         parts = text[start:end].replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
@@ -60,16 +60,16 @@ def _counted(text: bytes | bytearray) -> tuple[int, int, int]:
     return num_structure, num_values, num_quotes // 2
 
 
-CONTAINER_SIZE = 16  # what a list or an object counts for: to check one takes as long as to encode so many characters
+CONTAINER_SIZE = 16  # the size of a list or an object: checking one takes the time of encoding 16 characters
 _NUMBERS = frozenset((int, float))
 
 
 def size_of(value: Any, limit: int, *, container_size: int = CONTAINER_SIZE) -> int:
-    """The characters and values in a JSON value, counted until there are more than `limit`."""
+    """Return the number of characters and values in a JSON value. Counting stops once the number exceeds `limit`."""
     size, found = 0, [value]
     while found and size <= limit:
         one = found.pop()
-        kind = type(one)  # a parser makes no subclasses
+        kind = type(one)  # a parser creates no subclasses, so `isinstance` is not needed
         size += 1
         if kind is str:
             size += len(one)
@@ -86,5 +86,5 @@ def size_of(value: Any, limit: int, *, container_size: int = CONTAINER_SIZE) -> 
 
 
 def is_longer(value: Any, max_characters: int) -> bool:
-    """Whether a JSON value has more characters than this without its signs, so that its text has more in any case."""
+    """Return whether a JSON value has more characters than this without punctuation, so its text certainly has more."""
     return size_of(value, max_characters, container_size=0) > max_characters

@@ -1,4 +1,4 @@
-"""What clients may ask for as `model`: models, their aliases and adapters, pipelines."""
+"""The names that clients may send as `model`: models, their aliases and adapters, and pipelines."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from app.json_pieces import Json
 
 
 class ModelNames:
-    """Everything that is served, by its names."""
+    """All models, adapters and pipelines that are served, by name."""
 
     def __init__(self, models: Sequence[ServedModel], pipelines: Iterable[Pipeline] = ()) -> None:
-        """`pipelines` are of these models."""
+        """`pipelines` use these models."""
         self._bases = tuple(models)
-        self.models = by_any_name(models)  # and adapters, see `serve_adapters`
+        self.models = by_any_name(models)  # `serve_adapters` adds adapters
         self.pipelines = {pipeline.name: pipeline for pipeline in pipelines}
 
     def serve_adapters(self, model: str, adapters: Iterable[Adapter]) -> None:
-        """From now on these adapters of a model are served under their names, and no others of it.
+        """Serve these adapters of a model under their names, and stop serving all other adapters of the model.
 
         An adapter that was served before keeps its entry.
         """
@@ -37,9 +37,9 @@ class ModelNames:
         self.models = served
 
     def model(self, name: str | None, account: Account) -> ServedModel:
-        """The model of this name or alias for this account; without a name the only one.
+        """Return the model with this name or alias; without a name, the only model that the account may use.
 
-        Raises InvalidRequest, NotFound, NotPermitted.
+        Raises InvalidRequest if a name is required, NotFound, and NotPermitted if the account may not use the model.
         """
         if name is not None and name in self.models:
             model = self.models[name]
@@ -56,18 +56,18 @@ class ModelNames:
         )
 
     def current(self, model: ServedModel) -> ServedModel:
-        """An adapter, also of a pipeline, as it is served now: it is found by its name. Raises NotFound."""
+        """Return the adapter that is served now under this adapter's name. Raises NotFound if there is none."""
         served = self.models.get(model.name)
         if served is None or served.parent != model.parent:
             raise NotFound(
-                f"the adapter {model.name!r} of {model.parent} is not served now; ask for another model",
+                f"the adapter {model.name!r} of {model.parent} is not served now; choose another model",
                 param="model",
                 code="model_not_found",
             )
         return served
 
     def answering(self, body: QueuedRequest, account: Account) -> ServedModel | Pipeline:
-        """What answers a body. Raises InvalidRequest, NotFound, NotPermitted."""
+        """Return the model or pipeline that answers a body. Raises InvalidRequest, NotFound, NotPermitted."""
         pipeline = self.pipelines.get(body.model or "") if isinstance(body, GenerationRequest) else None
         if pipeline is None:
             return self.model(body.model, account)
@@ -75,12 +75,12 @@ class ModelNames:
         return pipeline
 
     def entries(self, account: Account) -> list[Json]:
-        """All that the account may use, as /v1/models lists it."""
+        """Return the /v1/models entries of all models and pipelines that the account may use."""
         models = [model.entry(name) for name, model in self.models.items() if account.may_use(model.base)]
         return models + [each.entry() for each in self.pipelines.values() if each.is_for(account)]
 
     def entry(self, name: str, account: Account) -> Json:
-        """The entry of one of these. Raises NotFound, NotPermitted."""
+        """Return the /v1/models entry of one model or pipeline. Raises NotFound, NotPermitted."""
         pipeline = self.pipelines.get(name)
         if pipeline is not None and pipeline.is_for(account):
             return pipeline.entry()

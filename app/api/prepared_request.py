@@ -1,4 +1,4 @@
-"""A served model as the API sees it, the limits of a request on it, and a request that is checked and tokenized."""
+"""A served model from the API's view, the limits of a request, and a request that is checked and tokenized."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from app.text.tool_calls import ToolFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """The limits of the HTTP API for one request. A key has its own beside them (the file `api.keys_file`).
+    """The limits of the HTTP API for one request. An API key has further limits (see the file `api.keys_file`).
 
-    They are constants: no deployment needs others.
+    The limits are constants, because no deployment needs other values.
     """
 
     max_body_bytes: int = MAX_REQUEST_BYTES
-    body_timeout_s: float = 60.0  # for the whole body; a slower one is no honest client
-    max_choices: int = 128  # highest `n` and `best_of`, as OpenAI has it
+    body_timeout_s: float = 60.0  # for the whole body; no honest client is slower
+    max_choices: int = 128  # highest `n` and `best_of`; OpenAI's limit
     max_prompts: int = 128  # prompts × n in one call that waits for its response
-    max_inputs: int = 2048  # texts in one embeddings call, as OpenAI has it; `max_prompts` of them computed at once
-    max_logprobs: int = 20  # highest `top_logprobs`, `logprobs` and `prompt_logprobs`, as OpenAI has it
+    max_inputs: int = 2048  # texts in one embeddings call (OpenAI's limit); `max_prompts` texts are computed at once
+    max_logprobs: int = 20  # highest `top_logprobs`, `logprobs` and `prompt_logprobs`; OpenAI's limit
     # Log-probabilities in one answer: choices × tokens × (1 + likeliest). One costs some 80 bytes of JSON and 0.7 µs.
     max_answer_logprobs: int = 1_000_000
-    # Requests × `allowed_token_ids`: each request carries its own to its replica, which reads a thousand in 40 µs.
+    # Requests × `allowed_token_ids`: every request carries its own list to a replica, which reads 1,000 ids in 40 µs.
     max_allowed_token_ids: int = 32 * MAX_ALLOWED_TOKEN_IDS
-    max_stop_strings: int = 32  # entries of `stop`; each is looked for in every piece of text that may begin one
-    max_stop_length: int = 256  # characters of one stop string: so much of the text is held back
-    heartbeat_s: float = 15.0  # silence on a stream after which a comment is sent: proxies close at 30 to 60 s
+    max_stop_strings: int = 32  # entries of `stop`; every new piece of text is searched for each entry
+    max_stop_length: int = 256  # characters of one stop string: the stream holds back that many characters
+    heartbeat_s: float = 15.0  # a comment is sent after this silence: proxies close silent streams after 30 to 60 s
 
     def shared_by(self, num_bodies: int) -> RequestLimits:
-        """The limits of each of several bodies that are answered together."""
+        """Return the limits for each of `num_bodies` bodies that are answered together."""
         if num_bodies < 2:
             return self
         return replace(
@@ -55,7 +55,7 @@ class RequestLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """A model as the API sees it: its name, its tokenizer, its sizes, and the callable that generates."""
+    """A model from the API's view: its name, its tokenizer, its sizes, and the callable that generates."""
 
     name: str
     tokenizer: Tokenizer
@@ -63,30 +63,30 @@ class ServedModel:
     generate: Generate
     created: int  # seconds since 1970
     aliases: tuple[str, ...] = ()  # other names that clients may send
-    tool_format: ToolFormat | None = None  # how it writes tool calls; None: unknown
-    reasoning_marks: ReasoningMarks | None = None  # around its reasoning; None: it marks none
-    pooling: Pooling | None = None  # what its embeddings are; None: it gives none
-    adapter: Adapter | None = None  # with which its replicas compute
-    parent: str = ""  # of an adapter: the model that it adapts
-    deadline_s: float | None = None  # of requests that name none
+    tool_format: ToolFormat | None = None  # the format of the model's tool calls; None: unknown
+    reasoning_marks: ReasoningMarks | None = None  # the marks around reasoning; None: reasoning is not marked
+    pooling: Pooling | None = None  # how embeddings are made; None: the model gives no embeddings
+    adapter: Adapter | None = None  # the adapter that replicas apply
+    parent: str = ""  # the model that an adapter adapts; empty for a base model
+    deadline_s: float | None = None  # for requests that name no deadline
     prices: PricesConfig = PricesConfig()  # noqa: RUF009 - frozen
 
     @cached_property
     def base(self) -> str:
-        """The model that keys are for, replicas belong to and metrics count: of an adapter its parent."""
+        """The base model's name, which keys, replicas and metrics use. The base model of an adapter is its parent."""
         return self.parent or self.name
 
     @property
     def gives_embeddings(self) -> bool:
-        """Whether it makes vectors of texts."""
+        """Whether the model computes embeddings of texts."""
         return self.pooling is not None and self.facts.embedding_size is not None
 
     def adapted(self, adapter: Adapter) -> ServedModel:
-        """The same model with an adapter, under the adapter's name."""
+        """Return this model with an adapter, under the adapter's name."""
         return replace(self, name=adapter.name, aliases=(), adapter=adapter, parent=self.name, created=int(time.time()))
 
     def entry(self, name: str) -> dict[str, Any]:
-        """What /v1/models says of it, under its name or an alias, for OpenAI's clients and for Anthropic's."""
+        """Return the /v1/models entry under the model's name or an alias, for clients of OpenAI and Anthropic."""
         return {
             "id": name,
             "object": "model",
@@ -105,32 +105,32 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDetailOptions:
-    """Which details a request asks for."""
+    """The details of tokens that a request asks for."""
 
-    logprobs: int | None = None  # of generated tokens, and of an echoed prompt's, with so many of the likeliest
+    logprobs: int | None = None  # number of likeliest tokens beside each generated or echoed token; None: no details
     names_are_ids: bool = False  # tokens are named by their ids
-    prompt_logprobs: int | None = None  # in the format of vLLM
+    prompt_logprobs: int | None = None  # the same number for prompt tokens, in vLLM's format
     token_ids: bool = False
     echo: bool = False  # the prompt is part of the text
-    choose_best: bool = False  # of several samples, by how likely they were
+    choose_best: bool = False  # the likeliest of several samples are the answer
 
 
 @dataclass(frozen=True, slots=True)
 class SharedFields:
-    """What all prompts of a body have in common, checked and made once."""
+    """The fields that all prompts of a body share, checked and converted once."""
 
-    sampling: Mapping[str, Any]  # fields of `SamplingParams`: all but what each request has of its own
+    sampling: Mapping[str, Any]  # the fields of `SamplingParams` that do not differ between requests
     grammar: Grammar | None
     details: TokenDetailOptions | None
     tools: ToolUse | None
-    prediction: tuple[int, ...] = ()  # token ids of what much of each output may be
-    ignored: tuple[str, ...] = ()  # names of what has no effect on this model
+    prediction: tuple[int, ...] = ()  # token ids of the output that the client predicts
+    ignored: tuple[str, ...] = ()  # names of the fields that have no effect on this model
 
 
 class AnswerFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Everything that the writers of an answer need beside its deltas. It is stored with an answer that is stored.
+    """The values that the writers of an answer need in addition to its deltas. A stored answer includes them.
 
-    A stored answer may be older than the version that reads it: new fields have defaults.
+    A stored answer may be older than the version that reads the answer, so new fields need defaults.
     """
 
     response_id: str
@@ -142,59 +142,59 @@ class AnswerFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     num_samples: int = 1
     num_choices: int = 1
     detail_options: TokenDetailOptions | None = None
-    prompt_token_ids: tuple[tuple[int, ...], ...] = ()  # of each request, where the answer has them
+    prompt_token_ids: tuple[tuple[int, ...], ...] = ()  # for each request, if the answer shows token ids
     include_usage: bool = False
     continuous_usage: bool = False
     has_prediction: bool = False
-    ignored: tuple[str, ...] = ()  # fields of the body without effect
+    ignored: tuple[str, ...] = ()  # names of the fields of the body that have no effect
     of_body: bytes = b"{}"  # JSON: the fields of a response (`/v1/responses`) that repeat its request
 
 
 class EchoedPrompt(NamedTuple):
-    """The text of a prompt that stands before the generated text."""
+    """The text of a prompt that is written before the generated text."""
 
     text: str = ""
-    num_unseen: int = 0  # of the prompt's first tokens, those that the tokenizer added: the text does not have them
+    num_unseen: int = 0  # tokens that the tokenizer added before the prompt, which `text` does not contain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRequest:
-    """A client's request, checked and tokenized: `num_samples` requests of engines for each prompt, prompt by prompt.
+    """A client's request, checked and tokenized: `num_samples` engine requests for each prompt, prompt by prompt.
 
-    The `num_choices` likeliest of them are the answer. Nothing is started.
+    The answer has the `num_choices` likeliest samples of each prompt. Nothing is started.
     """
 
     response_id: str
     created: int  # seconds since 1970
     model: ServedModel
     requests: tuple[Request, ...]
-    num_prompt_tokens: int  # each prompt counted once, however many samples it gets
-    num_logprobs: int = 0  # the most that its answer can have: of generated, of echoed and of prompt tokens
-    ignored: tuple[str, ...] = ()  # names of what has no effect on this model
+    num_prompt_tokens: int  # each prompt counts once, regardless of its number of samples
+    num_logprobs: int = 0  # the most that the answer can have, for generated, echoed and prompt tokens
+    ignored: tuple[str, ...] = ()  # names of the fields that have no effect on this model
     num_samples: int = 1
     num_choices: int = 1
-    echoes: tuple[EchoedPrompt, ...] = ()  # one for each prompt where prompts are echoed
+    echoes: tuple[EchoedPrompt, ...] = ()  # one for each prompt; empty: prompts are not echoed
     stop: tuple[str, ...] = ()
-    stop_tokens: Mapping[int, str] = field(default_factory=dict)  # the special tokens in `stop`, each with its text
+    stop_tokens: Mapping[int, str] = field(default_factory=dict)  # special tokens in `stop`: id to text
     skip_special_tokens: bool = True
     include_stop: bool = False
     detail_options: TokenDetailOptions | None = None
     include_usage: bool = False
     continuous_usage: bool = False
-    reasoning: Reasoning | None = None  # how reasoning is taken out of the text, where the model marks it
-    tools: ToolUse | None = None  # how calls are taken out of the text, where tools are on offer
-    max_at_once: int | None = None  # so many of the requests run at the same time; None: all
-    first_goes_ahead: bool = False  # the others run once it has ended: they begin as it does, which is cached then
-    wants_timings: bool = False  # in `usage`
+    reasoning: Reasoning | None = None  # how reasoning is split from the text; None: the model marks no reasoning
+    tools: ToolUse | None = None  # how tool calls are split from the text; None: no tools are offered
+    max_at_once: int | None = None  # how many of the requests run at the same time; None: all
+    first_goes_ahead: bool = False  # the first request ends before all others start: then their prefix is cached
+    wants_timings: bool = False  # `usage` has timings
 
     @property
     def is_large(self) -> bool:
-        """Whether to write its answer may take more than a few milliseconds."""
-        # A request may have an embedding of thousands of numbers.
+        """Whether writing the answer may take more than a few milliseconds."""
+        # An embedding of one request may have thousands of numbers.
         return self.num_logprobs > 2000 or len(self.requests) > 4
 
     def facts(self) -> AnswerFacts:
-        """The facts about its answer."""
+        """Return the values that are known about the answer before any token is generated."""
         shows_prompts = self.detail_options is not None and self.detail_options.token_ids
         return AnswerFacts(
             response_id=self.response_id,
@@ -213,17 +213,17 @@ class PreparedRequest:
         )
 
     def echo(self, index: int) -> EchoedPrompt:
-        """What one of the requests echoes; an empty text where prompts are not echoed."""
+        """Return the prompt that the request with this index echoes; its text is empty if prompts are not echoed."""
         return self.echoes[index // self.num_samples] if self.echoes else EchoedPrompt()
 
 
 def by_any_name(models: Iterable[ServedModel]) -> dict[str, ServedModel]:
-    """Each model under its name and under each of its aliases."""
+    """Return all models by their names and by their aliases."""
     return {name: model for model in models for name in (model.name, *model.aliases)}
 
 
 def check_token_ids(token_ids: Collection[int], model: ServedModel, param: str) -> None:
-    """Raise InvalidRequest for an id that the model does not have."""
+    """Raise InvalidRequest for a token id that the model does not have."""
     vocab_size = model.facts.vocab_size
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)

@@ -1,6 +1,6 @@
-"""The context of one request: the account that pays for it, its ids, and what its headers ask for.
+"""The context of one request: the account that pays for the request, the request's ids, and its headers.
 
-It is made before the body is read, so that an engine's request is built once, with all that belongs in it.
+The context is made before the body is read, so an engine's request is built once, with all of its fields.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ TIMINGS_HEADER = "x-carousel-timings"
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestContext:
-    """The account of a request, and what came with its body."""
+    """The account of a request, and the parts of the request beside its body."""
 
     reservation: Reservation
     request_id: str
-    has_own_id: bool = True  # else `request_id` of the body replaces the id
+    has_own_id: bool = True  # False: `request_id` in the body replaces the id
     headers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))  # names in lower case
     is_strict: bool = False  # unknown fields are refused
     limits: RequestLimits = field(default_factory=RequestLimits)
-    shares_prefixes: bool = True  # with requests of other accounts
+    shares_prefixes: bool = True  # cached prefixes are shared with other accounts
     arrived_at: float = 0.0  # by the clock of the metrics
-    trace: RequestTrace | None = None  # where traces are sent
-    may_keep: bool = False  # responses are kept here, and this request may ask for it
-    kept_as: tuple[str, int] | None = None  # of a response that is kept: its id, and when it was created
-    shared: Mapping[str, SharedFields] = field(default_factory=dict)  # by model: what is known of its body already
-    begun: list[PreparedRequest] = field(default_factory=list)  # all that it computes, from its beginning
+    trace: RequestTrace | None = None  # None: no traces are sent
+    may_keep: bool = False  # responses can be stored here, and this request may ask to be stored
+    kept_as: tuple[str, int] | None = None  # the id and creation time of a response that is stored
+    shared: Mapping[str, SharedFields] = field(default_factory=dict)  # fields of the body checked before, by model
+    begun: list[PreparedRequest] = field(default_factory=list)  # all generations that the request has started
 
     def response_id(self, prefix: str) -> str:
-        """An id that begins with that of the request, after a prefix.
+        """Return a new id: the prefix, up to 64 characters of the request's id, and a random suffix.
 
-        So what the client knows finds its entries in the step log and the lines of an engine. A client may send one id
-        many times, and an engine accepts each once; every token of a request carries its id, so it must not be long.
+        The request's id lets a client find its entries in the step log and in an engine's log. The suffix makes the id
+        unique: a client may repeat an id, and an engine accepts each id once. Every token carries it, so it is short.
         """
         return f"{prefix}{self.request_id[:64]}-{secrets.token_hex(4)}"
 
     def request_fields(self, body: QueuedRequest, model: ServedModel) -> dict[str, Any]:
-        """The fields of an engine's request that say for which tenant it is, and where and when it runs.
+        """Return the fields of an engine's request that decide for which tenant, where and when it runs.
 
-        The name of the account is the tenant, whatever the body says of its `user`, and part of the session; where
-        prefixes are not shared, of the cache salt too. A request that names no deadline has the model's; a background
-        request has all the time there is. Raises InvalidRequest for a session that is too long and a priority below the
-        key's own. Whether there is such a group, or one with such a preset, is checked where groups are known.
+        The account's name is the tenant, regardless of `user` in the body, and part of the session. It is part of the
+        cache salt if accounts share no prefixes. The model's deadline applies if the request names none; a background
+        request has no deadline by default. The group and the preset are checked later, where the groups are known.
+        Raises InvalidRequest for a session that is too long and for a priority that the key may not use.
         """
         headers, account = self.headers, self.reservation.account
         if account.key is not None:
@@ -72,7 +72,7 @@ class RequestContext:
                 f"accepted",
                 param=session_header,
             )
-        if name:  # no name has a line end, so no two keys can agree on a salt or a session
+        if name:  # a name has no line break, so two keys never have the same salt or session
             salt = salt if self.shares_prefixes else f"{name}\n{salt}"
             session = session and f"{name}\n{session}"
         is_background = body.service_tier == "flex"
@@ -93,7 +93,7 @@ class RequestContext:
 
 
 def headers_of(scope: Scope) -> Mapping[str, str]:
-    """The headers of a request by their names in lower case; of those that come twice, the first."""
+    """Return the headers of a request by their names in lower case. The first of repeated headers counts."""
     headers: dict[str, str] | None = scope["state"].get("headers")
     if headers is None:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])}
@@ -102,9 +102,9 @@ def headers_of(scope: Scope) -> Mapping[str, str]:
 
 
 def with_deadline(body: dict[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
-    """The body with the deadline of the header, for clients that cannot change bodies.
+    """Return the body with the deadline from the header, for clients that cannot change bodies.
 
-    A deadline in the body goes before that of the header.
+    A deadline in the body takes precedence over the header. Raises InvalidRequest if the header is not a number.
     """
     deadline_header = "x-carousel-deadline-s"
     header = headers.get(deadline_header)
@@ -119,6 +119,6 @@ def with_deadline(body: dict[str, Any], headers: Mapping[str, str]) -> dict[str,
 
 
 def asks_for(headers: Mapping[str, str], name: str) -> bool:
-    """Whether the header of this name is sent and switches something on."""
+    """Return whether the header with this name is sent and has the value 1, true or yes."""
     value = headers.get(name)
     return value is not None and value.strip().lower() in ("1", "true", "yes")

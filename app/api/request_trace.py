@@ -1,6 +1,6 @@
-"""What happened to one request or item, and when, as spans. They are made at its end, of times that are known anyway.
+"""The trace of one request or item: spans that are made at its end from times that are measured anyway.
 
-No OpenTelemetry here: a `Tracer` sends them, see `deployments/serve/tracing.py`. Without one nothing is noted.
+No OpenTelemetry here: a `Tracer` sends the spans, see `deployments/serve/tracing.py`. Nothing is recorded without one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Attributes = Mapping[str, str | int | float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One stretch of a request's time. Nanoseconds of wall time, by the clock of the ingress."""
+    """One part of a request's time. All times are nanoseconds of wall time, by the clock of the ingress."""
 
     name: str
     began_ns: int
@@ -32,16 +32,16 @@ class Tracer(Protocol):
     """Sends the spans of requests to a collector."""
 
     def record(self, trace: RequestTrace) -> None:
-        """The request has been answered, in whatever way. Must not block and must not raise."""
+        """Send the trace of a request that has ended, with or without an error. Must not block and must not raise."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class _Attempt:
-    """One choice at one replica."""
+    """One attempt to generate a choice, on one replica."""
 
-    index: int  # of the choice
-    number: int  # of the attempt; 0 is the first
+    index: int  # the choice
+    number: int  # counts the attempts at this choice from 0
     replica_id: str
     accepted_ns: int
     first_token_ns: int | None = None
@@ -50,7 +50,7 @@ class _Attempt:
 
     @property
     def began_ns(self) -> int:
-        """When the replica got it: the message that says so may wait for the first token."""
+        """When the replica queued the choice. The replica's report may come with the first token, so it may be late."""
         if self.first_token_ns is None or self.times is None:
             return self.accepted_ns
         return self.first_token_ns - _ns(self.times.queue_s + self.times.prefill_s)
@@ -58,7 +58,7 @@ class _Attempt:
 
 @dataclass(slots=True)
 class PipelineStepTimes:
-    """One step of a pipeline. Nanoseconds of wall time."""
+    """The times of one pipeline step, in nanoseconds of wall time."""
 
     name: str
     model: str
@@ -66,19 +66,19 @@ class PipelineStepTimes:
     ended_ns: int | None = None
 
     def end(self) -> None:
-        """The step has its result."""
+        """Record that the step has its result."""
         self.ended_ns = time.time_ns()
 
 
 class RequestTrace:
-    """The times of one HTTP request or item, with those that replicas report. Belongs to one event loop."""
+    """The times of one HTTP request or item, including the times that replicas report. Belongs to one event loop."""
 
     def __init__(
         self, name: str, headers: Mapping[str, str] = MappingProxyType({}), *, trace_id: int | None = None
     ) -> None:
-        """`headers` in lower case; those of W3C's Trace Context say which trace it belongs to.
+        """The W3C Trace Context `headers` (names in lower case) say which trace the request belongs to.
 
-        `trace_id` does where no client said so, as of an item.
+        `trace_id` is the trace of a batch item, which has no headers.
         """
         self.name = name
         self.trace_id = trace_id
@@ -93,7 +93,7 @@ class RequestTrace:
 
     @classmethod
     def of_item(cls, path: str, origin: ItemOrigin) -> RequestTrace:
-        """Of one attempt at an item. Its trace follows from its request id, so all its attempts are in one."""
+        """Return the trace of one attempt at an item. The request id decides the trace, so all attempts share one."""
         digest = hashlib.sha256(origin.request_id.encode()).digest()
         trace = cls(f"item {path}", trace_id=int.from_bytes(digest[:16]))
         trace.attributes |= {"carousel.request_id": origin.request_id, "carousel.batch_id": origin.job_id}
@@ -101,43 +101,43 @@ class RequestTrace:
 
     @property
     def has_replica(self) -> bool:
-        """Whether a replica has queued any of it."""
+        """Whether a replica has queued a choice, or a pipeline step has ended."""
         return bool(self._attempts) or any(step.ended_ns for step in self._steps)
 
     def checked(self) -> None:
-        """The request is checked, and its first call begins."""
+        """Record that the request is checked and its first generation begins."""
         self._checked_ns = self._checked_ns or time.time_ns()
 
     def step(self, name: str, model: str) -> PipelineStepTimes:
-        """A step of a pipeline begins on a model."""
+        """Record that a pipeline step begins on a model."""
         step = PipelineStepTimes(name, model, time.time_ns())
         self._steps.append(step)
         return step
 
     def accepted(self, index: int, replica_id: str) -> None:
-        """A replica has queued one of the choices; not the first replica if another was lost."""
+        """Record that a replica has queued a choice. Earlier attempts at the choice end: their replicas were lost."""
         now, number = time.time_ns(), 0
         for before in self._of_choice(index):
             before.ended_ns, number = before.ended_ns or now, number + 1
         self._attempts.append(_Attempt(index=index, number=number, replica_id=replica_id, accepted_ns=now))
 
     def first_token(self, index: int, times: EngineTimes) -> None:
-        """The first token that this replica gave has come."""
+        """Record the first token of the latest attempt at a choice."""
         for attempt in [*self._of_choice(index)][-1:]:
             attempt.first_token_ns, attempt.times = time.time_ns(), times
 
     def finished(self, index: int) -> None:
-        """One of the choices has come to its end by itself."""
+        """Record that a choice has ended normally."""
         for attempt in [*self._of_choice(index)][-1:]:
             attempt.ended_ns = time.time_ns()
 
     def end(self, error: BaseException | None = None) -> None:
-        """The last byte is sent, or an error ended the request."""
+        """Record that the last byte is sent, or that an error has ended the request."""
         self.ended_ns = time.time_ns()
         self.error = self.error or error
 
     def spans(self) -> Iterator[Span]:
-        """The stretches within the request, after `end`."""
+        """Yield the spans within the request. Call after `end`."""
         checked_ns = self._checked_ns or self.ended_ns
         yield Span(name="check", began_ns=self.began_ns, ended_ns=checked_ns)
         for step in self._steps:

@@ -159,7 +159,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     ],
     "responses": [
         ({"store": True}, "store", "send the whole conversation as input"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "needs a service that keeps files and batches"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "needs a service that stores files and batches"),
         ({"conversation": "conv_1"}, "conversation", "not supported"),
         ({"background": True}, "background", "needs store: true"),
         ({"n": 2}, "n", "not supported"),
@@ -196,7 +196,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"input": [[763]]}, "input", "token id 763"),
         ({"input": [[5]] * 2049}, "input", "2,049 texts; this server accepts 2,048"),
         ({"input": [5] * 201}, "input", "a text of 201 tokens; this model accepts 200"),
-        ({"dimensions": 5}, "dimensions", "dimensions is 5; the embeddings of this model have 4"),
+        ({"dimensions": 5}, "dimensions", "dimensions is 5; this model's embeddings have 4"),
         ({"dimensions": 0}, "dimensions", "greater than or equal to 1"),
         ({"encoding_format": "hex"}, "encoding_format", "got 'hex'"),
     ],

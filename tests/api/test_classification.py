@@ -86,13 +86,13 @@ def test_a_model_without_labels_is_refused_by_its_name(words: Tokenizer, facts: 
     service = Service(words, judge, facts={"vocab_size": VOCAB_SIZE} | facts)
     answer = classify(service)
     assert (answer.status, answer.error["param"]) == (400, "model")
-    assert answer.error["message"] == "the model 'demo' is no classifier: it has no labels; ask another"
+    assert answer.error["message"] == "the model 'demo' is no classifier; choose a model with labels"
     assert not service.generate.requests
 
 
 def test_a_classifier_says_where_it_answers(classifying: Service) -> None:
     message = classifying.call("POST", "/v1/completions", {"prompt": "w10"}).error["message"]
-    assert message.endswith("generates no text; ask another, or ask it at /v1/classify")
+    assert message.endswith("generates no text; choose another model, or use /v1/classify")
     for path, body in (("/v1/embeddings", {"input": "w10"}), ("/v1/rerank", {"query": "w4", "documents": ["w5"]})):
         answer = classifying.call("POST", path, body)
         assert (answer.status, answer.error["param"]) == (400, "model"), path

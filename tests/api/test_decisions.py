@@ -246,7 +246,7 @@ def test_a_question_that_does_not_fit_is_named_with_its_tokens(service: Service)
     param, message = refused(service, questions=[PREDICATE, PREDICATE | {"instructions": "3 " * 300}])
     assert param == "questions[1]"
     assert "tokens and questions[1] " in message
-    assert "this model accepts 199 together" in message
+    assert "this model accepts 199 tokens together" in message
     assert refused(service, input="3 " * 300)[0] == "input"
     assert refused(service, input="3 " * 100_000)[0] == "input"
 

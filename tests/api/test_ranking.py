@@ -113,7 +113,7 @@ def test_the_texts_of_a_score_have_the_names_of_vllm(embedding: Service, names: 
     data = embedding.call("POST", path, {first: "w10", second: ["w20", "w30"]}).json["data"]
     assert [each["score"] for each in data] == pytest.approx([0.5, COSINES[30]], abs=1e-6)
     for body, param, words in (
-        ({first: ["w1", "w2"], second: ["w3"] * 3}, first, f"{first} has 2 texts and {second} 3"),
+        ({first: ["w1", "w2"], second: ["w3"] * 3}, first, f"{first} has 2 texts and {second} has 3"),
         ({first: "w1"}, "text_2", "text_2 is required"),
         ({second: "w1"}, "text_1", "text_1 is required"),
         ({first: "w1", second: "w2", "text_2": "w3"}, second, f"text_2 and {second} are names of the same texts"),
@@ -169,7 +169,7 @@ def test_texts_may_be_compared_pair_by_pair(embedding: Service, crossing: Servic
     assert prompts(crossing) == {0: (1, 20, 2, 10, 2), 1: (1, 10, 2, 30, 2), 2: (1, 40, 2, 40, 2)}
     answer = score(crossing, text_1=["w10", "w20"], text_2=["w30", "w40", "w50"])
     assert (answer.status, answer.error["param"]) == (400, "text_1")
-    assert "text_1 has 2 texts and text_2 3" in answer.error["message"]
+    assert "text_1 has 2 texts and text_2 has 3" in answer.error["message"]
 
 
 def test_long_documents_are_cut_where_that_is_wanted(embedding: Service, crossing: Service) -> None:

@@ -112,10 +112,10 @@ def test_usage_is_for_admins_alone(tokenizer: Tokenizer, owner: LedgerOwner, tmp
 @pytest.mark.parametrize(
     ("query", "param", "message"),
     [
-        ("from=yesterday", "from", "from is 'yesterday'; give a day, as 2026-11-01"),
+        ("from=yesterday", "from", "from is 'yesterday'; send a day such as 2026-11-01"),
         ("to=2026-02-30", "to", "to is '2026-02-30'"),
         ("from=2026-11-02&to=2026-11-01", "from", "from is 2026-11-02 and to is 2026-11-01"),
-        ("group_by=key,tenant", "group_by", "group_by has 'tenant'; give some of key, model, class, day"),
+        ("group_by=key,tenant", "group_by", "group_by has 'tenant'; send one or more of key, model, class, day"),
         ("group_by=", "group_by", "group_by has ''"),
         ("format=xml", "format", "format is 'xml'; must be json or csv"),
     ],

@@ -1,1 +1,1 @@
-"""API keys, their limits, and what a key changes about a call."""
+"""API keys, their limits, and the effects of a key on a call."""

@@ -1,4 +1,4 @@
-"""The account of a request, by its API key. Keys themselves are stored nowhere: only their hashes are looked up."""
+"""Finds the account of a request by its API key. Keys are never stored: only their hashes are looked up."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from app.config import ApiConfig, KeyConfig
 from app.errors import Unauthenticated
 from app.usage.records import LimitChanges, LimitId, Share
 
-Headers = Iterable[tuple[bytes, bytes]]  # names in lower case, as ASGI has them
+Headers = Iterable[tuple[bytes, bytes]]  # ASGI headers, with names in lower case
 
 
 class Authenticator(Protocol):
     """Finds the account of a request."""
 
     def account_of(self, headers: Headers) -> Account:
-        """The account of a request with these headers. Raises Unauthenticated."""
+        """Return the account of a request with these headers. Raises Unauthenticated."""
 
     def account_named(self, name: str) -> Account:
-        """The account of the key of this name, for work that outlives its request. Raises Unauthenticated."""
+        """Return the account of the key with this name, for work that outlives its request. Raises Unauthenticated."""
 
     @property
     def accounts(self) -> Sequence[Account]:
-        """Those of all keys; the one of all requests where no keys are needed."""
+        """The accounts of all keys, or the single account of all requests if no keys are needed."""
 
     @property
     def pools(self) -> SharedPools:
-        """What all accounts share."""
+        """The pools that all accounts share."""
 
 
 class KeyRing:
-    """All keys, each with its account."""
+    """All API keys and their accounts."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class KeyRing:
         self.replace(keys)
 
     def replace(self, keys: Iterable[KeyConfig]) -> None:
-        """Replace all keys by these. A key that was there before keeps its account and what it has used."""
+        """Replace all keys by these. A key that existed before keeps its account and its usage."""
         accounts: dict[bytes, Account] = {}
         for key in keys:
             digest = bytes.fromhex(key.sha256)
@@ -63,63 +63,63 @@ class KeyRing:
         self.pools.changed = None
 
     def account_of(self, headers: Headers) -> Account:
-        """The account of the first key that was sent and is known. Raises Unauthenticated, never with what was sent."""
+        """Return the account of the first known key in the headers. Raises Unauthenticated, never with a sent key."""
         for key in _keys_of(headers):
-            # How long a look-up takes depends on the key's hash alone, which says nothing about any other key.
+            # The time of a look-up depends only on the hash of the sent key, so it reveals nothing about other keys.
             account = self._accounts.get(hashlib.sha256(key).digest())
             if account is not None:
                 return account
-        raise Unauthenticated("this API key is not known here; check it, or ask for another")
+        raise Unauthenticated("this API key is not known here; check the key, or ask the operator for another key")
 
     def account_named(self, name: str) -> Account:
-        """The account of the key of this name.
+        """Return the account of the key with this name.
 
-        Raises Unauthenticated when there is no such key any more, and for "", the name of a time without keys.
+        Raises Unauthenticated if the key is gone, and for "", the name of the account when no keys are needed.
         """
-        if not name:  # no key could read its results, and none has limits for it
-            raise Unauthenticated("this was sent without an API key, before this server required one")
+        if not name:  # no key could read the results, and no key's limits apply
+            raise Unauthenticated("this request was sent without an API key, before this server required one")
         account = self._by_name.get(name)
         if account is None:
-            raise Unauthenticated("the API key that sent this is not known here any more")
+            raise Unauthenticated("the API key that sent this request is no longer known here")
         return account
 
     @property
     def accounts(self) -> Sequence[Account]:
-        """Of all keys that there are, in their order."""
+        """The accounts of all current keys, in the order of the keys."""
         return list(self._accounts.values())
 
 
 class NoAuthentication:
-    """Where no keys are needed: all requests have the same account, without a name, with the process's limits alone."""
+    """Gives all requests one account if no keys are needed. The account has no name and only the process's limits."""
 
     def __init__(self, pools: SharedPools | None = None, *, may_administer: bool = False) -> None:
-        """`may_administer`: whether the admin routes are open too."""
+        """`may_administer`: whether the admin routes are open without a key."""
         self.pools = pools or SharedPools()
         self._account = Account(None, time.monotonic, self.pools, may_administer=may_administer)
 
     @property
     def accounts(self) -> Sequence[Account]:
-        """The one account."""
+        """The single account."""
         return [self._account]
 
     def account_of(self, headers: Headers) -> Account:
-        """The one account."""
+        """Return the single account."""
         return self._account
 
     def account_named(self, name: str) -> Account:
-        """The one account."""
+        """Return the single account."""
         return self._account
 
 
 class AccountLimits:
-    """The limits of all accounts that an authenticator has, for `app.usage`."""
+    """The limits of all accounts of an authenticator. Implements `app.usage.records.Limits`."""
 
     def __init__(self, authenticator: Authenticator) -> None:
         self._authenticator = authenticator
         self.takes_slack = authenticator.pools.first_share > 0
 
     def on_hurry(self, hurry: Callable[[], None]) -> None:
-        """See `app.usage.records.Limits`, as for the others."""
+        """See `app.usage.records.Limits`, which documents all of these methods."""
         self._authenticator.pools.hurry = hurry
 
     def changes(self, keys: Iterable[str] | None) -> LimitChanges:
@@ -149,7 +149,7 @@ class AccountLimits:
                 limit.lose_owner(has_share=has_share)
 
     def _named(self, name: str) -> Account | None:
-        """None: there is no such key any more."""
+        """Return the account of the key with this name, or None if the key is gone."""
         try:
             return self._authenticator.account_named(name)
         except Unauthenticated:
@@ -157,29 +157,29 @@ class AccountLimits:
 
 
 def without_keys(config: ApiConfig, pools: SharedPools | None = None) -> NoAuthentication:
-    """For a service without keys.
+    """Return the authentication of a service without keys.
 
-    On loopback, processes of this machine may use the admin routes. A service that other machines reach without keys
-    (`allow_unauthenticated`) has no admin routes.
+    Such a service on loopback lets the processes of its machine use the admin routes. A service that other machines
+    reach without keys (`allow_unauthenticated`) has no admin routes.
     """
     return NoAuthentication(pools, may_administer=not config.allow_unauthenticated)
 
 
 def _keys_of(headers: Headers) -> list[bytes]:
-    """The keys in `Authorization: Bearer`, and in `x-api-key` as Anthropic's clients send it.
+    """Return the keys in `Authorization: Bearer` and in `x-api-key`, the header of Anthropic's clients.
 
-    Clients and proxies may send both headers. One without a value does not count.
+    Clients and proxies may send both headers. A header without a value is ignored. Raises Unauthenticated.
     """
     given = [(name, value.strip()) for name, value in headers if name in (b"authorization", b"x-api-key")]
     if not any(value for _, value in given):
         raise Unauthenticated("an API key is required; send it in the header `Authorization: Bearer <key>`")
     keys = [value if name == b"x-api-key" else _bearer(value) for name, value in given]
     if not any(keys):
-        raise Unauthenticated("the Authorization header should be `Bearer <key>`")
+        raise Unauthenticated("the Authorization header must have the form `Bearer <key>`")
     return [key for key in keys if key]
 
 
 def _bearer(value: bytes) -> bytes:
-    """The key in an Authorization header; empty: there is none."""
+    """Return the key in an Authorization header, or an empty value if the header has no key."""
     scheme, _, key = value.partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else b""

@@ -1,4 +1,4 @@
-"""GET, POST and DELETE /admin/adapters: the LoRA adapters of every model, and others without a restart."""
+"""GET, POST and DELETE /admin/adapters: list, load and unload the LoRA adapters of models without a restart."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ class AdapterFleet(Protocol):
 
     @property
     def adapters(self) -> Sequence[Adapter]:
-        """That are served, as far as this process knows; after `loaded`, as all of them do."""
+        """The adapters that this process serves. A call of `loaded` updates them from all replicas."""
 
     async def loaded(self) -> Answers[LoadedAdapters]:
-        """Ask all of them."""
+        """Ask all replicas for the adapters that they have loaded."""
         ...
 
     async def load(self, name: str, path: str) -> Adapter:
-        """Have one replica load an adapter, then serve it everywhere. Raises UnsupportedAdapter."""
+        """Have one replica load an adapter, then serve the adapter on all replicas. Raises UnsupportedAdapter."""
         ...
 
     async def unload(self, name: str) -> None:
-        """Serve it no longer. Requests that have it go on."""
+        """Stop serving an adapter. Requests that use the adapter are completed."""
         ...
 
 
@@ -62,16 +62,16 @@ class AdapterToLoad(Schema):
 
 
 class AdapterRoutes(RouteGroup):
-    """The routes, for admins."""
+    """The routes of `/admin/adapters`, for admins."""
 
     def __init__(self, handler: RequestHandler, fleets: Mapping[str, AdapterFleet]) -> None:
-        """`fleets` by the model's name; a model without one has the adapters of the config alone."""
+        """`fleets` are by model name. A model without a fleet has only the adapters of the config."""
         self._handler = handler
         self._fleets = fleets
 
     @Operation("get", "/admin/adapters", "The LoRA adapters, and which replicas have them", "AdapterList")
     async def show(self, request: Request) -> Response:
-        """The adapters of every model, and which replicas have them loaded."""
+        """List the adapters of every model and the replicas that have loaded them."""
         found = {model: await fleet.loaded() for model, fleet in self._fleets.items()}
         entries = [_entry(model, each, of) for model, of in found.items() for each in self._fleets[model].adapters]
         replicas = [
@@ -84,7 +84,7 @@ class AdapterRoutes(RouteGroup):
 
     @Operation("post", "/admin/adapters", "Load an adapter", "Adapter", (*OF_A_BODY, "503"), (AdapterToLoad,))
     async def load(self, request: Request) -> Response:
-        """Load one; an adapter of the same name is replaced. Answers with its entry."""
+        """Load an adapter, which replaces one of the same name, and respond with its entry."""
         body = await read_json_object(request, self._handler.limits, self._handler.threads)
         asked = AdapterToLoad.checked(body)
         model = self._handler.names.model(asked.model, reservation_of(request).account).base
@@ -96,9 +96,9 @@ class AdapterRoutes(RouteGroup):
             raise InvalidRequest(error.message, param="path", code="unsupported_adapter") from error
         return JSONResponse(_entry(model, adapter, await fleet.loaded()))
 
-    @Operation("delete", "/admin/adapters/{name:path}", "Serve an adapter no longer", "Anything", ("404",))
+    @Operation("delete", "/admin/adapters/{name:path}", "Stop serving an adapter", "Anything", ("404",))
     async def unload(self, request: Request) -> Response:
-        """Serve one no longer."""
+        """Stop serving an adapter."""
         name = request.path_params["name"]
         served = self._handler.names.models.get(name)
         if served is None or served.adapter is None:
@@ -107,11 +107,11 @@ class AdapterRoutes(RouteGroup):
         return JSONResponse({"name": name, "model": served.base, "object": "adapter", "deleted": True})
 
     def _check_name(self, name: str, model: str) -> None:
-        """Raise InvalidRequest for a name that something else has."""
+        """Raise InvalidRequest if another model, adapter or pipeline has this name."""
         served = self._handler.names.models.get(name)
         is_other = served is not None and (served.adapter is None or served.base != model)
         if is_other or name in self._handler.names.pipelines:
-            raise InvalidRequest(f"name is {name!r}, under which another model is served; choose another", param="name")
+            raise InvalidRequest(f"name is {name!r}; another model has this name; choose another name", param="name")
 
     def _fleet(self, model: str) -> AdapterFleet:
         if model not in self._fleets:

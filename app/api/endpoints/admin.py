@@ -1,4 +1,4 @@
-"""GET /admin/keys and /admin/fleet: the use of each API key, and the state of replicas. No keys, no prompts."""
+"""GET /admin/keys and /admin/fleet: the usage of each API key, and the state of replicas. No keys, no prompts."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ ReportT = TypeVar("ReportT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessReport:
-    """The report of one process that sends requests: an ingress, or the one that runs batches."""
+    """The report of one process that sends requests to replicas: an ingress, or the process of batches."""
 
     process: str
     usage: Mapping[str, Usage] = field(default_factory=dict)  # by the name of the key
-    used: Mapping[UsedFor, Used] = field(default_factory=dict)  # what the ledger may not have
-    replicas: Mapping[str, Sequence[Json]] = field(default_factory=dict)  # by model, as this process sees them
+    used: Mapping[UsedFor, Used] = field(default_factory=dict)  # usage that the ledger may not have yet
+    replicas: Mapping[str, Sequence[Json]] = field(default_factory=dict)  # the replicas that it sees, by model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers(Generic[ReportT]):
-    """The reports of all processes, or replicas, that answered in time, and how many did not."""
+    """The reports of the processes or replicas that answered in time, and the number of those that did not."""
 
     reports: Sequence[ReportT]
     num_missing: int = 0
@@ -52,9 +52,9 @@ class AdminRoutes(RouteGroup):
         self._collect = collect
         self._wanted_replicas = wanted_replicas
 
-    @Operation("get", "/admin/keys", "What each API key has used", "AdminKeys")
+    @Operation("get", "/admin/keys", "The usage of each API key", "AdminKeys")
     async def keys(self, request: Request) -> Response:
-        """The use of each key, summed over all processes, and its limits, which each process applies by itself."""
+        """List the usage of each key, summed over all processes, and the limits of each key."""
         answers = await self._collect()
         entries = [
             _entry(account, [report.usage.get(account.name, Usage()) for report in answers.reports])
@@ -64,9 +64,9 @@ class AdminRoutes(RouteGroup):
 
     @Operation("get", "/admin/fleet", "The replicas as each process sees them", "AdminFleet")
     async def fleet(self, request: Request) -> Response:
-        """Each process's view of each model's replicas: they differ where a network is cut.
+        """List each process's view of each model's replicas. The views differ if the network is partitioned.
 
-        Of models with autoscaling also how many there should be.
+        The list has the wanted number of replicas for models with autoscaling.
         """
         answers = await self._collect()
         entries = [
@@ -79,12 +79,12 @@ class AdminRoutes(RouteGroup):
 
 
 def usage_of(authenticator: Authenticator) -> dict[str, Usage]:
-    """The use that this process has counted, by the name of the key."""
+    """Return the usage that this process has counted, by the name of the key."""
     return {account.name: account.usage for account in authenticator.accounts}
 
 
 def only_this_process(authenticator: Authenticator) -> Collect:
-    """For an application of one process."""
+    """Return a `Collect` for an application of one process."""
 
     async def collect() -> Answers[ProcessReport]:
         used = authenticator.pools.usage.uncounted()

@@ -1,4 +1,4 @@
-"""The results of a batch in the order of its input, from the batch's files."""
+"""Reads the results of a batch from the batch's files, in the order of its input."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from app.batches import Answered, BatchService
 from app.errors import NotFound
 from app.json_pieces import Json
 
-MAX_SHOWN_BYTES = 16 * 1024 * 1024  # of all files of a batch: more can be had as files
-_BODY_MARK, _BEHIND_BODY = b',"body":', b'},"error":null}'  # around the body in a line of output
+MAX_SHOWN_BYTES = 16 * 1024 * 1024  # of all files of a batch; clients download larger results as files
+_BODY_MARK, _BEHIND_BODY = b',"body":', b'},"error":null}'  # the text around the body in a line of output
 
 
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
 def encoded_json(value: Json) -> bytes:
-    """As answers and lines of files have it."""
+    """Encode a value as responses and lines of files are encoded."""
     return _encode(value).encode()
 
 
 def result(index: int, custom_id: str, answered: Answered | None, error: Json | None = None) -> Json:
-    """One entry: a response, or an error with the status that HTTP would have had, if it came so far."""
+    """Return one entry: a response, or an error. The entry has an HTTP status if the item reached its endpoint."""
     body = None if answered is None else answered.body
     latency_s = None if answered is None else answered.latency_s
     num_tokens = (body or {}).get("usage", {}).get("completion_tokens", 0)
@@ -43,7 +43,7 @@ def result(index: int, custom_id: str, answered: Answered | None, error: Json | 
 
 
 def speed(latency_s: float | None, num_tokens: int) -> Json:
-    """How long it took, and how many tokens came in a second; null where that is not measured."""
+    """Return the latency and the output tokens per second, both null if the latency was not measured."""
     if latency_s is None:
         return {"latency_ms": None, "tokens_per_second": None}
     return {
@@ -53,9 +53,9 @@ def speed(latency_s: float | None, num_tokens: int) -> Json:
 
 
 async def results_of(service: BatchService, owner: str, batch: Json) -> bytes | None:
-    """The results of a batch that has ended, as a JSON array.
+    """Return the results of a batch that has ended, as a JSON array.
 
-    None where its files are gone or too large, or nothing of it ran.
+    Returns None if the batch's files are gone or too large, or if no item of the batch has ended.
     """
     file_ids = [batch["input_file_id"], batch["output_file_id"], batch["error_file_id"]]
     if not any(file_ids[1:]):
@@ -79,11 +79,11 @@ def _merged(sent: bytes, output: bytes, errors: bytes) -> bytes:
 
 
 def _end(line: bytes) -> tuple[str, Callable[[int], bytes]]:
-    """The custom id of a line of output, and what makes the result of it and its place in the input.
+    """Return the custom id of a line of output, and a function that writes its result, given its index in the input.
 
-    The body of a response is taken as it stands: to parse and write megabytes would let no other thread run meanwhile.
+    The body of a response is copied unparsed, because parsing and writing megabytes would block all other threads.
     """
-    before, body_mark, rest = line.partition(_BODY_MARK)  # in a text it would have backslashes
+    before, body_mark, rest = line.partition(_BODY_MARK)  # inside a text, the quotes of the mark have backslashes
     if body_mark and rest.endswith(_BEHIND_BODY):
         parsed = from_json(before + b"}}")
         if parsed["response"]["status_code"] == 200:
@@ -98,11 +98,11 @@ def _end(line: bytes) -> tuple[str, Callable[[int], bytes]]:
 
 
 def _with_body(entry: Json, body: bytes) -> bytes:
-    """The entry as JSON, its response from JSON."""
+    """Return the entry as JSON, with `body`, which is JSON already, as its response."""
     fields = (f'"{name}":'.encode() + (body if name == "response" else _encode(entry[name]).encode()) for name in entry)
     return b"{" + b",".join(fields) + b"}"
 
 
 def _lines(content: bytes) -> list[bytes]:
-    # Lines end with line feeds only, as where they are read to be computed.
+    # Only line feeds end a line, as in the code that reads the input of a batch.
     return [line for line in content.removeprefix(BOM_UTF8).split(b"\n") if line.strip()]

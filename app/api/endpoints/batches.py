@@ -32,7 +32,7 @@ def _text(value: Any) -> Any:
 
 
 class WebhookRequest(Schema):
-    """The receiver of the message about the batch's end. The secret signs it (Standard Webhooks)."""
+    """The receiver of the message about the batch's end. The secret signs the message (Standard Webhooks)."""
 
     url: str = Field(min_length=1, max_length=MAX_URL_LENGTH)
     secret: Annotated[str, BeforeValidator(_text)] = Field(repr=False)
@@ -60,14 +60,14 @@ class BatchRequest(Schema):
 
 
 class BatchRoutes(RouteGroup):
-    """The endpoints, over the service that keeps batches."""
+    """The routes of `/v1/batches`, which call the service that stores batches."""
 
     def __init__(self, service: BatchService) -> None:
         self._service = service
 
-    @Operation("post", "/v1/batches", "Begin a batch over a file", "Batch", OF_GENERATION, (BatchRequest,))
+    @Operation("post", "/v1/batches", "Start a batch over a file", "Batch", OF_GENERATION, (BatchRequest,))
     async def create(self, request: Request) -> Response:
-        """Begin a batch."""
+        """Start a batch over an uploaded file."""
         body = await read_json_object(request, _BODY_LIMITS)
         if asks_for(request.headers, STRICT_HEADER):
             refuse_unknown(body, BatchRequest)
@@ -85,13 +85,13 @@ class BatchRoutes(RouteGroup):
 
     @Operation("get", "/v1/batches", "The batches", "BatchList", OF_A_LIST, query=page_query(MAX_BATCHES_OF_PAGE))
     async def list(self, request: Request) -> Response:
-        """A page of batches, the newest first."""
+        """List a page of batches, the newest first."""
         page = page_of(owner_of(request), request.query_params, max_limit=MAX_BATCHES_OF_PAGE, default_limit=20)
         return JSONResponse(await self._service.batches(page))
 
     @Operation("get", "/v1/batches/{batch_id}", "One batch", "Batch", OF_A_LIST)
     async def retrieve(self, request: Request) -> Response:
-        """One batch's object."""
+        """Return the object of one batch."""
         return JSONResponse(await self._service.batch(owner_of(request), request.path_params["batch_id"]))
 
     @Operation("post", "/v1/batches/{batch_id}/cancel", "Stop a batch", "Batch", OF_A_LIST)

@@ -1,4 +1,4 @@
-"""POST /v1/requests/{id}/cancel: a request that runs ends as if its client had hung up, and its client is told."""
+"""POST /v1/requests/{id}/cancel: a running request ends as if its client had disconnected; its client gets an error."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from app.api.http.operations import Operation, RouteGroup
 from app.api.request_context import RequestContext
 from app.errors import NotFound
 
-# Ends a request by its id, for an account of this name, for None whatever account has sent it; whether it was found.
+# Ends the request with this id if the named account has sent it (None: any account). Returns whether it was found.
 Cancel = Callable[[str, str | None], Awaitable[bool]]
 
 
 class RunningCalls:
-    """The calls that clients of this process wait for."""
+    """The calls of clients that wait for this process."""
 
     def __init__(self, fleets: Mapping[str, WatchedFleet]) -> None:
-        """`fleets` by the model's name."""
+        """`fleets` are by model name."""
         self._fleets = fleets
         self.contexts: set[RequestContext] = set()
 
     async def cancel(self, request_id: str, account: str | None) -> bool:
-        """See `Cancel`; only what this process has.
+        """Cancel a call of this process; see `Cancel`.
 
-        By the id of the request, by that of the response, and by the ids that engines know: the live view has those.
-        All calls are looked through: a cancellation is rare, and a request has nothing to note for it.
+        The id is the id of the request, of the response, or of an engine's request: the live view shows engine ids.
+        Searches all calls: cancellations are rare, and without an index a request does no work for them.
         """
         ended = [
             self._fleets[prepared.model.base].cancel(each.request_id)
@@ -45,19 +45,19 @@ class RunningCalls:
 
 
 class CancelRoutes(RouteGroup):
-    """The route. A request of another account is not found, except by an admin."""
+    """The cancel route. Only admins can cancel requests of another account; other clients get NotFound."""
 
     def __init__(self, cancel: Cancel) -> None:
         self._cancel = cancel
 
-    @Operation("post", "/v1/requests/{request_id}/cancel", "End a request that runs", "Cancelled", ("404",))
+    @Operation("post", "/v1/requests/{request_id}/cancel", "Cancel a running request", "Cancelled", ("404",))
     async def cancel(self, request: Request) -> Response:
         """Cancel one request. Raises NotFound."""
         account, request_id = reservation_of(request).account, request.path_params["request_id"]
         if not await self._cancel(request_id, None if account.may_administer else account.name):
             raise NotFound(
-                f"no request {request_id[:100]!r} of this key runs now: it has ended, waits for a replica, or is in a "
-                f"batch, which is cancelled as a whole",
+                f"no request {request_id[:100]!r} of this key runs now: the request has ended, waits for a replica, or "
+                f"is in a batch; cancel the whole batch instead",
                 code="request_not_found",
             )
         return JSONResponse({"id": request_id, "object": "request", "status": "cancelled"})

@@ -13,7 +13,7 @@ from app.api.schemas.requests import ChatRequest
 from app.engine.request import Grammar, GrammarKind, Thought
 from app.text import Reasoning
 
-# The part of an output that reasoning may have by its effort: OpenRouter's numbers.
+# The share of the output that reasoning may take, by its effort. The numbers are OpenRouter's.
 _EFFORTS: dict[ReasoningEffort, float] = {
     "none": 0, "minimal": 0.1, "low": 0.2, "medium": 0.5, "high": 0.8, "xhigh": 0.95,
 }  # fmt: skip
@@ -38,7 +38,7 @@ def _with_thought(
     prompt: tuple[int, ...],
     max_tokens: int,
 ) -> Grammar | None:
-    """The grammar with room for reasoning before an output that has a form, and with the limit of reasoning."""
+    """Return the grammar with reasoning before the constrained output, and with the limit of reasoning."""
     budget = _budget(body, max_tokens)
     if (grammar is None and budget is None) or _is_over(reasoning, body, model, prompt):
         return grammar
@@ -47,14 +47,14 @@ def _with_thought(
 
 
 def _budget(body: ChatRequest, max_tokens: int) -> int | None:
-    """The most tokens of reasoning. A number that is asked for goes before an effort."""
+    """Return the most tokens of reasoning, or None for no limit. A budget in the body overrides the effort."""
     if body.thinking_token_budget is not None or body.reasoning_effort is None:
         return body.thinking_token_budget
     return int(max_tokens * _EFFORTS[body.reasoning_effort])
 
 
 def _reasoning(body: ChatRequest, model: ServedModel, prompt: tuple[int, ...]) -> Reasoning | None:
-    """How reasoning is found in the output: some templates begin it at the end of the prompt, a last message may."""
+    """Return how reasoning is found in the output. The template or a continued final message may already begin it."""
     marks = model.reasoning_marks
     if marks is None:
         return None
@@ -64,10 +64,10 @@ def _reasoning(body: ChatRequest, model: ServedModel, prompt: tuple[int, ...]) -
 
 
 def _is_over(reasoning: Reasoning, body: ChatRequest, model: ServedModel, prompt: tuple[int, ...]) -> bool:
-    """Whether the prompt ends behind the reasoning: the template writes an empty one, or an answer goes on."""
+    """Return whether reasoning is over: the template ends with empty reasoning, or a final message is continued."""
     return not reasoning.is_open and (body.continue_final_message or _ends_with(prompt, model, reasoning.marks.end))
 
 
 def _ends_with(prompt: tuple[int, ...], model: ServedModel, mark: str) -> bool:
-    max_mark_tokens = 16  # of a mark and the line end behind it
+    max_mark_tokens = 16  # enough for a mark and the line break after it
     return model.tokenizer.decode(prompt[-max_mark_tokens:], skip_special_tokens=False).rstrip().endswith(mark)

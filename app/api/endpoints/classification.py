@@ -1,4 +1,4 @@
-"""POST /v1/classify: each text becomes a request that ends with a score for each label of a classifier."""
+"""POST /v1/classify: each text becomes a request that returns a score for each label of a classifier."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from app.json_pieces import Json, Rows
 def prepare_classification(body: ClassifyRequest, model: ServedModel, context: RequestContext) -> PreparedRequest:
     """Check and tokenize the texts. Raises InvalidRequest."""
     if not model.facts.labels:
-        raise InvalidRequest(f"the model {model.name!r} is no classifier: it has no labels; ask another", param="model")
+        raise InvalidRequest(f"the model {model.name!r} is no classifier; choose a model with labels", param="model")
     check_number_of_texts(body.input, context.limits)
     pooling = Pooling.SCORE if body.is_activated else Pooling.LOGIT
     return prepare_pooling("classify-", body, model, context, encode_texts(body.input, body, model), pooling)
@@ -29,7 +29,7 @@ def prepare_classification(body: ClassifyRequest, model: ServedModel, context: R
 
 @dataclass(frozen=True, slots=True)
 class ClassificationWriter(Writer):
-    """Writes the label and the probabilities of each text, as vLLM does."""
+    """Writes the label and the probabilities of each text, in vLLM's format."""
 
     body: ClassifyRequest
 
@@ -50,15 +50,15 @@ class ClassificationWriter(Writer):
 
 
 def _checked(index: int, scores: Vector, labels: Sequence[str]) -> Vector:
-    """What a classifier gives for a text. Raises Failure."""
+    """Return the scores of a text. Raises Failure if their number is wrong or a score is not finite."""
     if len(scores) != len(labels):
-        raise Failure(f"the model gave text {index} {len(scores):,} scores; it has {len(labels):,} labels")
+        raise Failure(f"the model gave text {index} {len(scores):,} scores, but has {len(labels):,} labels")
     if not np.isfinite(scores).all():
-        raise Failure(f"the model gave text {index} the scores {scores[:10].tolist()}")
+        raise Failure(f"the model gave text {index} scores that are not finite: {scores[:10].tolist()}")
     return scores
 
 
 def class_of(probabilities: Sequence[float], labels: Sequence[str], index: int = 0) -> Json:
-    """The row of a text: its likeliest label, the first of several."""
+    """Return the row of a text with its likeliest label. The first label wins a tie."""
     best = max(range(len(labels)), key=probabilities.__getitem__)
     return {"index": index, "label": labels[best], "probs": list(probabilities), "num_classes": len(labels)}

@@ -13,7 +13,7 @@ from app.errors import InvalidRequest
 
 
 def prepare_completion(body: CompletionRequest, model: ServedModel, context: RequestContext) -> PreparedRequest:
-    """Check and tokenize one prompt or several. Raises InvalidRequest."""
+    """Check and tokenize one or more prompts. Raises InvalidRequest."""
     limits, shared = context.limits, shared_fields(body, model, context)
     if len(body.prompt) > limits.max_prompts:
         raise InvalidRequest(
@@ -24,7 +24,7 @@ def prepare_completion(body: CompletionRequest, model: ServedModel, context: Req
     if num_requests > limits.max_prompts:
         raise InvalidRequest(
             f"{len(body.prompt):,} prompts with {param} of {body.num_samples:,} make {num_requests:,} choices; "
-            f"this server accepts {limits.max_prompts:,} in one call",
+            f"this server accepts {limits.max_prompts:,} in one call; send fewer prompts or lower {param}",
             param=param,
         )
     if body.documents:
@@ -47,7 +47,7 @@ def prepare_completion(body: CompletionRequest, model: ServedModel, context: Req
 def _echoes(
     body: CompletionRequest, model: ServedModel, prompts: Sequence[tuple[int, ...]]
 ) -> tuple[EchoedPrompt, ...]:
-    """What is echoed of each prompt: the text as it was sent; of token ids and of what was cut short, theirs."""
+    """Return the echo of each prompt: the text as sent. The echo of token ids or a cut text is decoded from the ids."""
     is_cut = body.truncate_prompt_tokens is not None
     added, _ = model.tokenizer.added_around if body.add_special_tokens else ((), ())
 

@@ -1,7 +1,7 @@
-"""POST /v1/decisions: questions about one input, answered by the probabilities of labels as a reply's first token.
+"""POST /v1/decisions: answers questions about one input by the probabilities of labels as the first reply token.
 
-A question is one request of one token. Its prompt is a message of the user that begins with the input, in the model's
-chat template, so that all questions share their beginning.
+A question is one request for one token. Its prompt is a user message in the model's chat template. The message begins
+with the input, so all questions share a prefix.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from app.json_pieces import Json, Rows
 from app.text import Tokenizer
 from app.text.text_pairs import EncodedText
 
-PROMPT_VERSION = 1  # of the wording: each change of it changes probabilities
+PROMPT_VERSION = 1  # version of the prompt's wording: each change of the wording changes probabilities
 
-_YES_OR_NO = (("Yes", "No"), ("yes", "no"), ("A", "B"))  # the first pair of which both are one token
-# Where there are more choices than letters, pairs of letters that are one token follow.
+_YES_OR_NO = (("Yes", "No"), ("yes", "no"), ("A", "B"))  # the first pair whose labels are one token each is used
+# Questions with more choices than letters also use pairs of letters that are one token.
 _LETTERS = tuple(ascii_uppercase)
 _PAIRS = tuple(map("".join, product(ascii_uppercase, repeat=2)))
-_Labels = Mapping[str, int]  # the labels of a question, in the order of its answers, and the token of each
+_Labels = Mapping[str, int]  # the token of each label of a question, in the order of its answers
 
 
 def prepare_decisions(body: DecisionsRequest, model: ServedModel, context: RequestContext) -> PreparedRequest:
     """Check and tokenize the questions. Raises InvalidRequest."""
     check_generates(model)
     if not model.tokenizer.has_chat_template:
-        raise InvalidRequest(f"the model {model.name!r} has no chat template; ask another", param="model")
+        raise InvalidRequest(f"the model {model.name!r} has no chat template; choose another model", param="model")
     frame = _Frame.around(body.input, model)
     labels = _labels_of(body.questions, frame.reply, model)
     ends = [_message_end(each, its) for each, its in zip(body.questions, labels, strict=True)]
@@ -70,12 +70,12 @@ def prepare_decisions(body: DecisionsRequest, model: ServedModel, context: Reque
 
 
 def _message_begin(text: str) -> str:
-    """What all questions share. It ends with a letter before a colon, where tokenizers end a token, too."""
+    """Return the part that all questions share. The part ends with a letter before a colon, where a token also ends."""
     return f"{text}\n\nQuestion"
 
 
 def _message_end(question: AnyQuestion, labels: _Labels) -> str:
-    """What follows of the message. It begins with a colon and ends with a full stop."""
+    """Return the rest of the message for one question. The rest begins with a colon and ends with a full stop."""
     answers: Sequence[Option | ScoreLevel]
     if isinstance(question, Predicate):
         answers = [Option(value="Yes"), Option(value="No")] if "A" in labels else []
@@ -101,14 +101,14 @@ def _listed(answers: Sequence[Option | ScoreLevel], labels: Iterable[str]) -> st
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """The text around what each question adds: the beginning with the input, and what leads to the reply."""
+    """The text around each question: `begin` ends with the input, and `reply` leads to the model's reply."""
 
     begin: str
     reply: str
 
     @classmethod
     def around(cls, text: str, model: ServedModel) -> _Frame:
-        """As the chat template has it, without reasoning. Raises InvalidRequest."""
+        """Render the frame with the model's chat template, without reasoning. Raises InvalidRequest."""
         placeholder = ": the question of this request."
         rendered = model.tokenizer.render_chat(
             [{"role": "user", "content": _message_begin(text) + placeholder}],
@@ -117,7 +117,7 @@ class _Frame:
         begin, found, reply = rendered.rpartition(placeholder)
         if not found:
             raise InvalidRequest(
-                f"the chat template of {model.name!r} changes what messages say; ask another model", param="model"
+                f"the chat template of {model.name!r} changes the text of messages; choose another model", param="model"
             )
         marks = model.reasoning_marks
         if marks is not None and marks.are_open(reply):
@@ -125,7 +125,7 @@ class _Frame:
         return cls(begin, reply)
 
     def prompts(self, ends: Sequence[str], model: ServedModel) -> list[tuple[int, ...]]:
-        """The token ids of the prompts whose messages end like this. Raises InvalidRequest for one that is too long."""
+        """Return the token ids of the prompts with these message ends. Raises InvalidRequest if one is too long."""
         ends = [end + self.reply for end in ends]
         [first] = encode_prompts([self.begin + ends[0]], model, "input", add_special_tokens=False)
         of_ends = encode_prompts(ends, model, "questions", add_special_tokens=False)
@@ -133,7 +133,7 @@ class _Frame:
         _check_lengths(num_shared, list(map(len, of_ends)), model)
         if first[num_shared:] == of_ends[0]:
             return [first[:num_shared] + end for end in of_ends]
-        # The tokenizer joins characters on both sides of the border.
+        # A token of this tokenizer spans the border, so the prompts are encoded as a whole.
         return encode_prompts([self.begin + end for end in ends], model, "input", add_special_tokens=False)
 
 
@@ -142,8 +142,8 @@ def _check_lengths(num_shared: int, num_own: Sequence[int], model: ServedModel) 
     for number, num_tokens in enumerate(num_own):
         if num_shared + num_tokens > most:
             raise ContextTooLong(
-                f"input has {num_shared:,} tokens and questions[{number}] {num_tokens:,}; this model accepts {most:,} "
-                f"together; shorten one of them",
+                f"input has {num_shared:,} tokens and questions[{number}] has {num_tokens:,}; this model accepts "
+                f"{most:,} tokens together; shorten the input or the question",
                 param="input" if num_shared >= num_tokens else f"questions[{number}]",
             )
     num_all = num_shared * len(num_own) + sum(num_own)
@@ -151,7 +151,7 @@ def _check_lengths(num_shared: int, num_own: Sequence[int], model: ServedModel) 
 
 
 def _labels_of(questions: Sequence[AnyQuestion], reply: str, model: ServedModel) -> list[_Labels]:
-    """Labels for each question's answers. Raises InvalidRequest where the tokenizer has too few of one token."""
+    """Return labels for each question's answers. Raises InvalidRequest if too few labels are one token each."""
     most = max((len(each.choices) for each in questions if isinstance(each, Choice)), default=0)
     choices = _single_tokens(_LETTERS + (_PAIRS if most > len(_LETTERS) else ()), reply, model.tokenizer)
     levels, *pairs = (_single_tokens(each, reply, model.tokenizer) for each in (tuple(digits), *_YES_OR_NO))
@@ -168,16 +168,16 @@ def _labels_of(questions: Sequence[AnyQuestion], reply: str, model: ServedModel)
             param = f"questions[{number}].{param}"
             raise InvalidRequest(
                 f"{param} asks for {wanted:,} answers; the tokenizer of {model.name!r} has {len(labels):,} labels of "
-                f"one token for them: it splits the others; ask another model, or for fewer answers",
+                f"one token, and splits all other labels; choose another model, or ask for fewer answers",
                 param=param,
             )
         found.append(dict(islice(labels.items(), wanted)))
     return found
 
 
-@lru_cache(maxsize=64)  # a handful for each model: encoding 26 letters takes half a millisecond, with pairs seven
+@lru_cache(maxsize=64)  # a model needs few entries; encoding 26 letters takes 0.5 ms, and 7 ms with the pairs
 def _single_tokens(labels: tuple[str, ...], reply: str, tokenizer: Tokenizer) -> _Labels:
-    """Those of the labels that are one token where the reply begins."""
+    """Return the labels that are one token at the start of the reply, with that token."""
     before, *encoded = tokenizer.encode_all([f".{reply}", *(f".{reply}{label}" for label in labels)])
     return {
         label: token_ids[-1]
@@ -191,14 +191,14 @@ def _single_tokens(labels: tuple[str, ...], reply: str, tokenizer: Tokenizer) ->
 
 @dataclass(frozen=True, slots=True)
 class DecisionsWriter(Writer):
-    """Writes the response to one call. OpenAI's schema of it has no place for other fields."""
+    """Writes the response to one call. The prompt version is a header: OpenAI's schema allows no other fields."""
 
     headers: ClassVar[Mapping[str, str]] = MappingProxyType({"x-carousel-prompt-version": str(PROMPT_VERSION)})
 
     body: DecisionsRequest
 
     async def full_response(self, state: ResponseState) -> Json:
-        """Wait for all answers and write them."""
+        """Wait for all answers and return them as the response."""
         logprobs = await label_logprobs(state)
         state.log_end()
         questions = self.body.questions
@@ -210,7 +210,7 @@ class DecisionsWriter(Writer):
 
 
 async def label_logprobs(state: ResponseState) -> list[tuple[float, ...]]:
-    """Wait for all requests of a call; the log-probabilities of each one's labels. Raises Unavailable and Failure."""
+    """Wait for a call's requests; return the log-probabilities of each one's labels. Raises Unavailable and Failure."""
     found: dict[int, tuple[float, ...]] = {}
 
     def keep(piece: ChoiceDelta) -> None:
@@ -222,16 +222,16 @@ async def label_logprobs(state: ResponseState) -> list[tuple[float, ...]]:
     for index, request in enumerate(requests):
         logprobs = found.get(index, ())
         if len(logprobs) != len(request.sampling.logprob_token_ids):
-            raise Unavailable("a replica of a former version gave no probabilities of labels; try again")
+            raise Unavailable("a replica of an older version returned no probabilities of labels; try again")
         if not math.isfinite(max(logprobs)):
             raise Failure(f"the model gave the answers to question {index} the log-probabilities {logprobs[:10]}")
     return [found[index] for index in range(len(requests))]
 
 
 def answer_to(question: AnyQuestion, logprobs: Sequence[float]) -> Json:
-    """The answer by the log-probabilities of its labels, of which one is finite.
+    """Return the answer from the log-probabilities of its labels. At least one of them must be finite.
 
-    `confidence` is the likeliest label's share times the mass of all labels: its probability in the vocabulary.
+    `confidence` is the probability of the likeliest label among all tokens of the vocabulary.
     """
     likeliest = max(logprobs)
     weights = [math.exp(each - likeliest) for each in logprobs]

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: each text becomes a request that ends with a vector."""
+"""POST /v1/embeddings: each text becomes a request that returns a vector."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def prepare_embeddings(body: EmbeddingsRequest, model: ServedModel, context: Req
     """Check and tokenize the texts. Raises InvalidRequest."""
     size = model.facts.embedding_size
     if model.pooling is None or size is None:
-        raise InvalidRequest(f"the model {model.name!r} gives no embeddings; ask another", param="model")
+        raise InvalidRequest(f"the model {model.name!r} gives no embeddings; choose another model", param="model")
     check_number_of_texts(body.input or (), context.limits)
     if body.dimensions is not None and body.dimensions > size:
         raise InvalidRequest(
-            f"dimensions is {body.dimensions:,}; the embeddings of this model have {size:,}", param="dimensions"
+            f"dimensions is {body.dimensions:,}; this model's embeddings have {size:,}; lower it", param="dimensions"
         )
     prompts = [_encoded_chat(body, model)] if body.input is None else encode_texts(body.input, body, model)
     return prepare_pooling("embd-", body, model, context, prompts, model.pooling)
@@ -48,7 +48,7 @@ def _encoded_chat(body: EmbeddingsRequest, model: ServedModel) -> EncodedText:
 
 
 def check_number_of_texts(texts: Sequence[object], limits: RequestLimits) -> None:
-    """Raise InvalidRequest for an `input` of more texts than are accepted in one call."""
+    """Raise InvalidRequest if `input` has more texts than one call may have."""
     if len(texts) > limits.max_inputs:
         raise InvalidRequest(
             f"input holds {len(texts):,} texts; this server accepts {limits.max_inputs:,} in one call", param="input"
@@ -56,7 +56,7 @@ def check_number_of_texts(texts: Sequence[object], limits: RequestLimits) -> Non
 
 
 def encode_texts(texts: Sequence[str | list[int]], body: TextsRequest, model: ServedModel) -> list[EncodedText]:
-    """The tokens of each text of `input`, which the model can read. Raises InvalidRequest."""
+    """Return the tokens of each text of `input`. Raises InvalidRequest if a text is empty or too long."""
     prompts = encode_prompts(
         texts,
         model,
@@ -71,7 +71,7 @@ def encode_texts(texts: Sequence[str | list[int]], body: TextsRequest, model: Se
 
 
 class _Cut:
-    """Cuts off what is not wanted of a text. The tokens that the tokenizer puts around the text stay."""
+    """Cuts a text to `truncate_prompt_tokens`. The tokens that the tokenizer puts around the text are kept."""
 
     def __init__(self, body: TextsRequest, model: ServedModel, add_special_tokens: bool) -> None:
         most = body.truncate_prompt_tokens
@@ -80,12 +80,12 @@ class _Cut:
         self._around = model.tokenizer.added_around if add_special_tokens else ((), ())
 
     def __call__(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """The token ids that are left, as transformers cuts. Raises InvalidRequest for fewer than stay of any text."""
+        """Return the token ids that remain, cut as transformers does. Raises InvalidRequest if the limit is too low."""
         if self._most is None or len(token_ids) <= self._most:
             return token_ids
         before, after = self._around
         if not (token_ids[: len(before)] == before and token_ids[len(token_ids) - len(after) :] == after):
-            before, after = (), ()  # these were given as ids
+            before, after = (), ()  # the client sent ids, so the tokenizer added no tokens
         text = token_ids[len(before) : len(token_ids) - len(after)]
         room = self._most - len(before) - len(after)
         if room < 0:
@@ -100,11 +100,11 @@ class _Cut:
 
 def _check_length(num_tokens: int, max_model_len: int, param: str) -> None:
     if num_tokens == 0:
-        raise InvalidRequest(f"{param} has a text without tokens; give each at least one", param=param)
+        raise InvalidRequest(f"{param} has a text without tokens; send at least one token per text", param=param)
     if num_tokens > max_model_len:
         raise ContextTooLong(
-            f"{param} has a text of {num_tokens:,} tokens; this model accepts {max_model_len:,}; shorten it, or send "
-            f"truncate_prompt_tokens: -1 to have it cut",
+            f"{param} has a text of {num_tokens:,} tokens; this model accepts {max_model_len:,}; shorten the text, or "
+            f"send truncate_prompt_tokens: -1 to cut it",
             param=param,
         )
 
@@ -116,7 +116,7 @@ class EmbeddingsWriter(Writer):
     body: EmbeddingsRequest
 
     async def full_response(self, state: ResponseState) -> Json:
-        """Wait for all vectors and write them."""
+        """Wait for all vectors and return them as the response."""
         body = self.body
         vectors = await vectors_of(state, dimensions=body.dimensions, are_normalised=body.is_activated)
         state.log_end()
@@ -140,18 +140,18 @@ class EmbeddingsWriter(Writer):
 async def vectors_of(
     state: ResponseState, *, dimensions: int | None = None, are_normalised: bool = True
 ) -> list[Vector]:
-    """Wait for the vectors of all requests of a call, each with its first `dimensions` numbers where that is given.
+    """Wait for the vectors of all requests of a call. Each vector is cut to its first `dimensions` numbers, if given.
 
-    Each has the length 1, unless `are_normalised` is false. Numbers that are all 0 stay so: the first few of a vector
-    may be, in bfloat16 above all.
+    The vectors are scaled to length 1, unless `are_normalised` is false. A cut vector may be all zeros, above all in
+    bfloat16; it stays all zeros.
     """
     return await results_of(state, lambda _, numbers: first_numbers(numbers, dimensions, are_normalised=are_normalised))
 
 
 async def results_of(state: ResponseState, make: Callable[[int, Vector], T]) -> list[T]:
-    """Wait for what the model gives for all requests of a call, and what `make` makes of each with its index.
+    """Wait for the output of all requests of a call; return the result of `make(index, output)` for each.
 
-    That is a vector of any length, or scores of labels. Raises Failure for a request that ends with none.
+    An output is a vector of any length, or the scores of labels. Raises Failure if a request ends without an output.
     """
     results: dict[int, T] = {}
 
@@ -166,9 +166,9 @@ async def results_of(state: ResponseState, make: Callable[[int, Vector], T]) -> 
 
 
 def first_numbers(numbers: Vector, dimensions: int | None, *, are_normalised: bool = True) -> Vector:
-    """The first numbers of a vector, by default made a vector of length 1.
+    """Return the first `dimensions` numbers of a vector, by default scaled to length 1.
 
-    Raises Failure when the whole has no direction.
+    Raises Failure if the length of the whole vector is zero or not finite.
     """
     exact = numbers.astype(np.float64)
     length = math.sqrt(exact @ exact)

@@ -22,27 +22,27 @@ from app.batches import PIECE_BYTES, BatchLimits, BatchService, NewFile, PageOf
 from app.errors import InvalidRequest
 
 MAX_FILE_BYTES = BatchLimits().max_file_bytes
-MAX_LIMIT = 10_000  # as at OpenAI
-MAX_FILES_OF_PAGE = 1000  # a page of more would hold the event loops that it passes
-_FIELDS = frozenset(("purpose", "expires_after[anchor]", "expires_after[seconds]"))  # beside the file
+MAX_LIMIT = 10_000  # OpenAI's limit
+MAX_FILES_OF_PAGE = 1000  # a larger page would block the event loops of the processes that pass it on
+_FIELDS = frozenset(("purpose", "expires_after[anchor]", "expires_after[seconds]"))  # form fields beside the file
 
 
 class ExpiresAfter(Schema):
-    """When a file is deleted."""
+    """The time after which a file is deleted."""
 
     anchor: Literal["created_at"]
     seconds: int = Field(ge=3600, le=2_592_000)
 
 
 class FileRoutes(RouteGroup):
-    """The endpoints, over the service that keeps files."""
+    """The routes of `/v1/files`, which call the service that stores files."""
 
     def __init__(self, service: BatchService) -> None:
         self._service = service
 
     @Operation("post", "/v1/files", "Upload a file", "File", (*OF_A_LIST, "413"))
     async def create(self, request: Request) -> Response:
-        """Keep an uploaded file."""
+        """Store an uploaded file."""
         service = self._service
         async with upload(service, owner_of(request)) as upload_id:
             form = await read_form(
@@ -57,13 +57,13 @@ class FileRoutes(RouteGroup):
         query=page_query(MAX_LIMIT) | {"purpose": {"schema": TEXT}},
     )  # fmt: skip
     async def list(self, request: Request) -> Response:
-        """A page of files, the newest first unless asked otherwise. `has_more` says whether others follow."""
+        """List a page of files, by default the newest first. `has_more` says whether more files follow."""
         page = page_of(owner_of(request), request.query_params, max_limit=MAX_LIMIT, default_limit=MAX_LIMIT)
         return JSONResponse(await self._service.files(replace(page, limit=min(page.limit, MAX_FILES_OF_PAGE))))
 
     @Operation("get", "/v1/files/{file_id}", "One file", "File", OF_A_LIST)
     async def retrieve(self, request: Request) -> Response:
-        """One file's object."""
+        """Return the object of one file."""
         return JSONResponse(await self._service.file(owner_of(request), request.path_params["file_id"]))
 
     @Operation("delete", "/v1/files/{file_id}", "Delete a file", "Anything", OF_A_LIST)
@@ -71,9 +71,9 @@ class FileRoutes(RouteGroup):
         """Delete a file."""
         return JSONResponse(await self._service.delete_file(owner_of(request), request.path_params["file_id"]))
 
-    @Operation("get", "/v1/files/{file_id}/content", "What is in a file", None, OF_A_LIST, media=("application/jsonl",))
+    @Operation("get", "/v1/files/{file_id}/content", "A file's content", None, OF_A_LIST, media=("application/jsonl",))
     async def content(self, request: Request) -> Response:
-        """The content of a file."""
+        """Stream the content of a file."""
         file = await self._service.file(owner_of(request), request.path_params["file_id"])
         num_bytes = file["bytes"]
         headers = {"Content-Length": str(num_bytes), "X-Content-Type-Options": "nosniff"}
@@ -85,23 +85,23 @@ class FileRoutes(RouteGroup):
 
 
 async def content_of(service: BatchService, owner: str, file_id: str, num_bytes: int) -> AsyncIterator[bytes]:
-    """The content of a file of this size, in pieces. Raises NotFound."""
+    """Yield the content of a file of this size in pieces. Raises NotFound."""
     offset = 0
     while offset < num_bytes:
         data = await service.read(owner, file_id, offset, PIECE_BYTES)
-        assert data, "a kept file has the bytes that it is listed with"
+        assert data, "a stored file has the number of bytes that its object reports"
         offset += len(data)
         yield data
 
 
 @asynccontextmanager
 async def upload(service: BatchService, owner: str) -> AsyncIterator[str]:
-    """An upload under its id, which is given up if it is not finished."""
+    """Begin an upload and yield its id. The upload is abandoned if the block raises."""
     upload_id = await service.begin_upload(owner)
     try:
         yield upload_id
     except BaseException:
-        with suppress(Exception):  # the service deletes it some minutes later in any case
+        with suppress(Exception):  # the service deletes an unfinished upload some minutes later anyway
             await service.abandon_upload(upload_id)
         raise
 
@@ -115,11 +115,11 @@ def _new_file(form: Form) -> NewFile:
 
 
 def _filename(given: str) -> str:
-    """The last part of the name that a browser sends. It is only shown: no path is made of it."""
+    """Return the last part of the name that a browser sends. The name is only displayed, never used as a path."""
     name = given.replace("\\", "/").rpartition("/")[2]
     max_filename_length = 255
     if not 0 < len(name) <= max_filename_length or not name.isprintable() or name in (".", ".."):
-        raise InvalidRequest(f"the filename should be 1 to {max_filename_length} printable characters", param="file")
+        raise InvalidRequest(f"the filename should have 1 to {max_filename_length} printable characters", param="file")
     return name
 
 
@@ -133,7 +133,7 @@ def _expires_after_s(fields: dict[str, str]) -> int | None:
 
 
 def page_of(owner: str, query: Mapping[str, str], *, max_limit: int, default_limit: int) -> PageOf:
-    """From `after`, `limit`, `order` and `purpose`. Raises InvalidRequest naming the one at fault."""
+    """Return the page that `after`, `limit`, `order` and `purpose` ask for. Raises InvalidRequest."""
     limit, order = query.get("limit", str(default_limit)), query.get("order", "desc")
     if not (limit.isascii() and limit.isdigit() and len(limit) <= 6 and 1 <= int(limit) <= max_limit):
         raise InvalidRequest(f"limit should be 1 to {max_limit:,}; got {limit[:40]!r}", param="limit")

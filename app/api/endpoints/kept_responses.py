@@ -52,34 +52,34 @@ from app.errors import InvalidRequest, NotFound, Unavailable
 from app.json_pieces import Json
 
 T = TypeVar("T")
-LAST_EVENT_HEADER = "last-event-id"  # of a client that continues behind that event
-# A client that waits for the rest of an answer waits so long for a new process of batches, which is asked so often.
+LAST_EVENT_HEADER = "last-event-id"  # the last event that a resuming client has
+# How long a client that waits for the rest of an answer waits for a new process of batches, and between two attempts.
 _NEXT_PROCESS_S, _ASK_AGAIN_S = 120.0, 0.5
-_OPENING_S = 5.0  # other clients wait so long: a process that has just begun opens the folder
+_OPENING_S = 5.0  # how long all other clients wait: a new process needs time to open the folder
 _MAX_ITEMS_OF_PAGE = 100
-_SMALL_BYTES = 1024  # of records: a few deltas
+_SMALL_BYTES = 1024  # records of this size hold a few deltas
 _OF_EVENTS: Json = {
     "stream": {"schema": {"type": "boolean"}},
     "starting_after": {
         "schema": {"type": "integer", "minimum": 0},
-        "description": "the number of the last event that has come, from 0 on",
+        "description": "the number of the last event that the client has received; the first event is 0",
     },
 }
 _retrieval = partial(Operation, "get", refusals=OF_A_LIST, media=(EVENTS,), query=_OF_EVENTS)
-_CONTEXT_HEADERS = "x-carousel-"  # headers whose names begin so say where and when a request runs
+_CONTEXT_HEADERS = "x-carousel-"  # headers with this prefix say where and when a request runs
 
 
 class KeptResponseRoutes(RouteGroup):
     """Answers bodies that ask to be stored, and requests by the id of a stored answer."""
 
     def __init__(self, service: BatchService, turns: asyncio.Lock, *, heartbeat_s: float) -> None:
-        """`turns` are those of large answers at the event loop, see `JsonAnswer`."""
+        """`turns`: large answers take turns on the event loop, see `JsonAnswer`."""
         self._service = service
         self._turns = turns
         self._heartbeat_s = heartbeat_s
 
     async def continued(self, body: Json, owner: str) -> Json:
-        """The body with the items of the responses that it continues. Raises InvalidRequest."""
+        """Return the body with the items of the responses that it continues. Raises InvalidRequest."""
 
         def read(response_id: str, is_continued: bool) -> AsyncGenerator[AnswerPart, None]:
             return self._parts(owner, response_id, waits=False, is_continued=is_continued)
@@ -89,7 +89,7 @@ class KeptResponseRoutes(RouteGroup):
     async def answer(
         self, path: str, body: Json, context: RequestContext, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Have an answer generated that is stored, and answer with it."""
+        """Have a stored answer generated, and respond with it."""
         seed = {} if body.get("seed") is not None else {"seed": secrets.randbits(63)}
         previous = body.get("previous_response_id") if path == RESPONSES_PATH else None
         new = NewResponse(
@@ -117,7 +117,7 @@ class KeptResponseRoutes(RouteGroup):
         await answer(scope, receive, send)
 
     async def go_on(self, path: str, context: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with the events behind that of the header. Raises NotFound and InvalidRequest."""
+        """Respond with the events after the one in the header. Raises NotFound and InvalidRequest."""
         response_id = context.headers[LAST_EVENT_HEADER].rpartition(":")[0]
         check_id(response_id, path)
         context.reservation.release_body()
@@ -126,9 +126,9 @@ class KeptResponseRoutes(RouteGroup):
             answer = await self._behind(context.reservation.account.name, response_id, number)
         await answer(scope, receive, send)
 
-    @_retrieval("/v1/responses/{response_id}", "A response that is kept, or the rest of its events", "Response")
+    @_retrieval("/v1/responses/{response_id}", "A stored response, or the rest of its events", "Response")
     async def retrieve(self, request: Request) -> Response:
-        """One response, finished or not. Raises NotFound."""
+        """Return one response, finished or not. Raises NotFound."""
         return await self._retrieved(request, RESPONSES_PATH)
 
     async def _retrieved(self, request: Request, path: str) -> Response:
@@ -140,7 +140,7 @@ class KeptResponseRoutes(RouteGroup):
         after = query.get("starting_after")
         if query.get("stream", "false").lower() not in ("true", "1"):
             if after is not None:
-                raise InvalidRequest("starting_after is for events; send stream=true too", param="starting_after")
+                raise InvalidRequest("starting_after needs events; also send stream=true", param="starting_after")
             async with WhileConnected(request.receive):
                 return await self._object(owner, response_id, request.scope["state"]["reservation"], waits=False)
         if after is not None and not _is_number(after):
@@ -152,7 +152,7 @@ class KeptResponseRoutes(RouteGroup):
             return await self._behind(owner, response_id, -1 if after is None else int(after))
 
     async def _behind(self, owner: str, response_id: str, number: int) -> Response:
-        """The events behind one. Raises NotFound, and InvalidRequest where there is no such event."""
+        """Respond with the events after event `number`. Raises NotFound, and InvalidRequest if it does not exist."""
         events, read = StoredEvents(), list[bytes]()
         async with aclosing(self._parts(owner, response_id, waits=False, is_patient=True)) as parts:
             async for part in parts:
@@ -162,7 +162,7 @@ class KeptResponseRoutes(RouteGroup):
                     break
         answer = events.reader.answer
         if answer is not None and not answer.new.is_streamed:
-            raise InvalidRequest("events are for responses that were begun with stream: true; this one was not")
+            raise InvalidRequest("this response has no events: it was not requested with stream: true")
         if number >= max(events.number, 1):
             raise InvalidRequest(
                 f"starting_after is {number}; the last event so far has the number {events.number - 1}",
@@ -179,14 +179,14 @@ class KeptResponseRoutes(RouteGroup):
         query=page_query(_MAX_ITEMS_OF_PAGE),
     )
     async def input_items(self, request: Request) -> Response:
-        """A page of items, the last first. Raises NotFound."""
+        """List a page of items, the last first. Raises NotFound."""
         owner, response_id = owner_of(request), _id_in(request, RESPONSES_PATH)
         page = page_of(owner, request.query_params, max_limit=_MAX_ITEMS_OF_PAGE, default_limit=20)
         items = [item async for item in self._items(page, response_id)]
         return JSONResponse(list_object(items, page))
 
     async def _items(self, page: PageOf, response_id: str) -> AsyncGenerator[Json, None]:
-        """The items of a page, and one more when there are more. Raises NotFound."""
+        """Yield the items of a page, and one more if there are more. Raises NotFound."""
         order = [turn async for turn in self._turn_ids(page.owner, response_id)]
         has_begun, left = page.after is None, page.limit + 1
         for turn_id in reversed(order) if page.is_ascending else order:
@@ -199,10 +199,10 @@ class KeptResponseRoutes(RouteGroup):
             if not left:
                 return
         if not has_begun:
-            raise NotFound(f"there is nothing with the id {str(page.after)[:100]!r} to list after", param="after")
+            raise NotFound(f"after is {str(page.after)[:100]!r}; this list has no item with this id", param="after")
 
     async def _turn_ids(self, owner: str, response_id: str) -> AsyncGenerator[str, None]:
-        """The ids of the conversation's responses, the newest first."""
+        """Yield the ids of the conversation's responses, the newest first."""
         next_id: str | None = response_id
         while next_id is not None:
             turn_id = next_id
@@ -219,23 +219,23 @@ class KeptResponseRoutes(RouteGroup):
         return [{"id": f"item_{number}_{turn_id}", **_shown(item)} for number, item in enumerate(items)]
 
     async def _request(self, owner: str, response_id: str, *, is_continued: bool = False) -> NewResponse:
-        """The request of a stored response. Reads no further than its first part. Raises NotFound."""
+        """Return the request of a stored response. Reads only the first part. Raises NotFound."""
         read = StoredObject()
         async with aclosing(self._read(read, owner, response_id, is_continued=is_continued)) as reading:
             async for _ in reading:
                 break
         return read.answer.new
 
-    @Operation("post", "/v1/responses/{response_id}/cancel", "End a response that is kept", "Response", OF_A_LIST)
+    @Operation("post", "/v1/responses/{response_id}/cancel", "Cancel a stored response", "Response", OF_A_LIST)
     async def cancel(self, request: Request) -> Response:
-        """End one response. Raises NotFound, and InvalidRequest when it has ended otherwise."""
+        """Cancel one response. Raises NotFound, and InvalidRequest if the response has ended otherwise."""
         owner, response_id = owner_of(request), _id_in(request, RESPONSES_PATH)
         await self._service.cancel_response(owner, response_id)
         return await self._object(owner, response_id, request.scope["state"]["reservation"], waits=False)
 
-    @Operation("delete", "/v1/responses/{response_id}", "Forget a response", "DeletedResponse", OF_A_LIST)
+    @Operation("delete", "/v1/responses/{response_id}", "Delete a response", "DeletedResponse", OF_A_LIST)
     async def delete(self, request: Request) -> Response:
-        """Forget one response. Raises NotFound."""
+        """Delete one response. Raises NotFound."""
         return await self._deleted(request, RESPONSES_PATH, "response")
 
     async def _deleted(self, request: Request, path: str, shown_as: str) -> Response:
@@ -243,32 +243,30 @@ class KeptResponseRoutes(RouteGroup):
         await self._service.delete_response(owner_of(request), response_id)
         return JSONResponse({"id": response_id, "object": shown_as, "deleted": True})
 
-    @_retrieval(
-        "/v1/chat/completions/{response_id}", "A chat that is kept, or the rest of its events", "ChatCompletion"
-    )
+    @_retrieval("/v1/chat/completions/{response_id}", "A stored chat, or the rest of its events", "ChatCompletion")
     async def retrieve_chat(self, request: Request) -> Response:
-        """One chat, finished or not. Raises NotFound."""
+        """Return one chat, finished or not. Raises NotFound."""
         return await self._retrieved(request, CHATS_PATH)
 
-    @_retrieval("/v1/completions/{response_id}", "A completion that is kept, or the rest of its events", "Completion")
+    @_retrieval("/v1/completions/{response_id}", "A stored completion, or the rest of its events", "Completion")
     async def retrieve_completion(self, request: Request) -> Response:
-        """One completion, finished or not. Raises NotFound."""
+        """Return one completion, finished or not. Raises NotFound."""
         return await self._retrieved(request, COMPLETIONS_PATH)
 
-    @Operation("delete", "/v1/chat/completions/{response_id}", "Forget a chat", "DeletedChat", OF_A_LIST)
+    @Operation("delete", "/v1/chat/completions/{response_id}", "Delete a chat", "DeletedChat", OF_A_LIST)
     async def delete_chat(self, request: Request) -> Response:
-        """Forget one chat. Raises NotFound."""
+        """Delete one chat. Raises NotFound."""
         return await self._deleted(request, CHATS_PATH, "chat.completion.deleted")
 
-    @Operation("delete", "/v1/completions/{response_id}", "Forget a completion", "DeletedCompletion", OF_A_LIST)
+    @Operation("delete", "/v1/completions/{response_id}", "Delete a completion", "DeletedCompletion", OF_A_LIST)
     async def delete_completion(self, request: Request) -> Response:
-        """Forget one completion. Raises NotFound."""
+        """Delete one completion. Raises NotFound."""
         return await self._deleted(request, COMPLETIONS_PATH, "text_completion.deleted")
 
     async def _object(self, owner: str, response_id: str, reservation: Reservation, *, waits: bool) -> Response:
-        """The answer as one object; `waits`: once it has ended.
+        """Return the answer as one object. `waits`: wait until the answer has ended.
 
-        Raises NotFound, LimitReached, and the reason why a chat has failed.
+        Raises NotFound and LimitReached. If `waits`, also raises the error of a chat or completion that has failed.
         """
         read = StoredObject()
         async with aclosing(self._read(read, owner, response_id, waits=waits)) as reading:
@@ -277,13 +275,13 @@ class KeptResponseRoutes(RouteGroup):
                     reservation.hold_logprobs(read.answer.facts.num_logprobs)
         end = read.answer.end
         if waits and end is not None and end.error is not None and read.answer.new.path != RESPONSES_PATH:
-            raise error_of(end)  # only responses have a status to say so
+            raise error_of(end)  # only the object of a response has a status and an error
         return JsonAnswer(read.as_json(), self._turns, headers=ignored_header(read.answer.facts.ignored))
 
     async def _read(
         self, read: StoredObject, owner: str, response_id: str, *, waits: bool = False, is_continued: bool = False
     ) -> AsyncGenerator[None, None]:
-        """Read an answer part by part. After the first step, `read.answer` is there."""
+        """Read an answer part by part. `read.answer` is set from the first step on."""
         async with aclosing(self._parts(owner, response_id, waits=waits, is_continued=is_continued)) as parts:
             async for part in parts:
                 async for _ in _in_turns(read.add(part)):
@@ -294,7 +292,7 @@ class KeptResponseRoutes(RouteGroup):
     def _events(
         self, events: StoredEvents, read: list[bytes], owner: str, response_id: str, *, after: int
     ) -> EventResponse:
-        """All events after one. `events` has given the pieces in `read` already."""
+        """Respond with all events after number `after`. `read` holds the pieces that `events` has already returned."""
         following = self._follow(events, read, owner, response_id, after)
 
         def headers() -> dict[str, str]:
@@ -313,7 +311,7 @@ class KeptResponseRoutes(RouteGroup):
             return
         async with aclosing(self._parts(owner, response_id, events.reader.num_bytes)) as parts:
             async for part in parts:
-                if part.end is None and len(part.data) <= _SMALL_BYTES:  # as nearly all of them are
+                if part.end is None and len(part.data) <= _SMALL_BYTES:  # nearly all parts are small
                     if written := b"".join(events.of(part, after=after)):
                         yield written
                     continue
@@ -336,7 +334,7 @@ class KeptResponseRoutes(RouteGroup):
         When the process of batches dies, a reader that `waits` or `is_patient` gets the parts from the next process.
         Raises Unavailable when no process answers in time, and sooner for other readers.
         """
-        failed_at: float | None = None  # the first failure since the process of batches was last there
+        failed_at: float | None = None  # when the process of batches failed first since it last answered
         while True:
             asked_at = time.monotonic()
             try:
@@ -354,7 +352,7 @@ class KeptResponseRoutes(RouteGroup):
                     return
             except Unavailable:
                 now = time.monotonic()
-                if failed_at is None or now > asked_at + _NEXT_PROCESS_S:  # a call that lasted so long had its process
+                if failed_at is None or now > asked_at + _NEXT_PROCESS_S:  # the process lived until then
                     failed_at = now
                 if now >= failed_at + (_NEXT_PROCESS_S if waits or is_patient else _OPENING_S):
                     raise
@@ -362,7 +360,7 @@ class KeptResponseRoutes(RouteGroup):
 
 
 async def _in_turns(some: Iterable[T]) -> AsyncIterator[T]:
-    """Yield all of them and let other tasks run in between."""
+    """Yield all elements and let other tasks run in between."""
     at_once = 8  # deltas with log-probabilities take a millisecond each
     for number, each in enumerate(some, 1):
         yield each
@@ -371,14 +369,14 @@ async def _in_turns(some: Iterable[T]) -> AsyncIterator[T]:
 
 
 def _id_in(request: Request, path: str) -> str:
-    """The id in a path below that of an endpoint. Raises NotFound for one of another endpoint."""
+    """Return the id in a path below an endpoint's path. Raises NotFound for an id of another endpoint."""
     response_id: str = request.path_params["response_id"]
     check_id(response_id, path)
     return response_id
 
 
 def _number_of(headers: Mapping[str, str], response_id: str) -> int:
-    """The number of the event that the header names. Raises InvalidRequest."""
+    """Return the number of the event that the header names. Raises InvalidRequest."""
     given = headers[LAST_EVENT_HEADER]
     name, _, number = given.rpartition(":")
     if name != response_id or not _is_number(number):
@@ -395,7 +393,7 @@ def _is_number(text: str) -> bool:
 
 
 def _shown(item: Json) -> Json:
-    """An input item in a list, as OpenAI shows it."""
+    """Return an input item in the form that OpenAI lists."""
     content, kind = item.get("content"), item.get("type", "message")
     if isinstance(content, str):
         part = "output_text" if item.get("role") == "assistant" else "input_text"

@@ -1,4 +1,4 @@
-"""GET /admin/live: what all engines do now, as server-sent events. Ids, tenants and numbers; no prompts, no outputs."""
+"""GET /admin/live: the work of all engines as server-sent events. Ids, tenants and numbers; no prompts, no outputs."""
 
 from __future__ import annotations
 
@@ -18,61 +18,62 @@ from app.api.http.sse import EventResponse
 from app.engine.snapshot import EngineSnapshot, QueueEntry, SlotUse, StepSums, TuningView
 from app.errors import InvalidRequest, Overloaded
 
-PERIOD_S = 0.2  # as often as replicas send views
+PERIOD_S = 0.2  # the period at which replicas send views
 MAX_VIEWERS = 20  # of one process
-# A viewer that reads late gets these and misses what was before: memory does not grow with its delay. They go back
-# for longer than replicas take between two full views.
+# Events that are stored for late viewers. A later viewer misses older events, so memory does not grow with the delay.
+# The stored events span more time than a replica takes between two full views.
 _NUM_KEPT = 15
-# A stream ends after this, and the viewer asks for the next: an ingress that stops waits for its streams.
+# A stream ends after this time and the viewer asks for the next, because an ingress that stops waits for its streams.
 STREAM_S = 10.0
-# A viewer that has not taken what was sent to it so long after that makes room for another.
+# A viewer that has not read its stream this long after its end is disconnected and makes room for another viewer.
 _SLOWNESS_S = 10.0
-# Views go on for so long without a viewer: one that comes back at once has missed nothing.
+# Replicas send views for this long after the last viewer left, so a viewer that returns at once misses nothing.
 _LINGER_S = 2.0
 
 
 class WatchedFleet(Protocol):
-    """What the live view needs of `app.fleet.Fleet`."""
+    """The part of `app.fleet.Fleet` that the live view needs."""
 
     def watch(self, on_view: Callable[[str, EngineSnapshot], None] | None) -> None:
-        """Have `on_view(replica_id, view)` called for each view of a replica, some each second. None: no more."""
+        """Call `on_view(replica_id, view)` for each view of a replica, several times a second. None stops the calls."""
         ...
 
     def describe(self) -> list[dict[str, Any]]:
-        """All replicas."""
+        """Return a description of each replica."""
         ...
 
     def cancel(self, request_id: str) -> bool:
-        """End a request of this process; False: it is not there."""
+        """End a request of this process. Returns False if no replica has the request."""
         ...
 
     @property
     def last_decision(self) -> dict[str, str] | None:
-        """Why the last request went where it did."""
+        """The reason for the replica of the last request, and the loads of the replicas at that time."""
 
 
 class LiveFeed:
-    """One event every `PERIOD_S` for all viewers of a process. Without viewers nothing is sent and nothing computed."""
+    """One event every `PERIOD_S` for all viewers of a process. Without viewers, no events are made or sent."""
 
     def __init__(self, fleets: Mapping[str, WatchedFleet], clock: Callable[[], float] = time.time) -> None:
-        """`fleets` by the model's name; `clock` gives seconds of wall time."""
+        """`fleets` are by model name; `clock` returns seconds of wall time."""
         self._fleets = fleets
         self._clock = clock
         self._num_viewers = 0
         self._views: dict[str, list[tuple[str, int, EngineSnapshot]]] = {}  # since the last event, by model
         self._recent: deque[tuple[int, bytes]] = deque(maxlen=_NUM_KEPT)  # events with their times
-        self._ticked = asyncio.Event()  # set for a moment when there is another
-        self._timer: asyncio.TimerHandle | None = None  # while there are viewers, and a while longer
-        self._watched_at = 0.0  # when there was a viewer last, by the event loop's clock
+        self._ticked = asyncio.Event()  # set for a moment for each new event
+        self._timer: asyncio.TimerHandle | None = None  # set until `_LINGER_S` after the last viewer left
+        self._watched_at = 0.0  # the last time with a viewer, by the event loop's clock
 
     async def events(self, after: int) -> AsyncGenerator[bytes, None]:
-        """The events later than the time `after`, in milliseconds, for `STREAM_S`. The first names the fields.
+        """Yield the events later than the time `after` (in milliseconds) for `STREAM_S`. The first names the fields.
 
-        Raises Overloaded when too many watch already.
+        Raises Overloaded if there are too many viewers.
         """
         if self._num_viewers >= MAX_VIEWERS:
             raise Overloaded(
-                f"{self._num_viewers} viewers watch already, and {MAX_VIEWERS} may; close one", retry_after_s=STREAM_S
+                f"{self._num_viewers} viewers watch already, the most is {MAX_VIEWERS}; close one of them",
+                retry_after_s=STREAM_S,
             )
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + STREAM_S
@@ -87,7 +88,7 @@ class LiveFeed:
                     await self._ticked.wait()
                 else:
                     after, data = newer
-                    yield data  # one at a time: a viewer that reads slowly holds one, and the others are shared
+                    yield data  # one by one: a slow viewer holds one event, and viewers share all others
         finally:
             self._num_viewers -= 1
 
@@ -98,7 +99,7 @@ class LiveFeed:
         self._tick()
 
     def _tick(self) -> None:
-        """Make an event, and the next one later, until there were no viewers for a while."""
+        """Make an event and schedule the next one. Stops `_LINGER_S` after the last viewer left."""
         loop = asyncio.get_running_loop()
         if self._num_viewers:
             self._watched_at = loop.time()
@@ -141,21 +142,19 @@ class LiveRoutes(RouteGroup):
         self._heartbeat_s = heartbeat_s
 
     @Operation(
-        "get", "/admin/live", "What all engines do now", None, ("400",), media=(EVENTS,),
-        query={"after": {"schema": TEXT, "description": "the `at` of the last event that came"}},
+        "get", "/admin/live", "The current work of all engines", None, ("400",), media=(EVENTS,),
+        query={"after": {"schema": TEXT, "description": "the `at` of the last event that the viewer received"}},
     )  # fmt: skip
     async def live(self, request: Request) -> Response:
-        """The events later than the one that a viewer has."""
+        """Stream the events later than the last event that the viewer has."""
         events = self._feed.events(_after(request.query_params.get("after", "0")))
         return EventResponse(events, heartbeat_s=self._heartbeat_s, timeout_s=STREAM_S + _SLOWNESS_S)
 
 
 def _after(given: str) -> int:
-    """The time of the last event that a viewer has. Raises InvalidRequest."""
+    """Return the time of the last event that a viewer has. Raises InvalidRequest."""
     if not (given.isascii() and given.isdigit() and len(given) <= 15):
-        raise InvalidRequest(
-            f"after should be the `at` of an event, in milliseconds; got {given[:40]!r}", param="after"
-        )
+        raise InvalidRequest(f"after must be the `at` of an event, in milliseconds; got {given[:40]!r}", param="after")
     return int(given)
 
 
@@ -163,7 +162,7 @@ def _names(kind: type[msgspec.Struct]) -> tuple[str, ...]:
     return kind.__struct_fields__
 
 
-# Views are sent as lists, by position: names five times a second would be most of the bytes.
+# Views are sent as lists without names: names in every event, five times a second, would be most of the bytes.
 _FIELDS = b"event: fields\ndata: %b\n\n" % msgspec.json.encode(
     {
         "view": _names(EngineSnapshot),

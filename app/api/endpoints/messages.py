@@ -1,4 +1,4 @@
-"""POST /v1/messages, Anthropic's API: the answer is one message, or a stream of events that build it up."""
+"""POST /v1/messages, Anthropic's API: the answer is one message, or a stream of events that build the message."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def prepare_message(body: MessagesRequest, model: ServedModel, context: RequestC
 
 
 class MessagesWriter(Writer):
-    """The answers of one call on /v1/messages."""
+    """Writes the answer to one call of /v1/messages."""
 
     async def full_response(self, state: ResponseState) -> Json:
-        """Wait for the end and write the message."""
+        """Wait for the end and return the message."""
         message = MessageBuilder(state)
         await state.read(lambda piece: deque(message.add(piece), maxlen=0))  # no events are sent
         state.log_end()
@@ -43,7 +43,7 @@ class MessagesWriter(Writer):
 
 
 class MessageBuilder:
-    """A message under construction: its blocks one after the other, and the events about them.
+    """Builds a message: its blocks one after another, and the events about the blocks.
 
     message_start, ping,
         for each block: content_block_start, content_block_delta …, content_block_stop
@@ -58,22 +58,22 @@ class MessageBuilder:
         self.has_begun = False
 
     def write(self, piece: ChoiceDelta) -> Iterable[bytes]:
-        """Add a delta and write its events."""
+        """Add a delta and return its events as bytes."""
         written = b"".join(map(named_event, self.add(piece)))
         return (written,) if written else ()
 
     def end(self) -> Iterable[bytes]:
-        """No events: the last delta has ended the message."""
+        """Return no events: the last delta has ended the message."""
         return ()
 
     def fail(self, error: Exception) -> Iterable[bytes]:
-        """The event after an error."""
+        """Return the event that reports an error."""
         return (named_event(error_body(error, self._state.request_id, MESSAGES_PATH)),)
 
     def add(self, piece: ChoiceDelta) -> Iterator[Json]:
         """Add a delta and yield its events."""
         if piece.says_nothing:
-            return  # the request is queued; nothing is sent before the first token
+            return  # the request is queued; no event is sent before the first token
         if not self.has_begun:
             self.has_begun = True
             yield {"type": "message_start", "message": self.as_json()}
@@ -88,7 +88,7 @@ class MessageBuilder:
             yield from self._end(piece.finish_reason, piece.stop_reason)
 
     def as_json(self) -> Json:
-        """The message by now."""
+        """Return the message in its current state."""
         prepared = self._state.prepared
         return {
             "id": prepared.response_id,
@@ -102,7 +102,7 @@ class MessageBuilder:
         }
 
     def _usage(self) -> Json:
-        """As Anthropic counts: tokens of the prompt that were read from the cache are not input tokens."""
+        """Return the usage by Anthropic's count: prompt tokens that were read from the cache are not input tokens."""
         usage = self._state.usage()
         num_cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
@@ -130,7 +130,7 @@ class MessageBuilder:
         yield {"type": "content_block_start", "index": self._index, "content_block": block.as_json()}
 
     def _delta(self, text: str) -> Json:
-        """The event about more of the last block."""
+        """Add text to the last block and return the event about the text."""
         block = self._content[-1]
         block.text.add(text)
         return {"type": "content_block_delta", "index": self._index, "delta": block.delta(text)}
@@ -156,7 +156,7 @@ class MessageBuilder:
 
 @dataclass(slots=True)
 class _Thinking:
-    """The reasoning before the answer. It is not signed."""
+    """A block with the reasoning before the answer. The signature is empty."""
 
     text: GrowingText = field(default_factory=GrowingText)
 
@@ -170,7 +170,7 @@ class _Thinking:
 
 @dataclass(slots=True)
 class _Text:
-    """What the model says."""
+    """A block with text of the answer."""
 
     text: GrowingText = field(default_factory=GrowingText)
 
@@ -184,7 +184,7 @@ class _Text:
 
 @dataclass(slots=True)
 class _ToolUse:
-    """A call of a tool; the text is that of its arguments."""
+    """A block with a tool call. `text` holds the arguments."""
 
     call_id: str
     name: str
@@ -199,9 +199,9 @@ class _ToolUse:
 
 
 def _object_of(arguments: str) -> dict[str, Any]:
-    """The arguments as an object: of those that break off, as far as they go; of those that are no object, none."""
+    """Return the arguments as an object: truncated arguments up to their end, and {} if they are not an object."""
     try:
-        # A model may write a number that becomes infinite, which no JSON can say: it is null.
+        # A model may write a number that overflows to infinity, which JSON cannot express. The number becomes null.
         value = from_json(to_json(from_json(arguments, allow_partial=True), inf_nan_mode="null"))
     except ValueError:
         return {}

@@ -1,4 +1,4 @@
-"""The live page at /: static files, kept in memory. They hold no data; what they show comes from guarded routes."""
+"""The live page at /: static files in memory. The files hold no data; the page loads its data from guarded routes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from app.api.http.operations import Operation, RouteGroup
 from app.errors import NotFound
 
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-# Nothing from elsewhere and nothing inline runs, whatever a name that is shown contains; no other page may frame it.
+# The page loads nothing from other origins and runs no inline code, even if a displayed name has code. No framing.
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -25,7 +25,7 @@ _HEADERS = {
 
 
 class PageRoutes(RouteGroup):
-    """`/`, and `/page/NAME` for each file of the page. They need no key."""
+    """The routes `/` and `/page/NAME`, one for each file of the page. The routes need no key."""
 
     def __init__(self) -> None:
         folder = Path(__file__).parent.parent / "page"
@@ -33,15 +33,15 @@ class PageRoutes(RouteGroup):
 
     @Operation("get", "/", "The live page", media=("text/html",))
     async def index(self, request: Request) -> Response:
-        """The page."""
+        """Return the HTML of the page."""
         return self._files["index.html"].response(request)
 
     @Operation("get", "/page/{name}", "A file of the live page", None, ("404",), media=tuple(_TYPES.values()))
     async def file(self, request: Request) -> Response:
-        """One of its other files."""
+        """Return one of the other files of the page."""
         name = request.path_params["name"]
         if name not in self._files:
-            raise NotFound(f"the page has no file {name[:100]!r}; it is at /")
+            raise NotFound(f"the page has no file {name[:100]!r}; the page is at /")
         return self._files[name].response(request)
 
 

@@ -1,6 +1,6 @@
-"""POST /v1/rerank and /v1/score: how well texts fit another text.
+"""POST /v1/rerank and /v1/score: scores that say how well texts match another text.
 
-A cross-encoder reads each pair as one request. Of any other model each text becomes a request for an embedding, and
+A cross-encoder reads each pair as one request. For any other model, each text becomes a request for an embedding, and
 the score of a pair is the cosine of its two vectors.
 """
 
@@ -35,8 +35,8 @@ def prepare_score(body: ScoreRequest, model: ServedModel, context: RequestContex
     (firsts, seconds), (first, second) = body.sides, body.side_params
     if len(firsts) not in (1, len(seconds)):
         raise InvalidRequest(
-            f"{first} has {len(firsts):,} texts and {second} {len(seconds):,}; send one {first} for all, or as many as "
-            f"{second} has",
+            f"{first} has {len(firsts):,} texts and {second} has {len(seconds):,}; send one text in {first}, or the "
+            f"same number in both",
             param=first,
         )
     return _prepared(_Comparison(body, model, (first, second), firsts, seconds), "score-", context)
@@ -44,19 +44,19 @@ def prepare_score(body: ScoreRequest, model: ServedModel, context: RequestContex
 
 @dataclass(frozen=True, slots=True)
 class _Comparison:
-    """Texts that are compared, each of `firsts`, or the only one, with one of `seconds`."""
+    """Texts to compare in pairs: each of `seconds` with the text of `firsts` at its index, or with the only one."""
 
     body: RankingRequest
     model: ServedModel
-    params: tuple[str, str]  # the names of both sides
+    params: tuple[str, str]  # the names of the fields of both sides
     firsts: Sequence[str]
     seconds: Sequence[str]
 
     def check(self, limits: RequestLimits) -> None:
-        """Raise InvalidRequest for what needs no tokens."""
+        """Raise InvalidRequest for mistakes that can be found without tokens."""
         facts, (_, param) = self.model.facts, self.params
         if not (facts.scores_pairs or self.model.gives_embeddings):
-            raise InvalidRequest(f"the model {self.model.name!r} gives no scores; ask another", param="model")
+            raise InvalidRequest(f"the model {self.model.name!r} gives no scores; choose another model", param="model")
         if len(self.seconds) > limits.max_inputs:
             raise InvalidRequest(
                 f"{param} holds {len(self.seconds):,} texts; this server accepts {limits.max_inputs:,} in one call",
@@ -68,7 +68,7 @@ class _Comparison:
 
     @property
     def _cuts_firsts(self) -> bool:
-        """Whether a text of the first side may be cut. In a pair only the second text is."""
+        """Whether a text of the first side may be cut. For a cross-encoder, only the second text of a pair is cut."""
         return self.body.truncate_prompt_tokens is not None and not self.model.facts.scores_pairs
 
     @property
@@ -77,12 +77,12 @@ class _Comparison:
 
     @property
     def _longest(self) -> int:
-        """The most tokens of a text or of a pair."""
+        """The most tokens that a text or a pair may have."""
         asked, longest = self.body.truncate_prompt_tokens, self.model.facts.max_model_len
         return longest if asked in (None, -1) else min(asked, longest)
 
     def prompts(self) -> list[EncodedText]:
-        """The tokens of each request. Raises InvalidRequest."""
+        """Return the tokens of each request. Raises InvalidRequest if they are too many for one call."""
         tokenizer, longest = self.model.tokenizer, self._longest
         most = (self.body.max_tokens_per_doc or longest) if self._cuts_seconds else None
         if self.model.facts.scores_pairs:
@@ -92,7 +92,7 @@ class _Comparison:
                 tokenizer.texts(self.firsts, max_tokens=longest if self._cuts_firsts else None, longest=longest),
                 tokenizer.texts(self.seconds, max_tokens=most, longest=longest),
             ]
-        # A query is part of every pair, so a small body could ask for gigabytes of tokens.
+        # Every pair repeats the query, so a small body could ask for gigabytes of tokens.
         what = (
             f"the pairs of {' and '.join(self.params)}" if self.model.facts.scores_pairs else " and ".join(self.params)
         )
@@ -100,13 +100,13 @@ class _Comparison:
         return [text for each in texts for text in each.encoded()]
 
     def check_lengths(self, prompts: Sequence[EncodedText]) -> None:
-        """Raise InvalidRequest for a prompt that the model cannot read."""
+        """Raise InvalidRequest for a prompt that is empty or too long for the model."""
         longest, is_asked = self._longest, self._longest < self.model.facts.max_model_len
         for index, prompt in enumerate(prompts):
             is_first = not self.model.facts.scores_pairs and index < len(self.firsts)
             param = self.params[0] if is_first else self.params[1]
             if not prompt.token_ids:
-                raise InvalidRequest(f"{param} has a text without tokens; give each at least one", param=param)
+                raise InvalidRequest(f"{param} has a text without tokens; send at least one per text", param=param)
             if len(prompt.token_ids) > longest:
                 what = (
                     f"a pair of {' and '.join(self.params)}" if self.model.facts.scores_pairs else f"a text of {param}"
@@ -114,7 +114,7 @@ class _Comparison:
                 allowed = f"truncate_prompt_tokens is {longest:,}" if is_asked else f"this model accepts {longest:,}"
                 raise ContextTooLong(
                     f"{what} has {len(prompt.token_ids):,} tokens; {allowed}; shorten it"
-                    + ("" if is_first or self._cuts_seconds else ", or send max_tokens_per_doc to have it cut"),
+                    + ("" if is_first or self._cuts_seconds else ", or send max_tokens_per_doc to cut it"),
                     param=param,
                 )
 
@@ -131,7 +131,7 @@ def _prepared(comparison: _Comparison, prefix: str, context: RequestContext) -> 
 
 
 async def _scores(state: ResponseState, *, num_firsts: int, num_pairs: int) -> list[float]:
-    """Wait for all requests of a call; the scores of its pairs."""
+    """Wait for all requests of a call and return the scores of its pairs."""
     if state.prepared.model.facts.scores_pairs:
         scores = await results_of(state, _score)
     else:
@@ -142,7 +142,7 @@ async def _scores(state: ResponseState, *, num_firsts: int, num_pairs: int) -> l
 
 
 def _score(pair: int, numbers: Vector) -> float:
-    """What a cross-encoder gives for a pair."""
+    """Return the score of a pair from the output of a cross-encoder. Raises Failure if the score is not finite."""
     [score] = numbers.tolist()
     if not math.isfinite(score):
         raise Failure(f"the model gave pair {pair} the score {score}")
@@ -150,7 +150,7 @@ def _score(pair: int, numbers: Vector) -> float:
 
 
 async def _cosines(firsts: Sequence[Vector], seconds: Sequence[Vector]) -> list[float]:
-    """Of vectors of length 1."""
+    """Return the cosine of each pair of vectors. All vectors must have length 1."""
     cosines: list[float] = []
     for first, second in zip(firsts, seconds, strict=True):
         cosines.append(float(first.astype(np.float64) @ second.astype(np.float64)))
@@ -161,7 +161,7 @@ async def _cosines(firsts: Sequence[Vector], seconds: Sequence[Vector]) -> list[
 
 
 async def best_documents(number: int, top_n: int | None, state: ResponseState) -> list[tuple[int, float]]:
-    """Wait for the scores of this number of documents; the indices of the best, the best first, with their scores."""
+    """Wait for the scores of `number` documents; return the index and score of the `top_n` best, the best first."""
     scores = await _scores(state, num_firsts=1, num_pairs=number)
     best = sorted(range(number), key=lambda index: -scores[index])[:top_n]
     return [(index, scores[index]) for index in best]
@@ -169,7 +169,7 @@ async def best_documents(number: int, top_n: int | None, state: ResponseState) -
 
 @dataclass(frozen=True, slots=True)
 class RerankWriter(Writer):
-    """Writes documents in the order of their scores: what Cohere's v2, Jina's and vLLM's clients read."""
+    """Writes documents in the order of their scores, in a format for the clients of Cohere v2, Jina and vLLM."""
 
     body: RerankRequest
 
@@ -197,7 +197,7 @@ class RerankWriter(Writer):
 
 @dataclass(frozen=True, slots=True)
 class ScoreWriter(Writer):
-    """Writes the score of each pair, as vLLM does."""
+    """Writes the score of each pair, in vLLM's format."""
 
     body: ScoreRequest
 

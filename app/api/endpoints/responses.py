@@ -1,4 +1,4 @@
-"""POST /v1/responses: the response is one object, or a stream of events that build it up."""
+"""POST /v1/responses: the response is one object, or a stream of events that build the object."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from app.json_pieces import Json, Rows, joined, named_event, named_event_pieces
 
 
 def prepare_response(body: ResponsesRequest, model: ServedModel, context: RequestContext) -> PreparedRequest:
-    """Check the body and tokenize its chat, of which `truncation` may leave out old turns. Raises InvalidRequest."""
+    """Check the body and tokenize its chat. `truncation` may drop old turns of the chat. Raises InvalidRequest."""
     if body.kept_param is not None and not context.may_keep:
         raise InvalidRequest(
-            f"{body.kept_param} needs a service that keeps files and batches (`batches` in its config), and a request "
-            f"of its own; leave it out and send the whole conversation as input",
+            f"{body.kept_param} needs a service that stores files and batches (`batches` in its config), and does not "
+            f"work in batches; leave it out and send the whole conversation as input",
             param=body.kept_param,
         )
     chat, prepare = body.as_chat(), partial(prepare_chat, model=model, context=context, prefix="resp_")
@@ -48,15 +48,15 @@ def prepare_response(body: ResponsesRequest, model: ServedModel, context: Reques
 
 
 def _prepare_newest(chat: ChatRequest, prepare: Callable[[ChatRequest], PreparedRequest]) -> PreparedRequest:
-    """Of a chat that is too long its instructions and as many of its last turns as fit. Raises InvalidRequest.
+    """Prepare a chat that is too long: its instructions and the most last turns that fit. Raises InvalidRequest.
 
-    A turn begins with a message of the user, so no call loses its result.
+    A turn begins with a user message, so a tool call is never separated from its result.
     """
     messages = chat.messages
     instructions = list(takewhile(lambda message: message.role in ("system", "developer"), messages))
     begins = [at for at, message in enumerate(messages) if message.role == "user"] or [len(instructions)]
 
-    @cache  # what was tried and fits is not prepared again
+    @cache  # a turn that fits is prepared only once
     def prepared(turn: int) -> PreparedRequest:
         return prepare(chat.model_copy(update={"messages": [*instructions, *messages[begins[turn] :]]}))
 
@@ -66,18 +66,18 @@ def _prepare_newest(chat: ChatRequest, prepare: Callable[[ChatRequest], Prepared
         except ContextTooLong:
             return False
 
-    # The last one is not tried: where it does not fit, its error says how much there is too much.
+    # The search leaves out the last turn: if that turn does not fit, the error of this call has the numbers.
     return prepared(bisect_left(range(len(begins) - 1), True, key=fits))
 
 
 @dataclass(frozen=True, slots=True)
 class ResponsesWriter(Writer):
-    """The answers of one call on /v1/responses."""
+    """Writes the answer to one call of /v1/responses."""
 
     body: ResponsesRequest
 
     async def full_response(self, state: ResponseState) -> Json:
-        """Wait for the end and write the response."""
+        """Wait for the end and return the response."""
         response = self.event_writer(state)
         await state.read(lambda piece: deque(response.add(piece), maxlen=0))  # no events are sent
         state.log_end()
@@ -91,7 +91,7 @@ class ResponsesWriter(Writer):
 
 
 def _of_body(body: ResponsesRequest) -> Json:
-    """The fields of a response that repeat its request."""
+    """Return the fields of a response that repeat its request."""
     return {
         "background": body.background,
         "instructions": body.instructions,
@@ -117,7 +117,7 @@ def _of_body(body: ResponsesRequest) -> Json:
 
 
 def _namespaces(tools: Iterable[Json]) -> dict[str, tuple[str, str]]:
-    """By the name that the model calls it by, the namespace and the own name of each tool in a namespace."""
+    """Return the namespace and the short name of each tool in a namespace, by the name that the model calls."""
     return {
         full_name(each["name"], tool["name"]): (each["name"], tool["name"])
         for each in tools
@@ -127,7 +127,7 @@ def _namespaces(tools: Iterable[Json]) -> dict[str, tuple[str, str]]:
 
 
 class ResponseBuilder:
-    """A response under construction: its items one after the other, and the events about them.
+    """Builds a response: its items one after another, and the events about the items.
 
     response.created, response.in_progress,
         for each item: output_item.added, … deltas …, output_item.done
@@ -145,33 +145,33 @@ class ResponseBuilder:
         self._error: Json | None = None
         self._num_events = 0
         self._names = TokenNames(answer.token_bytes)
-        self._pending_logprobs: list[TokenLogprob] = []  # of tokens without an event yet
+        self._pending_logprobs: list[TokenLogprob] = []  # of tokens that no event has reported yet
         self.has_begun = False
 
     def write(self, piece: ChoiceDelta) -> Iterable[bytes]:
-        """Add a delta and write its events."""
+        """Add a delta and return its events as bytes."""
         if self._has_logprobs:
             return joined(chain.from_iterable(map(named_event_pieces, self.add(piece))))
-        written = b"".join(map(named_event, self.add(piece)))  # 4 µs less for each token
+        written = b"".join(map(named_event, self.add(piece)))  # this path saves 4 µs per token
         return (written,) if written else ()
 
     def end(self) -> Iterable[bytes]:
-        """No events: the last delta has ended the response."""
+        """Return no events: the last delta has ended the response."""
         return ()
 
     def fail(self, error: Exception) -> Iterable[bytes]:
-        """The events with which the response has failed."""
+        """Return the last events of a response that has failed."""
         return self._last_events("failed", error)
 
     def cancel(self) -> Iterable[bytes]:
-        """The events with which the response was cancelled; OpenAI's API has no event of that name."""
+        """Return the last events of a cancelled response: `response.incomplete`, as OpenAI has no cancelled event."""
         return self._last_events("cancelled")
 
     def _last_events(self, status: str, error: Exception | None = None) -> Iterable[bytes]:
         return joined(chain.from_iterable(map(named_event_pieces, self._stopped(status, error))))
 
     def stop(self, status: str, error: Exception | None = None) -> None:
-        """End the response before its time, with the status "failed" or "cancelled"."""
+        """End the response early, with the status "failed" or "cancelled"."""
         self._status = status
         if error is not None:
             body = error_body(error, self._answer.request_id)["error"]
@@ -184,7 +184,7 @@ class ResponseBuilder:
     def add(self, piece: ChoiceDelta) -> Iterator[Json]:
         """Add a delta and yield its events."""
         if piece.says_nothing:
-            return  # the request is queued; nothing is sent before the first token
+            return  # the request is queued; no event is sent before the first token
         yield from self._begin()
         if piece.details is not None:
             self._pending_logprobs += piece.details.text_logprobs
@@ -206,7 +206,7 @@ class ResponseBuilder:
         yield self._event(f"response.{kind}", response=self.as_json())
 
     def as_json(self) -> Json:
-        """The response by now."""
+        """Return the response in its current state."""
         facts = self._answer.facts
         is_incomplete = self._status == "incomplete"
         return self._of_body | {
@@ -281,7 +281,7 @@ class ResponseBuilder:
             place = self._place() | {"content_index": 0}
             yield self._event("response.reasoning_text.done", **place, text=str(item.text))
         else:
-            named = {} if item.is_custom else {"name": item.name}  # which earlier versions of the API's types have
+            named = {} if item.is_custom else {"name": item.name}  # earlier versions of the API's types have `name`
             yield self._event(f"response.{item.argument_kind}.done", **self._place(), **named, **item.argument())
         yield self._item_event("response.output_item.done")
 
@@ -296,7 +296,7 @@ class ResponseBuilder:
         return _Message(self._item_id("msg"), self._names, self._of_body["top_logprobs"])
 
     def _item_id(self, kind: str) -> str:
-        """Of the next item; the same in each attempt at a response that is kept."""
+        """Return the id of the next item. All attempts at a stored response use the same ids."""
         return f"{kind}_{self._answer.facts.response_id.removeprefix('resp_')}-{len(self._output)}"
 
     def _place(self) -> Json:
@@ -313,7 +313,7 @@ class ResponseBuilder:
 
 @dataclass(slots=True)
 class _ReasoningItem:
-    """The reasoning before the answer."""
+    """An item with the reasoning before the answer."""
 
     item_id: str
     text: GrowingText = field(default_factory=GrowingText)
@@ -326,13 +326,13 @@ class _ReasoningItem:
 
 @dataclass(slots=True)
 class _Message:
-    """A message of the assistant."""
+    """An item with a message of the assistant."""
 
     item_id: str
     names: TokenNames
-    num_top: int  # likeliest tokens beside each
+    num_top: int  # number of likeliest tokens listed for each token
     text: GrowingText = field(default_factory=GrowingText)
-    logprobs: PackedLogprobs = field(default_factory=PackedLogprobs)  # where the request asks for them
+    logprobs: PackedLogprobs = field(default_factory=PackedLogprobs)  # empty unless the request asks for them
     status: str = "in_progress"
 
     def rows(self) -> Rows | list[Json]:
@@ -348,7 +348,7 @@ class _Message:
 
 @dataclass(slots=True)
 class _Call:
-    """A call of a function, or of a custom tool, of which the arguments are the input."""
+    """An item with a call of a function or of a custom tool. `arguments` is the input of a custom tool."""
 
     item_id: str
     call_id: str
@@ -360,7 +360,7 @@ class _Call:
 
     @property
     def argument_kind(self) -> str:
-        """The name of the events about it."""
+        """The name in the events about the arguments."""
         return "custom_tool_call_input" if self.is_custom else "function_call_arguments"
 
     def argument(self) -> Json:

@@ -1,4 +1,4 @@
-"""GET and POST /admin/scheduler: the strategy and policy of every replica, and others without a restart."""
+"""GET and POST /admin/scheduler: show and switch the strategy and policy of replicas without a restart."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHOICES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaScheduling:
-    """What is in force on one replica."""
+    """The scheduling that is in force on one replica."""
 
     replica_id: str
     group: str
@@ -40,22 +40,22 @@ class SchedulerSwitch(Protocol):
     """All replicas of one model."""
 
     async def in_force(self) -> Answers[ReplicaScheduling]:
-        """Ask all of them."""
+        """Ask all replicas for the scheduling that is in force."""
         ...
 
     async def switch(self, strategy: StrategyConfig | None, policy: PolicyConfig | None) -> Answers[ReplicaScheduling]:
-        """Have these used from the next step on, for None what was deployed; returns when they are in force."""
+        """Switch all replicas from their next step on; None means as deployed. Returns once the switch is in force."""
         ...
 
 
 def _named(kinds: Sequence[str]) -> WithJsonSchema:
-    """A name, or an object with a name and parameters."""
+    """Return the JSON schema of a name, or of an object with a name and parameters."""
     by_name = {"type": "object", "properties": {"name": {"enum": [*kinds]}}, "required": ["name"]}
     return WithJsonSchema({"anyOf": [{"enum": [*kinds]}, by_name]})
 
 
 class SchedulerChange(Schema):
-    """The body of POST /admin/scheduler. What it does not name is as deployed."""
+    """The body of POST /admin/scheduler. An omitted strategy or policy is reset to the deployed one."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -65,16 +65,16 @@ class SchedulerChange(Schema):
 
 
 class SchedulerRoutes(RouteGroup):
-    """The routes, for admins."""
+    """The routes of `/admin/scheduler`, for admins."""
 
     def __init__(self, handler: RequestHandler, switches: Mapping[str, SchedulerSwitch]) -> None:
-        """`switches` by the model's name; a model without one cannot be switched."""
+        """`switches` are by model name. A model without an entry cannot be switched."""
         self._handler = handler
         self._switches = switches
 
     @Operation("get", "/admin/scheduler", "The strategy and policy of each replica", "SchedulerList")
     async def show(self, request: Request) -> Response:
-        """What is in force on every replica of every model."""
+        """List the scheduling that is in force on every replica of every model."""
         entries = [_entry(model, await switch.in_force()) for model, switch in self._switches.items()]
         return JSONResponse({"object": "list", "data": entries, **CHOICES})
 
@@ -83,7 +83,7 @@ class SchedulerRoutes(RouteGroup):
         (*OF_A_BODY, "503"), (SchedulerChange,),
     )  # fmt: skip
     async def switch(self, request: Request) -> Response:
-        """Switch one model; answers with what is in force then."""
+        """Switch one model, and respond with the scheduling that is then in force."""
         body = await read_json_object(request, self._handler.limits, self._handler.threads)
         change = SchedulerChange.checked(body)
         model = self._handler.names.model(change.model, reservation_of(request).account).name

@@ -1,4 +1,4 @@
-"""The routes about the server itself, which compute nothing."""
+"""The routes about the server itself. These routes compute nothing on replicas."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from app.versions import versions
 
 logger = logging.getLogger(__name__)
 
-Expose = Callable[[], Awaitable[Sequence[bytes]]]  # writes the text of /metrics, in pieces
+Expose = Callable[[], Awaitable[Sequence[bytes]]]  # returns the text of /metrics in pieces
 
 
 class ServiceRoutes(RouteGroup):
-    """What is served."""
+    """The routes about models, the version and the API description."""
 
     def __init__(self, handler: RequestHandler, openapi: Json) -> None:
         self._handler = handler
@@ -32,69 +32,69 @@ class ServiceRoutes(RouteGroup):
 
     @Operation("get", "/v1/models", "The models", "ModelList")
     async def models(self, request: Request) -> Response:
-        """All models and pipelines that the key may use."""
+        """List all models and pipelines that the key may use."""
         entries = self._handler.names.entries(reservation_of(request).account)
         ends = {"first_id": entries[0]["id"], "last_id": entries[-1]["id"]} if entries else {}
         return JSONResponse({"object": "list", "data": entries, "has_more": False, **ends})
 
     @Operation("get", "/v1/models/{model_id:path}", "One model", "Model", OF_A_MODEL)
     async def model(self, request: Request) -> Response:
-        """One of them, by its name or an alias, which may have slashes."""
+        """Return one model or pipeline by its name or alias. The name may have slashes."""
         name, account = request.path_params["model_id"], reservation_of(request).account
         return JSONResponse(self._handler.names.entry(name, account))
 
     @Operation("get", "/version", "The version of the server", "Version")
     async def version(self, request: Request) -> Response:
-        """The version of this server."""
+        """Return the version of this server."""
         return JSONResponse({"version": versions()["carousel"]})
 
     @Operation("get", "/openapi.json", "This description", "Anything")
     async def openapi(self, request: Request) -> Response:
-        """The description of the API."""
+        """Return the OpenAPI description of the API."""
         return JSONResponse(self._openapi)
 
 
 class HealthRoutes(RouteGroup):
-    """How the process is. They need no key."""
+    """The health routes, which need no key."""
 
     def __init__(self, is_ready: Callable[[], Awaitable[bool]]) -> None:
         self._is_ready = is_ready
 
-    @Operation("get", "/health", "The process lives", "Anything")
+    @Operation("get", "/health", "The process is alive", "Anything")
     async def health(self, request: Request) -> Response:
-        """The process lives and its event loop runs."""
+        """Report that the process is alive and its event loop runs."""
         return JSONResponse({"status": "ok"})
 
     @Operation("get", "/ready", "A request could be served", "Anything", ("503",))
     async def ready(self, request: Request) -> Response:
-        """A request sent now could be served."""
+        """Report whether a request sent now could be served. Raises Unavailable if not."""
         try:
             is_ready = await self._is_ready()
         except Exception as error:
             logger.error("the readiness check failed: %s", traceback_of(error))
             is_ready = False
         if not is_ready:
-            raise Unavailable("no replica is ready to serve; try again")
+            raise Unavailable("no replica is ready to serve requests; try again")
         return JSONResponse({"status": "ready"})
 
 
 class MetricsRoutes(RouteGroup):
-    """What is measured. The settings say which key it needs."""
+    """The routes of measurements. The settings decide which key these routes need."""
 
     def __init__(self, expose: Expose, fleets: Mapping[str, WatchedFleet]) -> None:
         self._expose = expose
         self._fleets = fleets.values()
 
-    @Operation("get", "/metrics", "What is measured, for Prometheus", media=("text/plain",))
+    @Operation("get", "/metrics", "The metrics, for Prometheus", media=("text/plain",))
     async def metrics(self, request: Request) -> Response:
-        """As Prometheus text."""
+        """Return the metrics as Prometheus text."""
         text = await self._expose()
         headers = {"Content-Type": CONTENT_TYPE, "Content-Length": str(sum(map(len, text)))}
         return FileAnswer(_each(text), headers=headers)
 
     @Operation("get", "/load", "The number of requests on all replicas", "Load")
     async def load(self, request: Request) -> Response:
-        """For routers, as vLLM has it: requests that run or wait, those of other ingresses by the last reports."""
+        """Return vLLM's load number: running and waiting requests. Other ingresses' requests are as last reported."""
         replicas = [replica for fleet in self._fleets for replica in fleet.describe()]
         return JSONResponse({"server_load": sum(replica.get("requests", 0) for replica in replicas)})
 
@@ -105,7 +105,7 @@ async def _each(text: Iterable[bytes]) -> AsyncIterator[bytes]:
 
 
 def only_measured_here(metrics: RequestMetrics) -> Expose:
-    """For an application of one process."""
+    """Return an `Expose` for an application of one process."""
 
     async def expose() -> list[bytes]:
         return [exposition(Scrape(requests=[metrics.snapshot()], replicas={}))]

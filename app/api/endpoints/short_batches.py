@@ -1,4 +1,4 @@
-"""/v1/batch, the short form: a list of prompts, computed at once or as a job, which is a batch like any other."""
+"""/v1/batch, the short form of batches: a list of prompts, answered directly or as a job. A job is a stored batch."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from app.errors import CarouselError, InvalidRequest
 from app.json_pieces import DONE, Json, event, event_pieces, joined
 
 _OWN_FIELDS = frozenset(("prompts", "async", "stream", "webhook", "metadata"))
-# What stands for each prompt where only what they share is looked at.
+# Placeholders for the prompts, while only the fields that all prompts share are checked.
 _STAND_INS: dict[str, Json] = {
     CHATS_PATH: {"messages": [{"role": "user", "content": "?"}]},
     COMPLETIONS_PATH: {"prompt": "?"},
 }
 _LIST: Json = {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS}
-# A conversation that is none fails alone, so it is no mistake of the list.
+# An invalid conversation fails alone, so the schema of the list does not check it.
 _MESSAGES: Json = {"type": "array", "description": "the messages of a chat"}
 
 
 def _prompts(value: Any) -> Any:
-    """Texts, or conversations; what is in a conversation is found out prompt by prompt."""
+    """Check that the prompts are all texts or all conversations. Each conversation is checked later, by itself."""
     if not isinstance(value, list) or not value:
         raise ValueError("should be a list of texts, or a list of conversations, each a list of messages")
     if len(value) > MAX_PROMPTS:
@@ -62,7 +62,7 @@ def _prompts(value: Any) -> Any:
 class PromptListRequest(Schema):
     """The body of POST /v1/batch.
 
-    Every other field is one of a completion (where the prompts are texts) or of a chat, and is that of all prompts.
+    All other fields apply to every prompt: the fields of a completion if the prompts are texts, else those of a chat.
     """
 
     model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
@@ -80,30 +80,30 @@ class PromptListRequest(Schema):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptList:
-    """A checked body: which endpoint its prompts are for, and the fields that they share."""
+    """A checked body: the endpoint of its prompts, and the fields that the prompts share."""
 
     asked: PromptListRequest
     endpoint: str
     shared: Json
-    common: SharedBody  # the same, checked
+    common: SharedBody  # the shared fields, checked
 
     @property
     def num_samples(self) -> int:
-        """Of all prompts."""
+        """The number of samples of all prompts together."""
         return len(self.asked.prompts) * self.common.parsed.num_samples
 
     def bodies(self) -> list[Json]:
-        """The body that each prompt would have at the endpoint."""
+        """Return the full body of each prompt for the endpoint."""
         return [self.shared | own for own in self.own_bodies()]
 
     def own_bodies(self) -> list[Json]:
-        """What each of these bodies has alone."""
+        """Return a body with only the prompt, for each prompt."""
         name = "messages" if self.endpoint == CHATS_PATH else "prompt"
         return [{name: prompt} for prompt in self.asked.prompts]
 
 
 async def prompt_list(body: Mapping[str, Any], handler: RequestHandler, context: RequestContext) -> PromptList:
-    """The checked list. Raises InvalidRequest for a mistake that all prompts would share, naming the field."""
+    """Return the checked list. Raises InvalidRequest for a mistake that all prompts share; it names the field."""
     own = {name: value for name, value in body.items() if name in _OWN_FIELDS and value is not None}
     shared = {name: value for name, value in body.items() if name not in _OWN_FIELDS}
     if context.is_strict:
@@ -111,9 +111,9 @@ async def prompt_list(body: Mapping[str, Any], handler: RequestHandler, context:
     asked = PromptListRequest.checked(own)
     for name in ("prompt", "messages"):
         if shared.get(name) is not None:
-            raise InvalidRequest(f"{name} is for one request; all of a batch's are in prompts", param=name)
+            raise InvalidRequest(f"{name} is for a single request; put all texts of a batch in prompts", param=name)
     if asked.stream and asked.is_async:
-        raise InvalidRequest("a job is not streamed; leave out stream or async", param="stream")
+        raise InvalidRequest("a job cannot be streamed; leave out stream or async", param="stream")
     endpoint = COMPLETIONS_PATH if isinstance(asked.prompts[0], str) else CHATS_PATH
     stand_in = shared | _STAND_INS[endpoint]
     num_bodies = 1 if asked.is_async else len(asked.prompts)
@@ -122,23 +122,23 @@ async def prompt_list(body: Mapping[str, Any], handler: RequestHandler, context:
         if getattr(asked, name) is not None and not asked.is_async:
             raise InvalidRequest(f"{name} is for jobs; send async: true with it", param=name)
     if asked.is_async and common.parsed.deadline_s is not None:
-        raise InvalidRequest("a job has all the time of its batch; leave deadline_s out", param="deadline_s")
+        raise InvalidRequest("a job has no deadline but that of its batch; leave out deadline_s", param="deadline_s")
     return PromptList(asked=asked, endpoint=endpoint, shared=shared, common=common)
 
 
 class ShortBatchRoutes(RouteGroup):
-    """The endpoints, over the request handler and the service that keeps batches."""
+    """The routes of `/v1/batch`, which use the request handler and the service that stores batches."""
 
     def __init__(self, service: BatchService, handler: RequestHandler) -> None:
         self._service = service
         self._handler = handler
 
     @Operation(
-        "post", "/v1/batch", "Answer many prompts, at once or as a job", "BatchResults", OF_GENERATION,
+        "post", "/v1/batch", "Answer many prompts, directly or as a job", "BatchResults", OF_GENERATION,
         (PromptListRequest,), (EVENTS,),
     )  # fmt: skip
     async def create(self, request: Request) -> Response:
-        """Answer a list of prompts, or begin a job that does."""
+        """Answer a list of prompts, or start a job that answers them."""
         body = with_deadline(
             await read_json_object(request, self._handler.limits, self._handler.threads), request.headers
         )
@@ -156,20 +156,20 @@ class ShortBatchRoutes(RouteGroup):
         self._check_number(prompts)
         endpoint, is_streamed, limits = prompts.endpoint, prompts.asked.stream, self._handler.limits
         outcomes = self._handler.outcomes(prompts.common, prompts.own_bodies(), context)
-        del prompts  # while they are computed nothing keeps the body
+        del prompts  # so that the body is not in memory while the prompts are computed
         if is_streamed:
             return EventResponse(_events(endpoint, outcomes), heartbeat_s=limits.heartbeat_s, headers=lambda: ignored)
         return JsonAnswer(await _answer(request, endpoint, outcomes), self._handler.turns, headers=ignored)
 
-    # Before the ids: it is none.
-    @Operation("get", "/v1/batch/stats", "What batches have to do and have done", "BatchStats", OF_A_LIST)
+    # This route comes before the route with an id, which would match `stats`.
+    @Operation("get", "/v1/batch/stats", "The remaining and finished work of batches", "BatchStats", OF_A_LIST)
     async def stats(self, request: Request) -> Response:
-        """What the caller's batches have to do and have done."""
+        """Return the remaining and finished work of the caller's batches."""
         return JSONResponse(await self._service.stats(owner_of(request)))
 
     @Operation("get", "/v1/batch/{batch_id}", "A batch and its results", "BatchResults", OF_A_LIST)
     async def retrieve(self, request: Request) -> Response:
-        """A batch, how far it is, and once it has ended what came of each prompt."""
+        """Return a batch, its progress, and, once the batch has ended, the result of each prompt."""
         owner = owner_of(request)
         batch = await self._service.batch(owner, request.path_params["batch_id"])
         results = await results_of(self._service, owner, batch) if JobState(batch["status"]).has_ended else None
@@ -180,8 +180,8 @@ class ShortBatchRoutes(RouteGroup):
         max_prompts = self._handler.limits.max_prompts
         if prompts.num_samples > max_prompts:
             raise InvalidRequest(
-                f"the prompts make {prompts.num_samples:,} choices; this server answers {max_prompts:,} at "
-                f"once: send async: true for more",
+                f"the prompts make {prompts.num_samples:,} choices; this server answers at most {max_prompts:,} "
+                f"directly; send async: true to run them as a job",
                 param="prompts",
             )
 
@@ -203,14 +203,14 @@ class ShortBatchRoutes(RouteGroup):
                 )
             )
         except CarouselError:
-            with suppress(CarouselError):  # else it stays as a file that its owner can delete
+            with suppress(CarouselError):  # a file that stays can be deleted by its owner
                 await service.delete_file(owner, file["id"])
             raise
         return _with_progress(batch) | {"results": None}
 
 
 def _pieces(prompts: PromptList) -> Iterator[bytes]:
-    """The lines of the input file, some at a time."""
+    """Yield the lines of the input file, several in each piece."""
     lines = (
         {"custom_id": str(number), "method": "POST", "url": prompts.endpoint, "body": body}
         for number, body in enumerate(prompts.bodies())
@@ -219,7 +219,7 @@ def _pieces(prompts: PromptList) -> Iterator[bytes]:
 
 
 def _with_progress(batch: Json) -> Json:
-    """The batch with the share of its requests that have ended."""
+    """Return the batch with its progress: the share of its requests that have ended."""
     counts = batch["request_counts"]
     num_ended = counts["completed"] + counts["failed"]
     return batch | {"progress": num_ended / counts["total"] if counts["total"] else 0.0}
@@ -230,7 +230,7 @@ async def _answer(request: Request, endpoint: str, outcomes: AsyncGenerator[Item
     async with WhileConnected(request.receive), aclosing(outcomes):
         ended = sorted([each async for each in outcomes], key=lambda each: each.index)
     refusals = [each.refusal for each in ended if each.refusal is not None]
-    if len(refusals) == len(ended):  # none of them could be served now
+    if len(refusals) == len(ended):  # no prompt could be served now
         raise refusals[0]
     answers = [each.answered(endpoint) for each in ended]
     results = [result(index, str(index), answered) for index, answered in enumerate(answers)]
@@ -238,7 +238,7 @@ async def _answer(request: Request, endpoint: str, outcomes: AsyncGenerator[Item
 
 
 async def _events(endpoint: str, outcomes: AsyncGenerator[ItemOutcome, None]) -> AsyncGenerator[bytes, None]:
-    """The entries of a list as events, each as soon as it is there, then the object without them, then [DONE]."""
+    """Yield the entry of each prompt as an event once the prompt has ended, then the batch object, then [DONE]."""
     began_at, answers = time.monotonic(), list[Answered]()
     async with aclosing(outcomes):
         async for each in outcomes:
@@ -249,12 +249,12 @@ async def _events(endpoint: str, outcomes: AsyncGenerator[ItemOutcome, None]) ->
 
 
 def _answered_at_once(endpoint: str, answers: list[Answered], latency_s: float) -> Json:
-    """The same object as for a job that has ended, without its results and the fields of stored batches."""
+    """Return the object of a job that has ended, without the results and without the fields of stored batches."""
     num_completed = sum(answered.status_code == 200 for answered in answers)
     usages = [answered.body["usage"] for answered in answers if answered.status_code == 200]
     num_input, num_output = (sum(usage[name] for usage in usages) for name in ("prompt_tokens", "completion_tokens"))
     return {
-        "id": None,  # nothing of it is kept
+        "id": None,  # the batch is not stored
         "object": "batch",
         "endpoint": endpoint,
         "status": JobState.COMPLETED.value,

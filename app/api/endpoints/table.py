@@ -1,4 +1,4 @@
-"""The table of all endpoints that compute on replicas: over HTTP, in batches and in bulk runs."""
+"""The table of all endpoints that compute on replicas. HTTP routes, batches and bulk runs use the table."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Endpoint:
     schema: type[QueuedRequest]
     prepare: Callable[[Any, ServedModel, RequestContext], PreparedRequest]  # checks and tokenizes a body of the schema
     writer: Callable[[Any], Writer]  # writes the response to a body of the schema
-    summary: str  # what it does, in the OpenAPI document
-    response: str  # the schema of its response there
-    aliases: tuple[str, ...] = ()  # other paths over HTTP
+    summary: str  # the summary in the OpenAPI document
+    response: str  # the name of the response's schema in the OpenAPI document
+    aliases: tuple[str, ...] = ()  # other HTTP paths of the endpoint
 
 
 ENDPOINTS = {
@@ -70,7 +70,7 @@ ENDPOINTS = {
             EmbeddingsRequest,
             prepare_embeddings,
             EmbeddingsWriter,
-            summary="Vectors for texts",
+            summary="Compute embeddings of texts",
             response="Embeddings",
         ),
         Endpoint(
@@ -86,27 +86,27 @@ ENDPOINTS = {
             RerankRequest,
             prepare_rerank,
             RerankWriter,
-            summary="Documents in the order in which they fit a query",
+            summary="Sort documents by their relevance to a query",
             response="Rerank",
-            aliases=("/v2/rerank", "/rerank"),  # where the clients of Cohere and of vLLM, SGLang and TEI ask
+            aliases=("/v2/rerank", "/rerank"),  # the paths for clients of Cohere, and of vLLM, SGLang and TEI
         ),
         Endpoint(
             "/v1/score",
             ScoreRequest,
             prepare_score,
             ScoreWriter,
-            summary="How well texts fit another text",
+            summary="Score how well texts match another text",
             response="Scores",
-            aliases=("/score",),  # where vLLM's clients ask
+            aliases=("/score",),  # the path for vLLM's clients
         ),
         Endpoint(
             "/v1/classify",
             ClassifyRequest,
             prepare_classification,
             ClassificationWriter,
-            summary="The probability of each label for texts",
+            summary="Compute the probability of each label for texts",
             response="Classification",
-            aliases=("/classify",),  # where vLLM's clients ask
+            aliases=("/classify",),  # the path for vLLM's clients
         ),
         Endpoint(
             "/v1/decisions",

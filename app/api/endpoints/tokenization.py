@@ -1,6 +1,6 @@
-"""For clients that count or score tokens: POST /tokenize and /detokenize, GET /tokenizer_info, as vLLM has them.
+"""Routes for clients that count tokens: vLLM's POST /tokenize, POST /detokenize and GET /tokenizer_info.
 
-And POST /v1/messages/count_tokens, as Anthropic has it.
+POST /v1/messages/count_tokens is Anthropic's route for the same purpose.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from app.json_pieces import Json, Rows
 
 
 class TokenizationRoutes(RouteGroup):
-    """The routes."""
+    """The routes that encode and decode tokens."""
 
     def __init__(self, handler: RequestHandler) -> None:
         self._handler = handler
 
     @Operation(
-        "post", "/tokenize", "Words to token ids", "Tokens", OF_A_BODY, (TokenizeTextRequest, TokenizeChatRequest)
+        "post", "/tokenize", "Text to token ids", "Tokens", OF_A_BODY, (TokenizeTextRequest, TokenizeChatRequest)
     )
     async def tokenize(self, request: Request) -> Response:
-        """The ids of a text or of a chat's prompt, beside their number."""
+        """Return the token ids of a text or of a chat's prompt, and their number."""
         body = await self._body(request)
         if body.get("messages") is None:
             return await self._answer(request, body, TokenizeTextRequest, _tokenized_text)
         return await self._answer(request, body, TokenizeChatRequest, _tokenized_chat)
 
-    @Operation("post", "/detokenize", "Token ids to words", "Text", OF_A_BODY, (DetokenizeRequest,))
+    @Operation("post", "/detokenize", "Token ids to text", "Text", OF_A_BODY, (DetokenizeRequest,))
     async def detokenize(self, request: Request) -> Response:
-        """The text of token ids, special ones included."""
+        """Return the text of token ids, including special tokens."""
         return await self._answer(request, await self._body(request), DetokenizeRequest, _detokenized)
 
     @Operation(
@@ -53,15 +53,15 @@ class TokenizationRoutes(RouteGroup):
         (CountTokensRequest,),
     )  # fmt: skip
     async def count_tokens(self, request: Request) -> Response:
-        """How many tokens the prompt of a message has."""
+        """Return the number of tokens in the prompt of a message."""
         return await self._answer(request, await self._body(request), CountTokensRequest, _counted)
 
     @Operation(
         "get", "/tokenizer_info", "Special tokens, chat template", "TokenizerInfo", OF_A_MODEL,
-        query={"model": {"schema": TEXT, "description": "required where there are several"}},
+        query={"model": {"schema": TEXT, "description": "required if there are several models"}},
     )  # fmt: skip
     async def tokenizer_info(self, request: Request) -> Response:
-        """For clients that apply the chat template themselves."""
+        """Return the special tokens and the chat template, for clients that apply the template themselves."""
         return JSONResponse(self._model(request, request.query_params.get("model")).tokenizer.description())
 
     async def _body(self, request: Request) -> Json:
@@ -70,7 +70,7 @@ class TokenizationRoutes(RouteGroup):
     async def _answer(
         self, request: Request, body: Json, schema: type[ParsedT], make: Callable[[ParsedT, ServedModel], Json]
     ) -> Response:
-        """What `make` makes of a checked body. The header of the answer names the fields without effect."""
+        """Check a body and respond with the result of `make`. A response header names the fields without effect."""
         handler, account, size = self._handler, reservation_of(request).account, size_of(body, MAX_SMALL_SIZE)
         is_strict = asks_for(request.headers, STRICT_HEADER)
         parsed = await handler.parse(body, size, schema, account, is_strict=is_strict)

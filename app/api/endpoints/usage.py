@@ -1,4 +1,4 @@
-"""GET /admin/usage: what keys have used of which models, in which class, on which days. JSON or CSV."""
+"""GET /admin/usage: the usage of keys by model, request class and day, as JSON or CSV."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from app.json_pieces import Json
 from app.usage import Owner, UsageQuery, Used, grouped
 from app.usage.records import UsageRows, day_of, month_of
 
-# Fields of `UsedFor` by their names in the API.
+# The fields of `UsedFor`, by their names in the API.
 _GROUPS = {"key": "key", "model": "model", "class": "request_class", "day": "day"}
 _CSV = "text/csv"
 _DAY: Json = {"schema": TEXT | {"format": "date"}}
 _QUERY: Json = {
-    "from": _DAY | {"description": "the first day, as 2026-11-01, in UTC; default: the first of this month"},
-    "to": _DAY | {"description": "the last day; default: today"},
-    "group_by": {"schema": TEXT, "description": "some of key, model, class and day, with commas; default: key"},
+    "from": _DAY | {"description": "the first day in UTC, such as 2026-11-01; default: the first of this month"},
+    "to": _DAY | {"description": "the last day in UTC, included; default: today"},
+    "group_by": {"schema": TEXT, "description": "key, model, class or day, or several with commas; default: key"},
     "format": {"schema": {"enum": ["json", "csv"]}},
 }
 
 
 class UsageRoutes(RouteGroup):
-    """`GET /admin/usage`."""
+    """The route `GET /admin/usage`."""
 
     def __init__(self, owner: Owner | None, collect: Collect) -> None:
-        """`owner` keeps the ledger; without one all processes are asked for what they have counted."""
+        """`owner` stores the ledger. Without an owner, the answer sums the counts of all processes."""
         self._owner = owner
         self._collect = collect
 
-    @Operation("get", "/admin/usage", "What keys have used", "AdminUsage", ("400", "503"), media=(_CSV,), query=_QUERY)
+    @Operation("get", "/admin/usage", "The usage of keys", "AdminUsage", ("400", "503"), media=(_CSV,), query=_QUERY)
     async def usage(self, request: Request) -> Response:
-        """Sums by the asked fields. What has ended in the last second may be missing."""
+        """Return the usage, summed by the `group_by` fields. Requests that ended in the last second may be missing."""
         query, is_csv = _asked(request)
         processes: Json | None = None
         if self._owner is not None:
@@ -51,25 +51,25 @@ class UsageRoutes(RouteGroup):
             rows = grouped((used for report in answers.reports for used in report.used.items()), query)
         if len(rows) > query.max_rows:
             raise InvalidRequest(
-                f"there are more than {query.max_rows:,} rows; ask for fewer days, or for fewer fields in group_by",
+                f"there are more than {query.max_rows:,} rows; ask for fewer days, or fewer fields in group_by",
                 param="group_by",
             )
         about: Json = {"kept": self._owner is not None, "processes": processes}
-        # Thousands of rows would hold the event loop.
+        # Writing thousands of rows would block the event loop.
         return await asyncio.to_thread(_csv if is_csv else _json, query, rows, about)
 
 
 def _asked(request: Request) -> tuple[UsageQuery, bool]:
-    """The query, and whether the answer is CSV."""
+    """Return the query, and whether the answer is CSV. Raises InvalidRequest."""
     given, today = request.query_params, day_of(time.time())
     first, last = _day(given.get("from", f"{month_of(today)}-01"), "from"), _day(given.get("to", today), "to")
     if first > last:
-        raise InvalidRequest(f"from is {first} and to is {last}; give a `to` that is not before it", param="from")
+        raise InvalidRequest(f"from is {first} and to is {last}; send a `to` that is not before `from`", param="from")
     names = given.get("group_by", "key").split(",")
     unknown = [name for name in names if name not in _GROUPS]
     if unknown:
         raise InvalidRequest(
-            f"group_by has {unknown[0][:40]!r}; give some of {', '.join(_GROUPS)}, with commas between them",
+            f"group_by has {unknown[0][:40]!r}; send one or more of {', '.join(_GROUPS)}, separated by commas",
             param="group_by",
         )
     form = given.get("format", "json")
@@ -83,7 +83,7 @@ def _day(text: str, param: str) -> str:
     try:
         return date.fromisoformat(text).isoformat()
     except ValueError:
-        raise InvalidRequest(f"{param} is {text[:40]!r}; give a day, as 2026-11-01", param=param) from None
+        raise InvalidRequest(f"{param} is {text[:40]!r}; send a day such as 2026-11-01", param=param) from None
 
 
 def _sums(used: Used) -> Json:
@@ -97,7 +97,7 @@ def _sums(used: Used) -> Json:
 
 
 def _entries(query: UsageQuery, rows: UsageRows) -> tuple[list[str], list[Json]]:
-    """The names of the fields that they have in common, and the rows."""
+    """Return the names of the group fields, and the rows as objects."""
     names = [name for name, field in _GROUPS.items() if field in query.group_by]
     return names, [dict(zip(names, group, strict=True)) | _sums(used) for group, used in rows]
 
