@@ -45,7 +45,7 @@ _TUNING = {(8, 0): _SM_80, (9, 0): _SM_90, (10, 0): _SM_90, (10, 3): _SM_90}
 
 
 def tuning_for(device: torch.device) -> KernelTuning:
-    """Return the constants for a device. A plan without a CUDA device gets those of an H100, as most replicas have one."""
+    """Return the constants for a device. Without CUDA, a plan gets those of an H100, the card of most replicas."""
     return tuning_of(torch.cuda.get_device_capability(device)) if device.type == "cuda" else _SM_90
 
 
