@@ -1,4 +1,4 @@
-"""The block ids of each sequence on the device. They stay there between steps, so a step copies only new block ids."""
+"""Block ids of sequences on the device. The device keeps them between steps, so a step copies only new block ids."""
 
 from __future__ import annotations
 

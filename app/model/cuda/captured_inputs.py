@@ -46,7 +46,7 @@ def decode_size(num_rows: int) -> StepSize:
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:
-    """Return the sizes of the decode steps to capture, in sequences. They are closest where a spare row costs most."""
+    """Return the sizes of the decode steps to capture, in sequences. Small sizes are closer, as spare rows cost most."""
     largest = min(max_rows, _MAX_ROWS)
     ladder = [1, 2, 4, *range(8, 256, 8), *range(256, _MAX_ROWS, 32)]
     return (*(size for size in ladder if size < largest), largest)
@@ -95,10 +95,10 @@ def smallest_fitting(batch: StepBatch, *, decode: Sequence[StepSize], mixed: Seq
 
 
 class CapturedInputs:
-    """The tensors that one captured step reads. Their addresses do not change."""
+    """The tensors that one captured step reads, at addresses that do not change."""
 
     def __init__(self, size: StepSize, attention: TritonAttention, adapters: AdapterSlots | None = None) -> None:
-        """Allocate the tensors. adapters: used only if the size has adapters."""
+        """Allocate the tensors. `adapters` is used only if the size has adapters."""
         self.size = size
         self._attention = attention
         self._adapters = adapters if size.has_adapters else None

@@ -19,7 +19,7 @@ from app.model.llama import ExpertSettings
 # The tile has one size for any number of tokens, because the bits of a row depend on the size. 64 rows are one wgmma.
 _TILE_ROWS = _TILE_COLUMNS = 64
 _TILE_DEPTH_BYTES = 128
-# The average number of rows of an expert from which on products take longer than reading the weights. Not yet measured.
+# With fewer rows of an expert on average, reading the weights takes longer than the products. Not yet measured.
 _FEWEST_GROUPED_ROWS = 64
 _GROUPED_UNIT = 8  # numbers in 16 bytes: the grouped product takes rows that are aligned to 16 bytes
 

@@ -132,7 +132,7 @@ def _attend(
         is_own = at < last
         slots = blocks.to(tl.int64) * block_size + at % block_size
         scale_places = key_scales(scales, blocks, at % block_size, 0, num_kv_heads, block_size)
-        # The blocks of the next tile are loaded a tile ahead, so that the loads of its keys need not wait for addresses.
+        # The blocks of the next tile are loaded a tile ahead: the loads of its keys need not wait for their addresses.
         blocks = _blocks(table, start + tile, last, block_size, tile)
         key_places = keys + slots[None, :] * (num_kv_heads * key_dim) + key_at[:, None]
         value_places = values + slots[:, None] * (num_kv_heads * value_dim) + value_at[None, :]
@@ -166,7 +166,7 @@ def _attend(
         higher = tl.maximum(highest, tl.max(scores, 1))
         subtract = higher
         if masked:
-            # A row may see no key of its first tiles. Its highest score is then -inf, and -inf - -inf is not a number.
+            # A row that sees no key of its first tiles has -inf as its highest score, and -inf - -inf is not a number.
             subtract = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores - subtract[:, None])
         shrink = tl.exp2(highest - subtract)
@@ -372,7 +372,7 @@ def prefill_kernel(
     compiler may round differently without a mask.
     """
     num_segments = tl.num_programs(0)
-    # The last pieces of a prompt see the most keys. They are computed first, so that no program runs alone at the end.
+    # The last pieces of a prompt see the most keys, so these start first, and no program runs alone at the end.
     segment, kv_head = num_segments - 1 - tl.program_id(0), tl.program_id(1)
     token = tl.load(segments + segment).to(tl.int64)
     num_tokens = tl.load(segments + num_segments + segment).to(tl.int32)

@@ -32,10 +32,7 @@ class NoKernels:
 
 @contextmanager
 def beside_steps(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Run copies after the steps launched so far and beside steps launched meanwhile. Waits for the copies at the end.
-
-    Steps that are launched meanwhile must not read the memory that is written.
-    """
+    """Run copies after the steps launched so far, beside later steps that do not read the memory. Waits at the end."""
     if stream is None:
         yield
         return

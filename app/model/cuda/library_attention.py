@@ -1,7 +1,7 @@
 """Paged attention with the FlashAttention that torch brings compiled. Triton and a compiler are not needed.
 
-The method is FlashAttention-2 (Dao, 2023). The keys and values of all sequences of a step are gathered side by side, and
-one call attends to them. This file has not yet run on a GPU.
+The method is FlashAttention-2 (Dao, 2023). The keys and values of all sequences of a step are gathered side by side,
+and one call attends to them. This file has not yet run on a GPU.
 """
 
 from __future__ import annotations

@@ -148,8 +148,5 @@ class TritonRecurrence:
 
 
 def _tile(num_parts: int, part_padded: int) -> int:
-    """Return the columns or rows of a state that one program computes.
-
-    part_padded: the numbers in a column or a row, rounded up to a power of two.
-    """
+    """Return the columns or rows of a state for one program. part_padded: the numbers in each, padded."""
     return min(padded(num_parts, 1), max(1, _STATE_NUMBERS // part_padded))

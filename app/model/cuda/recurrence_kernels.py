@@ -1,4 +1,4 @@
-"""Triton kernels of the operators with a recurrent state. `Recurrence` in `app/model/recurrence.py` defines them.
+"""Triton kernels of the operators with a recurrent state, which `Recurrence` in `app/model/recurrence.py` defines.
 
 `recurrence.py` beside this file launches the kernels and imports them on first use, because the import needs Triton.
 
@@ -23,7 +23,7 @@ import triton.language as tl
 
 @triton.jit
 def _piece(chains, row):
-    """Return a piece's first token, the token after its last one, the slot that it reads, and the slot that it writes."""
+    """Return the first token of a piece, the token after its last one, the slot that it reads, and that it writes."""
     first = tl.load(chains + row * 4).to(tl.int64)
     end = first + tl.load(chains + row * 4 + 1)
     # Other threads of this program may have read and written the same slots for the piece before.

@@ -25,9 +25,9 @@ class KernelTuning:
     tile_bytes: int = 32 * 1024  # keys and values of a tile, which is 64 keys at a head size of 128
 
     def rows(self, value_dim: int, *, is_padded: bool = False, in_fp8: bool = False) -> int:
-        """Return the rows of a prefill tile. is_padded: head sizes are no powers of two, and masks take registers.
+        """Return the rows of a prefill tile. Masks of padded head sizes and the conversion from FP8 take registers.
 
-        The conversion of keys and values in FP8 takes registers as well.
+        is_padded: whether head sizes are no powers of two.
         """
         return min(self.prefill_rows, self.max_outputs // (value_dim << is_padded << in_fp8))
 
