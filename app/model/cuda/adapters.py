@@ -1,7 +1,7 @@
 """LoRA adapters (Hu et al., 2021) of the decoder for CUDA: rows × down × up is added to each matrix product.
 
 The memory for the matrices of all adapters is allocated at the start and divided into slots, so a captured step finds
-the matrices at the same addresses whichever adapters are loaded. Rows with one adapter are grouped into tiles. Each
+the matrices at the same addresses whichever adapters are loaded. Rows with the same adapter are grouped into tiles. A
 product takes one launch for `down` and one for `up`, like the grouped products of Punica (Chen et al., 2023, arXiv
 2310.18547) and S-LoRA (Sheng et al., 2023, arXiv 2311.03285). The speed is not yet measured on a GPU.
 """
@@ -122,7 +122,7 @@ class AdapterSlots:
         # One stream for all writes: torch reuses a pool of 32 streams, and one of these captures graphs.
         self._stream = torch.cuda.Stream(like.device) if like.is_cuda else None  # type: ignore[no-untyped-call]
         self._writing = threading.Lock()
-        self._late: dict[int, AdapterWeights] | None = None  # by slot, to write in `come_back`; None: not asleep
+        self._late: dict[int, AdapterWeights] | None = None  # by slot, for `come_back` to write; None: awake
 
     def tensors(self) -> Iterator[torch.Tensor]:
         for each in self._stacked.values():
@@ -165,7 +165,7 @@ class AdapterSlots:
         self._free.append(adapter.slot)
 
     def leave_device(self) -> None:
-        """Release the memory: adapters that are loaded before `come_back` are written then."""
+        """Stop writing to the memory. `come_back` writes the adapters that are loaded until then."""
         with self._writing:
             self._late = {}
 
@@ -191,7 +191,7 @@ class AdapterSlots:
         return AdaptedColumns(order, [number for column in zip(*tiles, strict=True) for number in column])
 
     def rows(self, batch: StepBatch) -> AdaptedRows:
-        """Return the rows of a step that have an adapter, on the device. At least one row must have one."""
+        """Return the rows of a step that have an adapter, on the device. At least one row must have an adapter."""
         order, tiles = (to_device(column, self._device) for column in self.columns(batch))
         return AdaptedRows(self, order, tiles.view(3, -1))
 

@@ -39,7 +39,7 @@ class TritonAttention:
 
     The result of a row does not depend on the other rows of its step, because splits and tiles follow from positions
     alone. With `batch_invariant`, the prefill kernel also computes single tokens. The result then does not depend on
-    how a sequence was cut into pieces either, but few long sequences are slower.
+    how a sequence was cut into pieces either, but a step with few long sequences is slower.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Pieces:
         self._cut: dict[int, torch.Tensor] = {}  # [4, num_pieces], by the most tokens of a piece
 
     def of(self, max_tokens: int) -> torch.Tensor:
-        """Return the pieces, of at most `max_tokens` tokens, as segments: [4, num_pieces]. Computed once for a size."""
+        """Return the pieces, of at most `max_tokens` tokens, as segments: [4, num_pieces]. The result is cached."""
         pieces = self._cut.get(max_tokens)
         if pieces is None:
             pieces = self._cut[max_tokens] = _columns(self._columns_of(max_tokens), self._device)
@@ -179,7 +179,7 @@ class StepRows:
 
 
 class TritonStep:
-    """One forward pass: write the new tokens' KV, then attend over blocks."""
+    """One forward pass, which writes the KV of the new tokens and then attends to the blocks."""
 
     def __init__(self, attention: TritonAttention, rows: Sequence[StepRows]) -> None:
         """Take the rows of each group of layers."""

@@ -32,7 +32,7 @@ class StepSize:
     """The largest batch that a captured step can compute."""
 
     num_tokens: int
-    num_rows: int  # sequences, and tokens for which logits are computed
+    num_rows: int  # the most sequences, and the most tokens with logits
     max_longer: int = 0  # sequences with several tokens (prompts or drafts); 0 for a decode step, with one token each
     has_adapters: bool = False  # whether sequences may have an adapter
 
@@ -46,7 +46,7 @@ def decode_size(num_rows: int) -> StepSize:
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:
-    """Return the sizes of decode steps to capture, in sequences. A spare row costs most in the small, dense sizes."""
+    """Return the sizes of decode steps to capture, in sequences. Small sizes are dense: spare rows cost most there."""
     largest = min(max_rows, _MAX_ROWS)
     ladder = [1, 2, 4, *range(8, 256, 8), *range(256, _MAX_ROWS, 32)]
     return (*(size for size in ladder if size < largest), largest)

@@ -64,7 +64,7 @@ def empty_inputs(weight: Rows, num_tokens: int) -> Rows:
 
 
 def plain(rows: Rows) -> torch.Tensor:
-    """Return rows that are never in FP8 as a tensor."""
+    """Return rows as a tensor. The caller must know that the rows are not in FP8."""
     assert isinstance(rows, torch.Tensor), "these rows are not in FP8"
     return rows
 

@@ -89,7 +89,7 @@ class GraphModelRunner(LeadingRunner):
         stateful: the attention with the states of recurrent layers. With states, each step ends before the next starts.
         max_tokens: the most tokens of a captured step with prompts; 0 to capture no such steps.
         synchronize: waits for the device and raises the device's error; by default a device is never lost.
-        may_adapt: whether transformers' code may use adapters; its steps run eagerly then.
+        may_adapt: whether transformers' code may compute with adapters, in steps that run eagerly.
         """
         super().__init__()
         self._model = model

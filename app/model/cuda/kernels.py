@@ -184,7 +184,7 @@ def _attend(
 
 @triton.jit
 def _blocks(table, start, last, block_size: tl.constexpr, tile: tl.constexpr):
-    """Return the block of each key from `start` on, or one block if a tile lies in one. Keys from `last` on get any."""
+    """Return the blocks of a tile of keys, or one block if a tile lies in one. Keys from `last` on get any block."""
     at = start if block_size % tile == 0 else start + tl.arange(0, tile)
     return tl.load(table + tl.maximum(tl.minimum(at, last - 1), 0) // block_size)
 

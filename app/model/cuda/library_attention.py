@@ -1,4 +1,4 @@
-"""Paged attention with the FlashAttention that torch brings compiled. Triton and a compiler are not needed.
+"""Paged attention with torch's precompiled FlashAttention, which needs no Triton, no compiler and no other package.
 
 The method is FlashAttention-2 (Dao, 2023). The keys and values of all sequences of a step are gathered side by side,
 and one call attends to them. This file has not yet run on a GPU.

@@ -1,7 +1,7 @@
 """Draws tokens and computes log-probabilities on CUDA: each in one launch for all rows of a step.
 
 The drawn token is the token that the plain sampler draws, except where
-- two scores with noise differ by less than some 1e-5: the plain sampler computes noise in float64, this one in float32;
+- two scores with noise differ by less than some 1e-5: the plain sampler has noise in float64, the kernel in float32;
 - a token lies within some 1e-6 of the limit of top-p or min-p: sums of weights are rounded in another order;
 - two logits become one score when they are divided by the temperature: the kernel still ranks the greater logit first.
 The kernel applies penalties, biases, bans and masks while it reads the logits, with the same bits as `Sampler.adjust`.

@@ -105,7 +105,7 @@ class RankGroup:
         raise error
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Replace each number by its sum over all ranks. All ranks get the same bits, in any tensor around the number.
+        """Replace each number by its sum over all ranks. The bits depend neither on the rank nor on the other numbers.
 
         The tensor must be contiguous, and have the same shape and type on all ranks.
         """
@@ -129,7 +129,7 @@ class RankGroup:
             _exchange(lambda: self._processes._allgather_base(flat, in_order(parts).to(flat.dtype)))
 
     def gather_columns(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Join the columns of all ranks on all ranks: [..., num_columns] → [..., size * num_columns]."""
+        """Join the columns of all ranks: [..., num_columns] of one shape → [..., size * num_columns] on all ranks."""
         if self._processes is None:
             return self._sizes.gather_columns(tensor)
         self._counts.add(self.rank)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
-# The most bytes that a rank reads from all ranks; for more, each rank adds a part. vLLM: 2 MiB x 4 ranks, 1 MiB x 8.
+# The most bytes that a rank reads from all ranks. If a sum needs more, each rank adds a part. vLLM has the same limits:
+# a tensor of 2 MiB with 4 ranks, and of 1 MiB with 8 ranks.
 _MOST_READ_BYTES = 8 * 2**20
 _SYMMETRIC_BYTES = 64 * 2**20  # larger tensors are added in pieces
 
