@@ -4,7 +4,8 @@
 
 Each program computes one token or a part of a token, in an order that follows from the sizes of the model alone, so the
 bits of a row depend on no other row of its step. All that differs between steps is read from the device. Numbers are
-rounded to the type of the model where transformers' code rounds them, except products with cosines and sines.
+float32, and are rounded to the model's type where transformers' code rounds them, except products with cosines and
+sines.
 
 Triton reads the annotations, so this module has no `from __future__ import annotations`.
 """

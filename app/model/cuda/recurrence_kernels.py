@@ -23,7 +23,7 @@ import triton.language as tl
 
 @triton.jit
 def _piece(chains, row):
-    """Return a piece: its first token, the token after its last one, the slot that it reads, the slot that it writes."""
+    """Return a piece: its first token, the token after its last one, the slot to read, and the slot to write."""
     first = tl.load(chains + row * 4).to(tl.int64)
     end = first + tl.load(chains + row * 4 + 1)
     # Other threads of this program may have read and written the same slots for the piece before.

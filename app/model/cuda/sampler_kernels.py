@@ -2,7 +2,7 @@
 
 One program computes one row, so the bits of a result do not depend on the number of rows. Filters do not sort: top-k
 and top-p find their last token by its *key*, an unsigned number in the order of the logits, digit by digit. Each pass
-over the row sums up the tokens above each of 16 candidates. Keys of bfloat16 have 4 digits, and keys of float32 have 8.
+over the row sums up the tokens from each of 16 candidates on. Keys of bfloat16 have 4 digits, and float32 keys have 8.
 
 Triton reads the annotations, so this module has no `from __future__ import annotations`.
 """
