@@ -1,10 +1,10 @@
-"""The backends of a GPU, best first. A replica takes the first one that works, see docs/design/gpu.md.
+"""The backends of a GPU, best first. A replica takes the first backend that works, see docs/design/gpu.md.
 
-A kernel that does not compile, a driver that refuses a launch, a step with wrong numbers: each of these costs a replica
-a backend, and the next one is tried. Plain torch is the last.
+If a kernel does not compile, a driver refuses a launch, or a step computes wrong numbers, the replica tries the next
+backend. Plain torch is the last backend.
 
-After some CUDA errors a process can do nothing more on its device, and a crash or a hang ends it. A file remembers the
-backend that ran, and the next replica takes another backend.
+After some CUDA errors a process can do nothing more on its device, and a crash or a hang ends the process. A file
+records the backend that ran, and the next replica takes another backend.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Backend:
 
     computes: str
     needs: str
-    has_decoder: bool  # our own, if that computes the model: weights in FP8 need it
-    has_triton: bool  # our kernels for attention: FP8 KV memory, `batch_invariant` and copies of blocks need them
+    has_decoder: bool  # whether our decoder computes models that it supports; weights in FP8 need our decoder
+    has_triton: bool  # whether our attention kernels run; FP8 KV memory, `batch_invariant` and block copies need them
 
 
-# `model.backend` names the first backend to try; `auto` stands for the best.
+# `model.backend` names the first backend to try. `auto` stands for the best backend.
 BACKENDS: Mapping[str, Backend] = {
     GRAPHS: Backend(
         computes="our decoder, or else transformers' code, with our kernels, replayed from CUDA graphs",
@@ -54,7 +54,7 @@ BACKENDS: Mapping[str, Backend] = {
         has_triton=True,
     ),
     EAGER: Backend(
-        computes="the same, launched kernel by kernel",
+        computes="the same as `graphs`, launched kernel by kernel",
         needs="Triton, a C compiler, Python's headers",
         has_decoder=True,
         has_triton=True,
@@ -83,11 +83,11 @@ BACKENDS: Mapping[str, Backend] = {
 WITHOUT_DECODER = frozenset(name for name, each in BACKENDS.items() if not each.has_decoder)
 WITHOUT_TRITON = frozenset(name for name, each in BACKENDS.items() if not each.has_triton)
 FILE_NAME = "lost_devices.json"
-LEFT_OUT_S = 3600.0  # after a loss; the hardware may have failed, and not the code
-MOST_LOSSES = 3  # then the backend is left out until a version changes
+LEFT_OUT_S = 3600.0  # a loss leaves a backend out only for this time, because the hardware may have failed
+MOST_LOSSES = 3  # after this number of losses a backend is left out until a version changes
 _ONE_EVENT_S = 60.0  # several losses in this time count as one: a fault may end all processes of a card
 _MOST_OF_A_MESSAGE = 200  # characters
-_AT_LOAD, _IN_A_STEP = "at the load, ", "in a step, "  # begin the reason of a loss
+_AT_LOAD, _IN_A_STEP = "at the load, ", "in a step, "  # the prefixes of the reason of a loss
 
 
 class BackendFailed(Exception):
@@ -95,10 +95,10 @@ class BackendFailed(Exception):
 
 
 def cause_of(error: Exception) -> str:
-    """An error of the load in one line: its kind, and the first and the last line of its message.
+    """Return an error of the load in one line: its kind, and the first and the last line of its message.
 
-    Compilers begin with the place and name the fault in the last line. No client has sent anything yet, so the message
-    holds no client's text.
+    Compilers write the place in the first line and the fault in the last line. No client has sent anything at the load,
+    so the message cannot contain a client's text.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
     ends = dict.fromkeys(line[:_MOST_OF_A_MESSAGE] for line in (lines[0], lines[-1]))
@@ -106,7 +106,7 @@ def cause_of(error: Exception) -> str:
 
 
 def is_lost(device: torch.device) -> bool:
-    """Whether this process can compute nothing more on its device."""
+    """Return whether this process can compute nothing more on its device."""
     try:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -115,10 +115,10 @@ def is_lost(device: torch.device) -> bool:
     return False
 
 
-# By setup and backend: the times of the last losses (`time.time`), and the reason of the last loss.
+# The times of the last losses (`time.time`) and the reason of the last loss, by setup and backend.
 _Setups = dict[str, dict[str, tuple[Annotated[list[float], Len(min_length=1)], str]]]
 _SETUPS: TypeAdapter[_Setups] = TypeAdapter(_Setups)
-# Of a process: setup, backends, and the beginning of a reason.
+# The note of a process: its setup, its backends, and the prefix of a reason.
 _WORK: TypeAdapter[tuple[str, list[str], str]] = TypeAdapter(tuple[str, list[str], str])
 
 
@@ -131,7 +131,7 @@ class LostDevices:
     clock: Callable[[], float] = time.time
 
     def note(self, backends: Iterable[str], reason: str, at: float | None = None) -> None:
-        """Note that these backends ended a process. at: when; None: now."""
+        """Record that these backends ended a process at the time `at`, which is now by default."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with locked(self.path.with_suffix(".lock")):
@@ -146,7 +146,7 @@ class LostDevices:
                            self.path, error)  # fmt: skip
 
     def note_crashes(self) -> None:
-        """Note the backends of processes that crashed or hung, whatever their setup."""
+        """Record the backends of processes that crashed or hung, under the setup of each process."""
         for work, reason, at in crashes(self.path.parent):
             try:
                 setup, backends, when = _WORK.validate_json(work)
@@ -155,13 +155,13 @@ class LostDevices:
             replace(self, setup=setup).note(backends, f"{when}{reason}", at)
 
     def watch(self, backends: Iterable[str], when: str) -> None:
-        """Have the next process note these backends if this one crashes or hangs. when: the beginning of the reason."""
+        """Have the next process record these backends if this process crashes or hangs. when: the reason's prefix."""
         open_note(self.path.parent, json.dumps((self.setup, [*backends], when)))
 
     def left_out(self, named: str = "") -> dict[str, str]:
-        """The backends to leave out now, each with the reason.
+        """Return the reasons to leave out backends now, by backend.
 
-        named: by the settings. It is tried after a loss in a step; if it failed at the load, it would fail again.
+        named: the backend that the settings name. It is left out only after a loss at the load, which would recur.
         """
         found = {}
         for backend, (times, reason) in self._read().get(self.setup, {}).items():
@@ -183,7 +183,7 @@ class LostDevices:
         return found
 
     def _read(self) -> _Setups:
-        """The content of the file; nothing if it cannot be read."""
+        """Return the content of the file, or an empty dict if the file cannot be read."""
         try:
             return _SETUPS.validate_json(self.path.read_bytes())
         except (OSError, ValidationError):
@@ -197,18 +197,18 @@ class Ladder:
     config: EngineConfig
     device: torch.device
     lost: LostDevices
-    is_shared: bool = False  # by ranks, which need the same backend: a failure ends them all, and the next start
-    has_own_decoder: bool = True  # until the model is loaded, it may have one
-    has_weights: bool = False  # the model is loaded
-    failed: dict[str, str] = field(default_factory=dict)  # the reason, by backend or part of one
-    skipped: dict[str, str] = field(default_factory=dict)  # the reason, by backend; from settings and the kind of model
+    is_shared: bool = False  # whether ranks share one backend: a failure ends all ranks, and the next start skips it
+    has_own_decoder: bool = True  # whether our decoder may compute the model; assumed until the model is loaded
+    has_weights: bool = False  # whether the model is loaded
+    failed: dict[str, str] = field(default_factory=dict)  # reasons by backend, or by part of a backend
+    skipped: dict[str, str] = field(default_factory=dict)  # reasons from the settings and the model, by backend
     _current: str = ""  # the backend that computes
 
     @classmethod
     def of(
         cls, config: EngineConfig, device: torch.device, *, driver: str, why_no_triton: str | None, is_shared: bool
     ) -> Ladder:
-        """The backends of a replica on this device. why_no_triton: from `device.why_no_triton`."""
+        """Return the backends of a replica on this device. why_no_triton: the result of `device.why_no_triton`."""
         card = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         packages = ", ".join(f"{name} {number}" for name, number in (versions() | {"commit": commit()}).items())
         setup = f"{config.model.path}; {card}; driver {driver}; {packages}"
@@ -226,24 +226,24 @@ class Ladder:
         accepted = [
             name for name in names[: names.index(config.model.require or TORCH) + 1] if name not in ladder.skipped
         ]
-        if not set(accepted) <= lost.keys():  # else all accepted backends would be left out
+        if not set(accepted) <= lost.keys():  # ignore losses if they would leave out all accepted backends
             ladder.failed = lost | ladder.failed
         return ladder
 
     @property
     def order(self) -> list[str]:
-        """The backends that the settings allow. `library` is for those who want it before our kernels."""
+        """The backends that the settings allow, in the order to try them. `library` comes first only if it is named."""
         names, first = list(BACKENDS), self.config.model.backend
         if first == LIBRARY:
             return [LIBRARY, TRITON, TORCH]
         return names if first == "auto" else names[names.index(first) :]
 
     def backends(self) -> Iterator[str]:
-        """The backends to try, one after the other.
+        """Yield the backends to try, one after the other.
 
         Raises:
-            InvalidSetup: none of those that `model.require` accepts works.
-            UnsupportedModel: none works.
+            InvalidSetup: no backend that `model.require` accepts works.
+            UnsupportedModel: no backend works.
         """
         for backend in self.order:
             if backend not in self.failed | self.skipped:
@@ -254,13 +254,13 @@ class Ladder:
 
     @contextmanager
     def trying(self, backend: str) -> Iterator[None]:
-        """Around the load with one backend. Notes and swallows an error if another backend may load without it.
+        """Run the load with one backend. Records and swallows an error that another backend may not have.
 
         Raises:
             InvalidSetup: the settings or the model are wrong for any backend.
-            Failure: this process can try no other, as the device is lost or another rank waits.
+            Failure: this process can try no other backend, because the device is lost or another rank waits.
         """
-        if self.failed:  # the error of the last backend is gone only now, and with it the memory that it held
+        if self.failed:  # the last backend's error held memory, which can be freed now
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -278,7 +278,7 @@ class Ladder:
         except (CarouselError, MemoryError, ExchangeFailed):
             raise
         except Exception as error:
-            if isinstance(error, OSError) and not self.has_weights:  # files of the model, and not of a compiler
+            if isinstance(error, OSError) and not self.has_weights:  # an error of the model's files, not of a compiler
                 raise
             reason = cause_of(error)
             if is_lost(self.device):
@@ -289,18 +289,18 @@ class Ladder:
                 close_note()
 
     def _alike(self, backend: str) -> list[str]:
-        """All backends that load the same code: graphs are captured later, after the load."""
+        """Return all backends that load the same code as this one. Graphs are captured later, after the load."""
         if backend not in (GRAPHS, EAGER):
             return [backend]
         return [GRAPHS, EAGER, *([] if self.has_own_decoder else [TRITON])]
 
     def note(self, part: str, reason: str | None) -> None:
-        """Note the fault of a decoder or a sampler; None: it works."""
+        """Record why a part of a backend, a decoder or a sampler, does not work. A reason of None records nothing."""
         if reason is not None:
             self.failed[part] = reason
 
     def fail(self, backends: Iterable[str], reason: str) -> None:
-        """Note that these do not work. Raises Failure on ranks: the others wait for this one."""
+        """Record that these backends do not work. Raises Failure on ranks, because other ranks wait for this rank."""
         if self.is_shared:
             self._end(backends, reason)
         for backend in backends:
@@ -309,7 +309,7 @@ class Ladder:
                 logger.warning("%s: backend %s does not work: %s", self.config.model.path, backend, reason)
 
     def _end(self, backends: Iterable[str], reason: str) -> NoReturn:
-        """Have the next start leave these out. This process can try no other one."""
+        """Have the next start leave out these backends, and raise Failure: this process can try no other backend."""
         backends = [*backends]
         self.lost.note(backends, f"{_AT_LOAD}{reason}")
         raise Failure(
@@ -317,45 +317,45 @@ class Ladder:
         )
 
     def agree(self, minimum: Callable[[int], int]) -> None:
-        """Leave out every backend that a rank leaves out. All ranks call it.
+        """Leave out every backend that any rank leaves out. Each rank must call this method.
 
-        minimum: returns the least of their numbers.
+        minimum: returns the least of the numbers of all ranks.
         """
         for name in self.order:
             if not minimum(int(name not in self.failed | self.skipped)):
                 self.failed.setdefault(name, "another rank leaves it out")
 
     def with_graphs(self) -> TakenBackend:
-        """The report of a replica with captured steps."""
+        """Return the report of a replica with captured steps."""
         self.failed.pop(GRAPHS, None)
         return self.taken(GRAPHS)
 
     def without_graphs(self, reason: str) -> TakenBackend:
-        """The report of a replica without captured steps. Raises InvalidSetup as `backends` does."""
+        """Return the report of a replica without captured steps. Raises InvalidSetup if `model.require` is `graphs`."""
         self.failed[GRAPHS] = reason
         if self.config.model.require == GRAPHS:
             raise self._too_slow()
         return self.taken(EAGER)
 
     def taken(self, backend: str) -> TakenBackend:
-        """The report of a replica with this backend, which computes from now on."""
+        """Return the report of a replica with this backend, and record that this backend computes from now on."""
         self._current = backend
         self.lost.watch(self._alike_in_steps(), _IN_A_STEP)
         return TakenBackend(backend, dict(self.failed))
 
     def note_loss(self, reason: str) -> None:
-        """Note that the device was lost in a step of the backend that computes."""
+        """Record that the device was lost in a step of the current backend."""
         self.lost.note(self._alike_in_steps(), f"{_IN_A_STEP}{reason}")
 
     def _alike_in_steps(self) -> list[str]:
-        """The backend that runs, and those above it that would run the same code if a capture failed."""
+        """Return the backends that would run the same code in steps: without a capture, `graphs` runs as `eager`."""
         return [GRAPHS] if self._current == GRAPHS else self._alike(self._current)
 
     def _too_slow(self) -> InvalidSetup:
         model = self.config.model
         return InvalidSetup(
-            f"model.require is {model.require}, and {model.path} does not run so here: {self._reasons()}. Repair that, "
-            f"or leave model.require out to serve more slowly"
+            f"model.require is {model.require}, and {model.path} does not run that way here: {self._reasons()}. Repair "
+            f"that, or leave model.require out to serve more slowly"
         )
 
     def _reasons(self) -> str:
@@ -364,7 +364,7 @@ class Ladder:
 
 
 def config_for(config: EngineConfig, backend: str) -> EngineConfig:
-    """The settings for the load of a backend. FP8 needs our decoder for weights, and our kernels for KV memory."""
+    """Return the settings for the load of a backend. Settings for FP8 that the backend cannot compute are replaced."""
     model = config.model
     if backend in WITHOUT_DECODER and model.quantization == "fp8":
         logger.warning("model.quantization is fp8, which %s does not compute: weights are in bfloat16", backend)

@@ -1,1 +1,1 @@
-"""The fast way on a GPU: Triton kernels of ours, CUDA graphs around decode steps, steps launched ahead."""
+"""The fast backend of a GPU: our Triton kernels, steps captured in CUDA graphs, and steps launched ahead."""

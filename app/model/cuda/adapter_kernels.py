@@ -1,13 +1,13 @@
-"""Triton kernels of LoRA adapters: two grouped products, to the rank and back to a layer's outputs.
+"""Triton kernels of LoRA adapters: two grouped products, first to the rank and then to the outputs of a layer.
 
-`adapters.py` says when which of them runs. Imported only there, on first use, because importing it needs Triton.
+`adapters.py` launches these kernels and imports this module on first use, because the import needs Triton.
 
-Rows come in tiles of one adapter. Tiles, ranks and matrices are read from the device, and grids follow from the largest
-number of tiles, so a captured launch serves every mix of adapters. A program without work reads two numbers. Sums run
-over tiles of one size in one order, so a row's bits depend on nothing that shares its step.
+The rows of a tile have the same adapter. The kernels read tiles, ranks and matrices from the device, and the grid has
+room for the largest number of tiles, so one captured launch serves every mix of adapters. A program without work reads
+two numbers and returns. Sums run over tiles of one size in one order: the bits of a row depend on no other row.
 
-No `from __future__ import annotations` here: Triton reads the annotations. `widen` is set in Triton's interpreter,
-which cannot multiply matrices of bfloat16.
+Triton reads the annotations, so this module has no `from __future__ import annotations`. `widen` is set in Triton's
+interpreter, which cannot multiply matrices of bfloat16.
 """
 
 import triton
@@ -18,7 +18,7 @@ from app.model.cuda.expert_kernels import product
 
 @triton.jit
 def _rows_of_tile(tiles, order, num_tiles, rows: tl.constexpr):
-    """Of a program's tile: places in the order, the tokens there, and which of them there are."""
+    """Return the rows of this program's tile: their places in the order, their tokens, and a mask of the used rows."""
     tile, at = tl.program_id(0), tl.arange(0, rows)
     is_row = at < tl.load(tiles + 2 * num_tiles + tile)
     places = tl.load(tiles + num_tiles + tile) + at
@@ -28,12 +28,12 @@ def _rows_of_tile(tiles, order, num_tiles, rows: tl.constexpr):
 @triton.jit(do_not_specialize=["num_places"])
 def shrink_kernel(
     x,  # [num_tokens, num_inputs]
-    scales,  # [num_tokens]; read where x is in FP8
-    order,  # [num_places] int64: tokens, those of one adapter one after the other
-    tiles,  # [3, num_tiles] int64: slot, first place in the order, number of rows; slot -1: no tile
+    scales,  # [num_tokens]; read if x is in FP8
+    order,  # [num_places] int64: tokens, grouped by adapter
+    tiles,  # [3, num_tiles] int64: slot, first place in the order, number of rows; the slot of an unused tile is -1
     down,  # [num_slots, num_parts, max_rank, num_inputs]
-    ranks,  # [num_parts, num_slots] int32; 0: the adapter leaves this part as it is
-    low,  # [num_splits, num_places, num_parts, max_rank] float32; written up to the rank, rounded up to its tile
+    ranks,  # [num_parts, num_slots] int32; 0 if the adapter does not change this part
+    low,  # [num_splits, num_places, num_parts, max_rank] float32; written up to the rank, rounded up to a tile
     num_places,
     num_slots: tl.constexpr,
     num_parts: tl.constexpr,
@@ -46,7 +46,7 @@ def shrink_kernel(
     in_fp8: tl.constexpr,
     widen: tl.constexpr,
 ):
-    """Sums over one split of the inputs. Grid: (num_tiles, num_parts * tiles of ranks, num_splits)."""
+    """Multiply one split of the inputs by `down`. Grid: (num_tiles, num_parts * tiles of ranks, num_splits)."""
     num_tiles = tl.num_programs(0)
     slot = tl.load(tiles + tl.program_id(0))
     rank_tiles: tl.constexpr = max_rank // tile_ranks
@@ -78,16 +78,16 @@ def shrink_kernel(
 
 @triton.jit(do_not_specialize=["num_places"])
 def expand_kernel(
-    low,  # as `shrink_kernel` leaves it
+    low,  # the output of `shrink_kernel`
     order,
     tiles,
     up,  # [num_slots, num_outputs, max_rank]
     ranks,
-    output,  # [num_tokens, num_outputs]: of all parts, one after the other; changes in place
+    output,  # [num_tokens, num_outputs]: the outputs of all parts, one part after the other; changed in place
     num_places,
     num_slots: tl.constexpr,
     num_parts: tl.constexpr,
-    first_size: tl.constexpr,  # outputs of the parts; 0 where there is none
+    first_size: tl.constexpr,  # the number of outputs of each part; 0 if there is no such part
     second_size: tl.constexpr,
     third_size: tl.constexpr,
     max_rank: tl.constexpr,
@@ -97,9 +97,9 @@ def expand_kernel(
     tile_columns: tl.constexpr,
     widen: tl.constexpr,
 ):
-    """Add to the outputs what adapters make of them. Grid: (num_tiles, tiles of columns of each part).
+    """Multiply `low` by `up` and add the products to the outputs. Grid: (num_tiles, tiles of columns of all parts).
 
-    A tile of outputs needs at least one number for each thread, because it changes in place.
+    A tile of outputs needs at least one number for each thread, because the outputs are changed in place.
     """
     num_tiles = tl.num_programs(0)
     num_outputs: tl.constexpr = first_size + second_size + third_size

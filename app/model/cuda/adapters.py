@@ -1,9 +1,9 @@
-"""LoRA adapters (Hu et al., 2021) beside the matrices of the decoder for CUDA: rows × down × up is added to a product.
+"""LoRA adapters (Hu et al., 2021) of the decoder for CUDA: rows × down × up is added to each matrix product.
 
-The matrices of all adapters that may be loaded lie in slots of one memory, which is allocated at the start: a captured
-step finds them at the same addresses whatever is loaded. A step's rows are put in tiles of one adapter; all tiles are
-one launch with `down` and one with `up` for each product, as the grouped products of Punica (Chen et al., 2023,
-arXiv 2310.18547) and S-LoRA (Sheng et al., 2023, arXiv 2311.03285) are. Not yet measured on a GPU.
+The memory for the matrices of all adapters is allocated at the start and divided into slots, so a captured step finds
+the matrices at the same addresses whichever adapters are loaded. Rows with the same adapter are grouped into tiles. A
+product takes one launch for `down` and one for `up`, like the grouped products of Punica (Chen et al., 2023, arXiv
+2310.18547) and S-LoRA (Sheng et al., 2023, arXiv 2311.03285). The speed is not yet measured on a GPU.
 """
 
 from __future__ import annotations
@@ -38,45 +38,45 @@ from app.model.cuda.weights import CudaWeights
 from app.model.inputs import to_device
 from app.model.verification import MAX_DIFFERENCES, difference_above
 
-_TILE_ROWS = _TILE_RANKS = 16  # the least that matrix instructions take
+_TILE_ROWS = _TILE_RANKS = 16  # the smallest size that matrix instructions take
 _TILE_COLUMNS = 128
-_RANK = 5  # of the adapter that is tried; odd, so that a tile is not full
+_RANK = 5  # the rank of the adapter that `difference` tries; it does not fill a tile
 _TILE_DEPTH_BYTES = 256
-# Inputs that one program adds up. Its size follows from the layer alone, because a row's bits follow from it.
+# Inputs that one program sums up. The number does not depend on the step, because the bits of a row depend on it.
 _SPLIT = 2048
 
 
 class AdaptedColumns(NamedTuple):
-    """A step's rows with adapters, before they are tensors."""
+    """The rows of a step that have an adapter, as Python lists."""
 
-    order: list[int]  # tokens as places in the packed row, those of one adapter one after the other
-    tiles: list[int]  # [3 * num_tiles]: slots, first places in the order, numbers of rows; slot -1: no tile
+    order: list[int]  # the indices of their tokens in the packed row, grouped by adapter
+    tiles: list[int]  # [3 * num_tiles]: slots, first places in the order, numbers of rows; an unused tile has slot -1
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptedRows:
-    """The same on the device, int64, and the memory of the adapters."""
+    """`AdaptedColumns` on the device, in int64, with the memory of the adapters."""
 
     slots: AdapterSlots
     order: torch.Tensor  # [num_places]
     tiles: torch.Tensor  # [3, num_tiles]
 
     def add(self, layer: int, product: str, inputs: Rows, output: torch.Tensor) -> None:
-        """Add to a product's outputs what the adapters of these rows make of its inputs.
+        """Add the updates of the adapters to the output of a matrix product.
 
-        inputs: [num_tokens, num_inputs]; output: [num_tokens, num_outputs], contiguous; changes in place.
+        inputs: [num_tokens, num_inputs]; output: [num_tokens, num_outputs], contiguous; changed in place.
         """
         self.slots.add(layer, product, inputs, output, self)
 
 
 @dataclass(frozen=True, slots=True)
 class _StackedUpdates:
-    """What all adapters add to one product of one layer. Its parts are the linear layers that are joined in it."""
+    """The matrices of all adapters for one product of one layer. A part is one of the linear layers in the product."""
 
-    outputs: tuple[int, ...]  # of each part
+    outputs: tuple[int, ...]  # the number of outputs of each part
     down: torch.Tensor  # [num_slots, num_parts, MAX_RANK, num_inputs]
     up: torch.Tensor  # [num_slots, outputs of all parts, MAX_RANK]
-    ranks: torch.Tensor  # [num_parts, num_slots] int32; 0: the adapter leaves the part as it is
+    ranks: torch.Tensor  # [num_parts, num_slots] int32; 0 if the adapter does not change the part
 
     @classmethod
     def of(cls, parts: Sequence[Sizes], num_slots: int, like: torch.Tensor) -> _StackedUpdates:
@@ -89,20 +89,20 @@ class _StackedUpdates:
         )
 
     def write(self, slot: int, updates: Sequence[LowRankUpdate | None]) -> None:
-        """updates: of each part, on the host."""
+        """Copy the updates of one adapter to a slot. updates: one for each part, on the host."""
         ups = torch.split(self.up[slot], list(self.outputs))
         for part, (update, up) in enumerate(zip(updates, ups, strict=True)):
             self.ranks[part, slot] = 0 if update is None else update.rank
             if update is not None:
                 self.down[slot, part, : update.rank].copy_(update.down.to(self.down.dtype))
-                # Whole rows: a copy to parts of them would take memory of the device.
+                # Whole rows are copied, because a copy to parts of rows would need a buffer on the device.
                 up.copy_(functional.pad(update.up, (0, MAX_RANK - update.rank)).to(up.dtype))
 
 
 class AdapterSlots:
-    """The memory of the adapters of a model, and the products with them. Any thread may load and free.
+    """The memory of the adapters of a model, and the products with their matrices. Any thread may load and free.
 
-    Of a rank that has a part of the model, it holds the parts of the adapters for it.
+    A rank that has a part of the model holds only its part of each adapter.
     """
 
     def __init__(self, weights: CudaWeights, num_slots: int, *, num_ranks: int = 1) -> None:
@@ -119,10 +119,10 @@ class AdapterSlots:
             if known:
                 self._stacked[index, product] = _StackedUpdates.of(known, num_slots, like)
         self._free = list(reversed(range(num_slots)))
-        # One for all writes: torch hands out the same 32 again and again, and one of them captures graphs.
+        # One stream for all writes: torch reuses a pool of 32 streams, and one of these captures graphs.
         self._stream = torch.cuda.Stream(like.device) if like.is_cuda else None  # type: ignore[no-untyped-call]
         self._writing = threading.Lock()
-        self._late: dict[int, AdapterWeights] | None = None  # what is loaded while the memory is away; None: it is here
+        self._late: dict[int, AdapterWeights] | None = None  # by slot, for `come_back` to write; None: awake
 
     def tensors(self) -> Iterator[torch.Tensor]:
         for each in self._stacked.values():
@@ -130,17 +130,17 @@ class AdapterSlots:
 
     @property
     def num_kernels(self) -> int:
-        """Launches in a step with adapters."""
+        """The number of launches in a step with adapters."""
         return 2 * len(self._stacked)
 
     def step_bytes(self, num_tokens: int) -> int:
-        """What a step takes beside its outputs, if every token has an adapter."""
+        """Return the bytes of scratch memory that a step needs if every token has an adapter."""
         return max(_low_size(each, num_tokens).numel() for each in self._stacked.values()) * torch.float32.itemsize
 
     def load(self, weights: AdapterWeights) -> SlottedAdapter:
-        """Write an adapter to a free slot; there must be one. The steps launched so far may still use the slot.
+        """Write an adapter to a free slot. A slot must be free; steps that are already launched may still use it.
 
-        On rank 0, where there are several: its part of the adapter.
+        If there are several ranks, only the part of rank 0 is written.
         """
         slot = self._free.pop()
         try:
@@ -151,7 +151,7 @@ class AdapterSlots:
         return SlottedAdapter(slot)
 
     def write(self, slot: int, part: AdapterWeights) -> None:
-        """This rank's part of an adapter, to the slot that rank 0 has chosen."""
+        """Write this rank's part of an adapter to the slot that rank 0 has chosen."""
         with self._writing:
             if self._late is None:
                 self._write(slot, part)
@@ -159,25 +159,25 @@ class AdapterSlots:
                 self._late[slot] = part
 
     def free(self, adapter: SlottedAdapter) -> None:
-        """No step that is launched from now on uses it. Waits for nothing."""
+        """Free the slot of an adapter that no later launch uses. Does not wait for launched steps."""
         if (late := self._late) is not None:
             late.pop(adapter.slot, None)
         self._free.append(adapter.slot)
 
     def leave_device(self) -> None:
-        """Write nothing to the memory before `come_back`: it goes away."""
+        """Stop writing to the memory. `come_back` writes the adapters that are loaded until then."""
         with self._writing:
             self._late = {}
 
     def come_back(self) -> None:
-        """The memory is here again, as it was."""
+        """Write the adapters that were loaded meanwhile. The memory must be restored before."""
         with self._writing:
             late, self._late = self._late or {}, None
             while late:
                 self._write(*late.popitem())
 
     def columns(self, batch: StepBatch, *, num_tokens: int | None = None) -> AdaptedColumns:
-        """A step's rows; padded to those of a captured step of `num_tokens` tokens, if that is given."""
+        """Return the rows of a step that have an adapter, padded to a captured step of `num_tokens` tokens if given."""
         order: list[int] = []
         tiles: list[tuple[int, int, int]] = []
         for adapter, tokens in tokens_by_adapter(batch):
@@ -191,14 +191,14 @@ class AdapterSlots:
         return AdaptedColumns(order, [number for column in zip(*tiles, strict=True) for number in column])
 
     def rows(self, batch: StepBatch) -> AdaptedRows:
-        """A step's rows on the device; the batch has adapters."""
+        """Return the rows of a step that have an adapter, on the device. At least one row must have an adapter."""
         order, tiles = (to_device(column, self._device) for column in self.columns(batch))
         return AdaptedRows(self, order, tiles.view(3, -1))
 
     def add(self, layer: int, product: str, inputs: Rows, output: torch.Tensor, rows: AdaptedRows) -> None:
         """See `AdaptedRows`."""
         stacked = self._stacked.get((layer, product))
-        if stacked is None:  # of experts
+        if stacked is None:  # experts have no adapters
             return
         values, scales = inputs if isinstance(inputs, Fp8Rows) else (inputs, inputs)
         num_inputs, num_places, num_tiles = values.shape[1], len(rows.order), rows.tiles.shape[1]
@@ -225,9 +225,10 @@ class AdapterSlots:
 
     @torch.inference_mode()
     def difference(self, *, has_fp8: bool) -> str | None:
-        """How the kernels differ from plain torch, in words; None: by no more than rounding. No slot may be in use.
+        """Describe how the kernels differ from plain torch, or return None if they differ by rounding at most.
 
-        One product of each size is tried, with two of three rows. has_fp8: whether its inputs are in FP8.
+        Tries one product of each size, with an adapter for two of three rows. No slot may be in use.
+        has_fp8: whether the inputs of the products are in FP8.
         """
         numbers = torch.Generator().manual_seed(0)
 
@@ -253,11 +254,11 @@ class AdapterSlots:
             stacked.ranks[:, 0] = 0
             difference = difference_above(MAX_DIFFERENCES[inputs.dtype][0], found, expected)
             if difference is not None:
-                return f"what an adapter adds to {product} of layer {layer} differs by {difference}"
+                return f"the update of an adapter for {product} of layer {layer} differs by {difference}"
         return None
 
     def _max_tiles(self, num_tokens: int) -> int:
-        """Each adapter's last tile may be short, and none is without a row."""
+        """Return the largest number of tiles: the last tile of each adapter may be short, and each tile has a row."""
         return min(num_tokens, -(-num_tokens // _TILE_ROWS) + self.num_slots)
 
     def _write(self, slot: int, weights: AdapterWeights) -> None:
@@ -267,6 +268,6 @@ class AdapterSlots:
 
 
 def _low_size(stacked: _StackedUpdates, num_places: int) -> torch.Size:
-    """Of what stands between both products: [num_splits, num_places, num_parts, MAX_RANK]."""
+    """Return the shape of the output of `shrink_kernel`: [num_splits, num_places, num_parts, MAX_RANK]."""
     _, num_parts, max_rank, num_inputs = stacked.down.shape
     return torch.Size((-(-num_inputs // _SPLIT), num_places, num_parts, max_rank))

@@ -1,7 +1,7 @@
-"""Paged attention on CUDA with Triton kernels of ours (`kernels.py`): no dependency beside a CUDA torch.
+"""Paged attention on CUDA with our own Triton kernels (`kernels.py`). The only dependency is a torch with CUDA.
 
-Single tokens of many sequences are split over their keys (Flash-Decoding), longer pieces are tiled over tokens
-(FlashAttention); both work on the packed row and the paged KV memory directly, without a copy.
+The decode kernel splits the keys of each single token (Flash-Decoding). The prefill kernel tiles the tokens of longer
+pieces (FlashAttention). Both read the packed row and the paged KV memory directly, without a copy.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from app.model.cuda.tuning import tuning_for
 from app.model.inputs import ModelInputs, to_device
 from app.model.kv_cache import ONE_GROUP, KVCache, LayerGroups, LayerShape
 
-# First token in the packed row, number of tokens, position of the first, row of the block table (`kernels.py`).
+# First token in the packed row, number of tokens, position of the first token, row of the block table (`kernels.py`).
 Segment = tuple[int, int, int, int]
 
 _LOG2_E = math.log2(math.e)
 _MIN_DOT = 16  # the smallest side of a matrix product in Triton
-_ROWS_OF_FLOAT32 = 16  # multiplied outside the tensor cores, where more rows do not fit into the registers
-LARGEST_TILE = 64  # keys; a window is read from the tile on in which it begins
-# With `batch_invariant` most tiles have a single token. One with more rows computes longer than its keys take to come.
+_ROWS_OF_FLOAT32 = 16  # float32 is multiplied outside the tensor cores, and more rows do not fit into the registers
+LARGEST_TILE = 64  # keys; a window is read from the start of the tile that holds its first key
+# With `batch_invariant` most tiles have a single token. More rows would take longer to compute than the keys to load.
 _ROWS_OF_SINGLE = 64
-_PROGRAMS_PER_SM = 16  # decode programs launched for each multiprocessor, if there are that many splits
+_PROGRAMS_PER_SM = 16  # the most decode programs for each multiprocessor; there are fewer if there are fewer splits
 
 
 class TritonAttention:
-    """Paged KV memory and the kernels over it.
+    """Paged KV memory and the attention kernels that read and write it.
 
-    A row's result does not depend on the other rows of its step: splits and tiles follow from positions alone. With
-    `batch_invariant`, single tokens go through the same kernel as longer pieces too, so that the pieces in
-    which a sequence was computed do not matter either; that is slower for few long sequences.
+    The result of a row does not depend on the other rows of its step, because splits and tiles follow from positions
+    alone. With `batch_invariant`, the prefill kernel also computes single tokens. The result then does not depend on
+    how a sequence was cut into pieces either, but a step with few long sequences is slower.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class TritonAttention:
         split_tokens: int = 256,
         max_splits: int = 32,
     ) -> None:
-        """KV memory of `num_blocks` blocks for at most `max_rows` sequences a step, of up to `max_blocks` blocks each.
+        """Allocate `num_blocks` blocks for at most `max_rows` sequences in a step, of up to `max_blocks` blocks each.
 
-        layers: what a block stores; the model's layers, or the places of `groups`.
-        A split has `split_tokens` keys, more where that would make over `max_splits` of them; both are powers of two.
-        dtype: of keys and values: the model's, or FP8.
+        layers: the shapes that a block stores, by layer of the model or by place of `groups`.
+        split_tokens: keys in a split; more if there would be over `max_splits` splits. Both are powers of two.
+        dtype: the type of keys and values, either the type of the model or FP8.
         """
         assert split_tokens >= _MIN_DOT, f"a split of {split_tokens} keys is smaller than a tile"
         assert split_tokens == padded(split_tokens, 1), f"{split_tokens} is no power of two"
@@ -70,14 +70,14 @@ class TritonAttention:
         self.groups = groups
         self.batch_invariant = batch_invariant
         self.device = device
-        self.scratch_slot = num_blocks * block_size  # in one more block, which no sequence owns
+        self.scratch_slot = num_blocks * block_size  # the first slot of an extra block that no sequence owns
         self.cache = KVCache(layers, num_blocks=num_blocks + 1, block_size=block_size, dtype=dtype, device=device)
         self.kv_tensors = self.cache.tensors
         self.tables = BlockTables(
             max_rows=max_rows * groups.num_groups, max_blocks=max_blocks, scratch_block=num_blocks, device=device
         )  # fmt: skip
         self.split_tokens = split_tokens
-        # No more than the longest sequence has: splits are the same, and there are fewer partial results.
+        # The longest sequence has no more splits than this. A smaller limit saves memory for partial results.
         longest = self.tables.tensor.shape[1] * block_size
         self.max_splits = min(max_splits, padded(-(-longest // split_tokens), 1))
         self.tuning = tuning_for(device)
@@ -86,7 +86,7 @@ class TritonAttention:
 
     @staticmethod
     def fits(device: torch.device) -> bool:
-        """Whether it is for this device."""
+        """Return whether these kernels run on this device."""
         return device.type == "cuda"
 
     def begin_step(self, batch: StepBatch, inputs: ModelInputs) -> TritonStep:
@@ -101,7 +101,7 @@ class TritonAttention:
         return TritonStep(self, rows)
 
     def segments(self, items: Sequence[ScheduledSequence]) -> list[tuple[list[Segment], list[Segment]]]:
-        """By group of layers, the sequences with one token, and those with several; brings block tables up to date."""
+        """Update the block tables, and return the sequences with one token and with several, by group of layers."""
         sizes = [len(item.token_ids) for item in items]
         starts = list(accumulate(sizes, initial=0))
         lists = [item.ids_of(group) for group in range(self.groups.num_groups) for item in items]
@@ -110,22 +110,22 @@ class TritonAttention:
         for _ in range(self.groups.num_groups):
             segments = [
                 (first, size, item.start, next(rows))
-                for first, size, item in zip(starts, sizes, items, strict=False)  # starts has the end too
+                for first, size, item in zip(starts, sizes, items, strict=False)  # `starts` also has the end
             ]
             found.append(([each for each in segments if each[1] == 1], [each for each in segments if each[1] > 1]))
         return found
 
 
 class Pieces:
-    """The sequences with several tokens in a step, cut up into what a prefill tile takes."""
+    """The sequences with several tokens in a step, cut into pieces that fit into a prefill tile."""
 
     def __init__(self, longer: Sequence[Segment], device: torch.device) -> None:
         self._longer = longer
         self._device = device
-        self._cut: dict[int, torch.Tensor] = {}  # by tokens in a piece: [4, num_pieces]
+        self._cut: dict[int, torch.Tensor] = {}  # [4, num_pieces], by the most tokens of a piece
 
     def of(self, max_tokens: int) -> torch.Tensor:
-        """[4, num_pieces], each of at most `max_tokens` tokens; the same for all layers of a shape."""
+        """Return the pieces, of at most `max_tokens` tokens, as segments: [4, num_pieces]. The result is cached."""
         pieces = self._cut.get(max_tokens)
         if pieces is None:
             pieces = self._cut[max_tokens] = _columns(self._columns_of(max_tokens), self._device)
@@ -140,16 +140,16 @@ class Pieces:
 
 
 class PaddedPieces(Pieces):
-    """Pieces of a captured step: as many in every replay, at addresses that stay."""
+    """Pieces of a captured step: their number and their addresses are the same in every replay."""
 
     def __init__(self, device: torch.device, *, num_tokens: int, max_longer: int, scratch_row: int) -> None:
-        """Room for `num_tokens` tokens of at most `max_longer` sequences with several tokens."""
+        """Make room for `num_tokens` tokens and at most `max_longer` sequences with several tokens."""
         super().__init__((), device)
         self._num_tokens, self._max_longer, self._scratch_row = num_tokens, max_longer, scratch_row
         self._first_spare = 0
 
     def fill(self, longer: Sequence[Segment], *, first_spare: int) -> None:
-        """Take another step's sequences. The tokens from `first_spare` on are of no sequence."""
+        """Replace the pieces by the pieces of another step. Tokens from `first_spare` on belong to no sequence."""
         self._longer, self._first_spare = longer, first_spare
         for max_tokens, pieces in self._cut.items():
             columns = list(zip(*self._columns_of(max_tokens), strict=True))
@@ -157,35 +157,35 @@ class PaddedPieces(Pieces):
 
     def _columns_of(self, max_tokens: int) -> list[Segment]:
         pieces = super()._columns_of(max_tokens)
-        # Before position 0 nothing is seen: the outputs of spare tokens are zeros, not what lies in their memory.
+        # Spare tokens stand before position 0 and see no key, so their outputs are zeros and not uninitialised memory.
         for first in range(self._first_spare, self._num_tokens, max_tokens):
             size = min(max_tokens, self._num_tokens - first)
             pieces.append((first, size, -size, self._scratch_row))
-        room = self._num_tokens // max_tokens + self._max_longer + 1  # each sequence's last piece may be short
+        room = self._num_tokens // max_tokens + self._max_longer + 1  # the last piece of each sequence may be short
         return pieces + [(0, 0, 0, self._scratch_row)] * (room - len(pieces))
 
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """What a step reads and writes in the blocks of one group of layers.
+    """The slots and segments of a step in the blocks of one group of layers.
 
-    Of int64 inputs on the device the work depends on their sizes only: their content may change between replays of a
-    CUDA graph.
+    The tensors are int64 on the device. The launches depend only on their sizes, so their content may change between
+    replays of a CUDA graph.
     """
 
     slots: torch.Tensor  # [num_tokens]
-    single: torch.Tensor | None  # [4, num_segments], as in `kernels.py`
+    single: torch.Tensor | None  # [4, num_segments]: segments (see `kernels.py`) of the sequences with one token
     pieces: Pieces | None
 
 
 class TritonStep:
-    """One forward pass: write the new tokens' KV, then attend over blocks."""
+    """One forward pass, which writes the KV of the new tokens and then attends to the blocks."""
 
     def __init__(self, attention: TritonAttention, rows: Sequence[StepRows]) -> None:
-        """rows: by group of layers."""
+        """Take the rows of each group of layers."""
         self._attention = attention
         self._rows = rows
-        self.slots = rows[0].slots  # of a model without windows
+        self.slots = rows[0].slots  # the only slots of a model without windows
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules
@@ -195,7 +195,7 @@ class TritonStep:
         return self._attended(launch)
 
     def attend_written(self, layer: int, query: torch.Tensor, rules: AttentionRules) -> torch.Tensor:
-        """The same after the new tokens' keys and values were written to their `slots`."""
+        """Attend like `attend`, after the keys and values of the new tokens were written to their `slots`."""
         return self._attended(_Launch(self._attention, layer, query, rules))
 
     def _attended(self, launch: _Launch) -> torch.Tensor:
@@ -225,8 +225,8 @@ class _Launch:
         place = attention.groups.place_of(layer)
         self.group_of_layer = place.group
         self._keys, self._values = attention.cache.layer(place.place)
-        self._scales = attention.cache.scales.get(place.place, query)  # any pointer where there are none
-        self._sinks = query if rules.sinks is None else rules.sinks  # any pointer where there are none
+        self._scales = attention.cache.scales.get(place.place, query)  # an unused pointer if there are no scales
+        self._sinks = query if rules.sinks is None else rules.sinks  # an unused pointer if there are no sinks
         self._window = rules.sliding_window or 0
         key_dim, value_dim = self._keys.shape[-1], self._values.shape[-1]
         self.num_heads, self.num_kv_heads = query.shape[1], self._keys.shape[-2]
@@ -247,7 +247,7 @@ class _Launch:
         )
         self._attend: dict[str, Any] = {
             **self._shape,
-            # tanh(x / softcap) * softcap, and all scores times log2(e), because the kernels count in powers of two.
+            # Scores are multiplied by log2(e): the kernels use powers of two. The cap is tanh(x / softcap) * softcap.
             "scale": rules.scaling * _LOG2_E if rules.softcap is None else rules.scaling / rules.softcap,
             "cap": (rules.softcap or 0.0) * _LOG2_E,
             "window": self._window,
@@ -264,7 +264,7 @@ class _Launch:
 
     @property
     def tokens_per_piece(self) -> int:
-        """Tokens of one sequence that a prefill tile takes."""
+        """The most tokens of one sequence in a prefill tile."""
         return self._prefill_rows // self.group
 
     @property
@@ -316,17 +316,17 @@ class _Launch:
 
 
 def _columns(segments: Sequence[Segment], device: torch.device) -> torch.Tensor:
-    """Segments as the kernels read them: [4, num_segments] int64."""
+    """Return segments as the kernels read them: [4, num_segments] int64."""
     return to_device(list(zip(*segments, strict=True)), device)
 
 
 def padded(size: int, smallest: int) -> int:
-    """The next power of two: the only sizes of a tile."""
+    """Return the next power of two, at least `smallest`. The sizes of a tile in Triton are powers of two."""
     return max(smallest, 1 << (size - 1).bit_length())
 
 
 def _tile(token_bytes: int, *, tile_bytes: int, at_most: int) -> int:
-    """Keys in one tile: as many as its share of shared memory takes, within bounds."""
+    """Return the number of keys in a tile: the largest power of two within bounds that fits into `tile_bytes`."""
     tile = min(LARGEST_TILE, at_most)
     while tile > _MIN_DOT and tile * token_bytes > tile_bytes:
         tile //= 2
@@ -334,5 +334,5 @@ def _tile(token_bytes: int, *, tile_bytes: int, at_most: int) -> int:
 
 
 def _num_multiprocessors(device: torch.device) -> int:
-    """One for Triton's interpreter on a CPU."""
+    """Return the number of multiprocessors, or 1 for Triton's interpreter on a CPU."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1

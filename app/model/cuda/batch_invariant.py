@@ -1,12 +1,12 @@
 """A forward pass on CUDA in which no bit of a row depends on the other rows of the step.
 
 Libraries choose tiles and the order of sums by the number of rows, so the last bits of a request's logits change with
-the rest of its batch. Here every summing operator of a forward pass goes to a kernel with one fixed order, after
-"Defeating Nondeterminism in LLM Inference" (He et al., Thinking Machines, 2025) and its batch_invariant_ops. There the
-operators are replaced for the whole process; here a dispatch mode replaces them around the forward pass alone. A
-captured decode step has this cost only once, at its capture.
+the rest of its batch. This module replaces every summing operator of a forward pass by a kernel that sums in one fixed
+order, after "Defeating Nondeterminism in LLM Inference" (He et al., Thinking Machines, 2025) and its
+batch_invariant_ops. The latter replaces the operators for the whole process; a dispatch mode replaces them here for the
+forward pass alone. The mode costs time in Python, and a captured step pays for the mode only at its capture.
 
-Torch's own kernels for layer and RMS norms, softmax and elementwise operators already work row by row.
+Torch's own kernels for layer and RMS norms, softmax and elementwise operators already compute row by row.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _MEAN_TILE = 1024
 
 
 class BatchInvariantMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Around a forward pass: `with BatchInvariantMode(): module(...)`.
+    """Replaces the operators of a forward pass: `with BatchInvariantMode(): module(...)`.
 
     Raises, in the forward pass:
-        UnsupportedModel: it uses an operator that sums in an order of its own and has no replacement here.
+        UnsupportedModel: an operator sums in an order of its own, and this module has no replacement for the operator.
     """
 
     def __torch_dispatch__(
@@ -40,20 +40,20 @@ class BatchInvariantMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return ours(*args, **kwargs)
         if func in _REFUSED:
             raise UnsupportedModel(f"batch_invariant: the model uses {func}, for which there is no invariant kernel")
-        with self:  # linear, matmul, einsum: made of the operators above
+        with self:  # linear, matmul and einsum decompose into the operators above
             made_of = func.decompose(*args, **kwargs)
         return func(*args, **kwargs) if made_of is NotImplemented else made_of
 
 
 def invariant_mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """[num_rows, depth] times [depth, num_columns]."""
+    """Multiply [num_rows, depth] by [depth, num_columns]."""
     return _product(left[None], right[None])[0]
 
 
 def invariant_addmm(
     bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> torch.Tensor:
-    """The same plus bias: [num_columns]."""
+    """Multiply matrices like `invariant_mm` and add a bias, [num_columns]."""
     if beta != 1 or alpha != 1 or bias.dim() != 1:
         raise UnsupportedModel("batch_invariant: the model adds something other than a bias to a matrix product")
     return _product(left[None], right[None], bias)[0]
@@ -69,16 +69,16 @@ def invariant_scaled_mm(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> torch.Tensor:
-    """The same of numbers in FP8 (`fp8.py`). row_scales: [num_rows, 1]; column_scales: [1, num_columns]."""
+    """Multiply matrices in FP8 (`fp8.py`). row_scales: [num_rows, 1]; column_scales: [1, num_columns]."""
     if row_scales.numel() != len(left) or column_scales.numel() != right.shape[1] or out_dtype is None:
-        raise UnsupportedModel("batch_invariant: the model has scales of blocks of numbers in FP8")
+        raise UnsupportedModel("batch_invariant: the model has FP8 weights with a scale for each block of numbers")
     return _product(left[None], right[None], bias, scales=(row_scales, column_scales), dtype=out_dtype)[0]
 
 
 def invariant_mean(
     values: torch.Tensor, dims: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """The mean over the last dimension."""
+    """Return the mean over the last dimension. Raises UnsupportedModel for any other dimensions."""
     if dims is None or [dim % values.dim() for dim in dims] != [values.dim() - 1]:
         raise UnsupportedModel(
             f"batch_invariant: the model takes a mean over dimensions {dims}, not over the last alone"
@@ -97,14 +97,14 @@ def _product(
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """[num_batches, num_rows, depth] times [num_batches, depth, num_columns].
+    """Multiply [num_batches, num_rows, depth] by [num_batches, depth, num_columns].
 
-    dtype: of the output, where it is not that of the operands.
+    dtype: the type of the output; None for the type of the operands.
     """
     num_batches, num_rows, depth = left.shape
     num_columns = right.shape[2]
     output = left.new_empty(num_batches, num_rows, num_columns, dtype=dtype)
-    # One configuration for every shape and type: 64 rows are one wgmma, and float32 takes half the depth.
+    # Every shape and type has one configuration. 64 rows are one wgmma, and a tile of float32 has half the depth.
     tiles = {"tile_rows": 64, "tile_columns": 64, "tile_depth": 128 // output.element_size()}
     grid = (-(-num_rows // tiles["tile_rows"]), -(-num_columns // tiles["tile_columns"]), num_batches)
     kernels_of(_KERNELS, left.device).matmul_kernel[grid](

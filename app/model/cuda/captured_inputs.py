@@ -1,4 +1,4 @@
-"""The inputs of captured steps: which sizes are captured, and a step padded to one of them at fixed addresses.
+"""The inputs of captured steps: the sizes that are captured, and a step padded to one of these sizes.
 
     tokens     a0 a1 a2 | b7 | c4 | - - -       size: 8 tokens; a prefills, b and c decode, three tokens are spare
 
@@ -19,22 +19,22 @@ from app.model.cuda.adapters import AdaptedRows, AdapterSlots
 from app.model.cuda.attention import PaddedPieces, Segment, StepRows, TritonAttention, TritonStep
 from app.model.inputs import PackedColumns, packed_columns, to_device
 
-# More sequences in a step: it takes so long that its launches do not matter.
+# A step with more sequences takes so long that the time of its launches does not matter.
 _MAX_ROWS = 512
-# More tokens in a step: a GPU computes longer on them than the host needs to launch the step after it.
+# A GPU computes a step with more tokens for longer than the host needs to launch the next step.
 _MAX_TOKENS = 2048
-_MIN_TOKENS = 64  # below it the weights are read for so few tokens that a spare one costs nothing
-_ALIGNED = 2  # int64 numbers in 16 bytes: kernels are compiled for pointers to such addresses
+_MIN_TOKENS = 64  # with fewer tokens, reading the weights takes the time, and a spare token costs nothing
+_ALIGNED = 2  # int64 numbers in 16 bytes: the kernels are compiled for pointers that are aligned to 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """What a captured step has room for."""
+    """The largest batch that a captured step can compute."""
 
     num_tokens: int
-    num_rows: int  # sequences, and tokens for which logits are computed
-    max_longer: int = 0  # sequences with several tokens, prompts or drafts; 0: a decode step, one token of each
-    has_adapters: bool = False  # any sequence may be computed with an adapter
+    num_rows: int  # the most sequences, and the most tokens with logits
+    max_longer: int = 0  # sequences with several tokens (prompts or drafts); 0 for a decode step, with one token each
+    has_adapters: bool = False  # whether sequences may have an adapter
 
     @property
     def is_mixed(self) -> bool:
@@ -46,24 +46,24 @@ def decode_size(num_rows: int) -> StepSize:
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:
-    """The decode steps to capture, by sequences: finely spaced where a padding row costs most."""
+    """Return the sizes of decode steps to capture, in sequences. Small sizes are dense: spare rows cost most there."""
     largest = min(max_rows, _MAX_ROWS)
     ladder = [1, 2, 4, *range(8, 256, 8), *range(256, _MAX_ROWS, 32)]
     return (*(size for size in ladder if size < largest), largest)
 
 
 def coarse_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Of the sizes of decode steps those that every replica needs, in the order in which they are captured.
+    """Return the sizes of decode steps that every replica needs, in the order in which they are captured.
 
-    Doublings pad a step to at most twice its sequences. The largest is the first: the others fit into its memory.
+    Powers of two pad a step to at most twice its sequences. The largest size is first: the others reuse its memory.
     """
     return tuple(sorted({sizes[-1], *(size for size in sizes if size.bit_count() == 1)}, reverse=True))
 
 
 def mixed_sizes(*, max_rows: int, max_tokens: int) -> tuple[StepSize, ...]:
-    """The steps with prompts to capture, of up to `max_tokens` tokens, ascending.
+    """Return the sizes of the steps with prompts to capture, of up to `max_tokens` tokens, ascending.
 
-    Four for each doubling: beyond 256 tokens, where tokens are what takes time, a step is padded by a quarter at most.
+    Each doubling has four sizes. Beyond 256 tokens, where tokens take the time, padding adds a quarter at most.
     """
     if max_tokens < 2:
         return ()
@@ -77,9 +77,9 @@ def mixed_sizes(*, max_rows: int, max_tokens: int) -> tuple[StepSize, ...]:
 
 
 def smallest_fitting(batch: StepBatch, *, decode: Sequence[StepSize], mixed: Sequence[StepSize]) -> StepSize | None:
-    """The captured size that a step is padded to; None: it runs eagerly. The sizes are ascending.
+    """Return the captured size that a step is padded to, or None if the step runs eagerly. The sizes are ascending.
 
-    Scored prompts and embeddings want outputs of more tokens than there are sequences.
+    A step with scored prompts or embeddings runs eagerly: it needs the outputs of more tokens than it has sequences.
     """
     if batch.has_targets or batch.has_pooling:
         return None
@@ -88,17 +88,17 @@ def smallest_fitting(batch: StepBatch, *, decode: Sequence[StepSize], mixed: Seq
         at = bisect_left(decode, len(items), key=lambda size: size.num_rows)
         return decode[at] if at < len(decode) else None
     num_longer = sum(len(item.token_ids) > 1 for item in items)
-    num_rows = batch.num_tokens if batch.has_drafts else len(items)  # behind drafts, too, a token is drawn
+    num_rows = batch.num_tokens if batch.has_drafts else len(items)  # a token is drawn after each draft token as well
     at = bisect_left(mixed, batch.num_tokens, key=lambda size: size.num_tokens)
     fitting = (size for size in mixed[at:] if num_rows <= size.num_rows and num_longer <= size.max_longer)
     return next(fitting, None)
 
 
 class CapturedInputs:
-    """The tensors that the work of one captured step reads."""
+    """The tensors that one captured step reads, at addresses that do not change."""
 
     def __init__(self, size: StepSize, attention: TritonAttention, adapters: AdapterSlots | None = None) -> None:
-        """adapters: their memory, for a size that has adapters."""
+        """Allocate the tensors. `adapters` is used only if the size has adapters."""
         self.size = size
         self._attention = attention
         self._adapters = adapters if size.has_adapters else None
@@ -109,7 +109,7 @@ class CapturedInputs:
         views = [self._facts[end - _room(column) :][: len(column)] for column, end in zip(columns, ends, strict=True)]
         self.token_ids, self.positions, self.logits_indices, *others = views
         slots, single, adapted = others[:num_groups], others[num_groups : 2 * num_groups], others[2 * num_groups :]
-        self.adapted = None  # the rows with adapters, where the size has any
+        self.adapted = None  # the rows with adapters, if the size has adapters
         if self._adapters is not None:
             self.adapted = AdaptedRows(self._adapters, adapted[0], adapted[1].view(3, -1))
         self._pieces = [self._spare_pieces() for _ in slots] if size.is_mixed else []
@@ -119,7 +119,7 @@ class CapturedInputs:
         ]  # fmt: skip
 
     def fill(self, batch: StepBatch) -> None:
-        """Copy a step's inputs to the device, without waiting: one copy, and one for each shape of prefill tiles."""
+        """Copy the inputs of a step to the device without waiting: one copy, and one for each size of prefill tiles."""
         packed = packed_columns(batch, block_size=self._attention.block_size)
         segments = self._attention.segments(batch.scheduled)
         numbers = _joined(self._columns(batch, packed, [single for single, _ in segments]))
@@ -150,13 +150,13 @@ class CapturedInputs:
 def padded_columns(
     packed: PackedColumns, single: Sequence[Sequence[Segment]], *, size: StepSize, scratch_slot: int, scratch_row: int
 ) -> list[list[int]]:
-    """A step's inputs padded with those of no sequence: token ids, positions, places of logits; then, of each group of
-    layers, slots; then, of each, single tokens.
+    """Return the inputs of a step as columns, padded with tokens and segments of no sequence.
 
-    These have the four rows of segments (`kernels.py`) one after the other, [4 * num_rows]. single: by group.
+    The columns are token ids, positions, indices of the tokens with logits, the slots of each group of layers, and the
+    segments (see `kernels.py`) of the single tokens of each group, [4 * num_rows]. single: these segments by group.
     """
     num_spare, num_single = size.num_tokens - len(packed.token_ids), len(single[0])
-    if size.is_mixed:  # a spare column has no token: all tokens may be those of prompts
+    if size.is_mixed:  # a spare segment has no token, because all tokens of the step may belong to prompts
         spare_columns = [(0, 0, -1, scratch_row)] * (size.num_rows - num_single)
     else:
         spare_columns = [(at, 1, 0, scratch_row) for at in range(num_single, size.num_rows)]

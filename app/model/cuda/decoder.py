@@ -1,11 +1,11 @@
-"""Computes a step of a Llama-like model on CUDA: the twin of the C++ decoder (`cpu/decoder.py`).
+"""Computes a step of a Llama-like model on CUDA, as the C++ decoder (`cpu/decoder.py`) does on a CPU.
 
-The query, key and value matrices are one product, and so are gate and up; what is between the products and the
-attention are three kernels of ours (`decoder_kernels.py`). So a layer takes ten launches where every sequence has one
-token, and eleven beside a longer piece; with experts (`experts.py`) one more, and in FP8 (`fp8.py`) one more. The
-loader compares its logits with those of the model's own code.
+The query, key and value matrices are one product, and the gate and up matrices are another. Three of our kernels
+(`decoder_kernels.py`) compute everything between the products and the attention. A layer takes ten launches if every
+sequence has one token, and eleven if a sequence has more. Experts (`experts.py`) take one launch more, and FP8
+(`fp8.py`) takes one launch more. The loader compares the logits of this decoder with the logits of transformers' code.
 
-Nothing here waits for the device or reads from it, so a step can be captured in a CUDA graph.
+No function here waits for the device or reads from the device, so a step can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from app.model.cuda.weights import CudaLayer, CudaWeights
 from app.model.forward import Prediction
 from app.model.parallel.split_plan import Exchange
 
-_KERNELS_PER_LAYER = 6  # of ours in a decode step, attention's among them
-_KERNELS_OF_EXPERTS = 8  # the same of a layer with experts
+_KERNELS_PER_LAYER = 6  # launches of our kernels for a layer in a decode step, with the attention kernels
+_KERNELS_OF_EXPERTS = 8  # launches of our kernels for a layer with experts
 _GATE_TILE = 1024  # outputs of one program, eight for each thread of four warps
-# Of a tile of queries. Eight for each thread; the kernel needs at least one, because it changes them in place.
+# Numbers in a tile of queries, eight for each thread. The kernel changes queries in place, so it needs at least one.
 _NUMBERS_PER_WARP = 256
 _NORM_NUMBERS_PER_WARP = 512
 
@@ -35,7 +35,7 @@ _Output = TypeVar("_Output", bound=Rows)
 
 
 class CudaDecoder:
-    """A DeviceForward with joined weights and paged attention."""
+    """A `DeviceForward` with joined weights and paged attention."""
 
     def __init__(
         self,
@@ -45,9 +45,9 @@ class CudaDecoder:
         num_layers: int = 0,
         group: Exchange | None = None,
     ) -> None:
-        """num_layers: only the first few (then norm and head as always); 0 for all.
+        """Use the first `num_layers` layers, followed by the final norm and the head; 0 for all layers.
 
-        group: the ranks, where the weights are those of one of several. All compute every step; rank 0 has its logits.
+        group: the ranks, if the weights are one rank's part. All ranks compute every step, and rank 0 has the logits.
         """
         self._group = group
         self._weights, self._settings, self._attention = weights, weights.settings, attention
@@ -97,7 +97,7 @@ class CudaDecoder:
         step: TritonStep,
         adapted: AdaptedRows | None,
     ) -> torch.Tensor:
-        """[num_tokens, hidden_size]"""
+        """Return the output of the attention of a layer, [num_tokens, hidden_size]."""
         num_heads, own = self._settings.num_heads, self._settings.layers[index]
         joined = linear(normed, layer.query_key_value, layer.query_key_value_bias)
         if adapted is not None:
@@ -114,9 +114,9 @@ class CudaDecoder:
     def _mlp_output(
         self, index: int, layer: CudaLayer, normed: Rows, lengths: torch.Tensor, adapted: AdaptedRows | None
     ) -> torch.Tensor:
-        """[num_tokens, hidden_size]; of experts without ranks [num_tokens, num_chosen, hidden_size], to be added up.
+        """Return the output of a layer's MLP, [num_tokens, hidden_size]. lengths: [num_experts] zeros, overwritten.
 
-        lengths: [num_experts] of zeros.
+        With experts and without ranks the output is [num_tokens, num_chosen, hidden_size], and the caller adds it up.
         """
         if layer.router is not None:
             chosen = self._mixture(plain(normed), layer.router, plain(layer.gate_up), plain(layer.down), lengths)
@@ -131,7 +131,7 @@ class CudaDecoder:
         return self._summed(output)
 
     def _summed(self, part: torch.Tensor) -> torch.Tensor:
-        """Of ranks with some heads, or some inner numbers of an MLP each, the sum over all of them."""
+        """Return the sum of the parts of all ranks: each rank has some heads, or some inner numbers of an MLP."""
         if self._group is not None:
             self._group.all_reduce(part)
         return part
@@ -139,9 +139,9 @@ class CudaDecoder:
     def _add_norm(
         self, addend: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, normed: _Output
     ) -> _Output:
-        """Add to the residual in place; its norm is written to `normed`. All [num_tokens, hidden_size].
+        """Add to the residual in place, and write its norm to `normed`. All are [num_tokens, hidden_size].
 
-        addend: several of each token, too: [num_tokens, num_addends, hidden_size].
+        addend: may have several rows for each token, [num_tokens, num_addends, hidden_size].
         """
         num_tokens, size = residual.shape
         width = padded(size, 1)
@@ -154,7 +154,7 @@ class CudaDecoder:
         return normed
 
     def _as_inputs(self, rows: torch.Tensor, weight: Rows) -> Rows:
-        """Rows in the type that a product with a weight takes."""
+        """Return rows in the type that a product with this weight takes."""
         if isinstance(weight, torch.Tensor):
             return rows
         num_rows, size = rows.shape
@@ -167,7 +167,7 @@ class CudaDecoder:
     def _rotate_and_write(
         self, index: int, layer: CudaLayer, heads: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        """Turn queries in place, write keys and values. heads: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]."""
+        """Rotate queries, write keys and values. heads: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]."""
         settings, own = self._settings, self._settings.layers[index]
         cache = self._attention.cache
         keys, values = cache.layer(index)
@@ -183,9 +183,9 @@ class CudaDecoder:
         )  # fmt: skip
 
     def _gated(self, gate_up: torch.Tensor, output: _Output) -> _Output:
-        """[num_tokens, 2 * size] → [num_tokens, size]."""
+        """Compute SiLU(gate) times up: [num_tokens, 2 * size] → [num_tokens, size]."""
         num_tokens, size, in_fp8 = gate_up.shape[0], gate_up.shape[1] // 2, isinstance(output, Fp8Rows)
-        tile = padded(size, 1) if in_fp8 else _GATE_TILE  # a scale is that of a whole row
+        tile = padded(size, 1) if in_fp8 else _GATE_TILE  # FP8 has one scale for a whole row
         self._kernels.gate_kernel[(num_tokens, -(-size // tile))](
             gate_up, *_pointers(output), size=size, tile=tile, in_fp8=in_fp8, num_warps=_gate_warps(tile)
         )
@@ -193,18 +193,18 @@ class CudaDecoder:
 
 
 def num_kernels_of(weights: CudaWeights) -> int:
-    """Launches of our kernels, attention's among them, in a decode step. The last is the final norm."""
+    """Return the number of launches of our kernels in a decode step, with the attention kernels and the final norm."""
     of_layers = (_KERNELS_PER_LAYER if each.router is None else _KERNELS_OF_EXPERTS for each in weights.layers)
     return 1 + sum(of_layers) + sum(isinstance(each.output, Fp8Rows) for each in weights.layers)
 
 
 def _pointers(rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-    """Their values and scales; any pointer where there are no scales."""
+    """Return the values and the scales of rows. Rows without scales have an unused pointer in place of the scales."""
     return rows if isinstance(rows, Fp8Rows) else (rows, rows)
 
 
 def _gate_warps(tile: int) -> int:
-    """Sixteen at most: their threads have 128 registers each."""
+    """Return the number of warps: 16 at most, because a thread of 16 warps has 128 registers."""
     return min(16, max(4, tile // 1024))
 
 

@@ -1,13 +1,13 @@
-"""Triton kernels of the decoder for CUDA: what stands between its matrix products and its attention.
+"""Triton kernels of the decoder for CUDA, for the work between its matrix products and its attention.
 
-`decoder.py` says when which of them runs. Imported only there, on first use, because importing it needs Triton.
+`decoder.py` launches these kernels and imports this module on first use, because the import needs Triton.
 
-Each program computes one token, or a part of one, in an order that follows from the model's sizes alone, so a row's
-bits depend on nothing that shares its step. All that differs from step to step is read from the device. Numbers are
-rounded to the model's type where transformers' code rounds them, but for products with cosines and sines, and are
-float32 between.
+Each program computes one token or a part of a token, in an order that follows from the sizes of the model alone, so the
+bits of a row depend on no other row of its step. All that differs between steps is read from the device. Numbers are
+float32, and are rounded to the model's type where transformers' code rounds them, except products with cosines and
+sines.
 
-No `from __future__ import annotations` here: Triton reads the annotations.
+Triton reads the annotations, so this module has no `from __future__ import annotations`.
 """
 
 import triton
@@ -18,16 +18,16 @@ from app.model.cuda.fp8_kernels import key_scales, scale_of, scaled
 
 @triton.jit
 def _store_row(
-    x,  # [padded] float32, of the type that is rounded to
-    inside,  # [padded]
+    x,  # [padded] float32, already rounded to the type of the model; 0 outside of the row
+    inside,  # [padded]: whether a number is inside of the row
     at,  # [padded]
     row,
     size: tl.constexpr,
     values,  # [num_rows, size]
-    scales,  # [num_rows]; written where the values are in FP8
+    scales,  # [num_rows]; written if the values are in FP8
     in_fp8: tl.constexpr,
 ):
-    """Store a row as it is, or in FP8 with its scale, as `in_fp8` of `fp8.py` has it. What is not inside is 0."""
+    """Store a row as it is, or in FP8 with its scale, as `in_fp8` in `fp8.py` computes them."""
     if in_fp8:
         scale = scale_of(tl.max(tl.abs(x), 0))
         tl.store(scales + row, scale)
@@ -43,7 +43,7 @@ def quantise_kernel(
     size: tl.constexpr,
     padded: tl.constexpr,
 ):
-    """Rows in FP8. Grid: (num_rows,)."""
+    """Convert rows to FP8. Grid: (num_rows,)."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, padded)
     x = tl.load(rows + row * size + at, mask=at < size, other=0.0).to(tl.float32)
@@ -52,7 +52,7 @@ def quantise_kernel(
 
 @triton.jit
 def _weighted_norm(x, scale, weight, dtype: tl.constexpr):
-    """x times scale times weight in float32, rounded after each. x is in float32."""
+    """Return x times scale times weight, rounded to `dtype` after each product. x and the result are float32."""
     return ((x * scale).to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype).to(tl.float32)
 
 
@@ -62,14 +62,14 @@ def add_norm_kernel(
     residual,  # [num_tokens, size]; the sum is written to it
     weight,  # [size]
     normed,  # [num_tokens, size]
-    scales,  # [num_tokens]; written where the norm is in FP8
+    scales,  # [num_tokens]; written if the norm is in FP8
     epsilon,
     size: tl.constexpr,
     padded: tl.constexpr,
     num_addends: tl.constexpr,
     in_fp8: tl.constexpr,
 ):
-    """A residual sum and its RMSNorm. Grid: (num_tokens,)."""
+    """Compute a residual sum and its RMSNorm. Grid: (num_tokens,)."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, padded)
     inside = at < size
@@ -90,7 +90,7 @@ def add_norm_kernel(
 @triton.jit
 def _turned(
     heads,  # pointers to the first halves, [num_rows, half_padded]
-    inside,  # the same shape
+    inside,  # [num_rows, half_padded]
     norm,  # [head_dim]
     cosine,  # [half_padded]
     sine,
@@ -99,7 +99,7 @@ def _turned(
     half_padded: tl.constexpr,
     has_norm: tl.constexpr,
 ):
-    """Heads after their norm and their turn by the position: the first halves and the second, in float32."""
+    """Return heads after their norm and their rotation by the position: first halves and second halves, in float32."""
     dtype = heads.dtype.element_ty
     first = tl.load(heads, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(heads + half, mask=inside, other=0.0).to(tl.float32)
@@ -117,15 +117,15 @@ def _turned(
 
 @triton.jit
 def rotate_write_kernel(
-    heads,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: of queries, keys, values; queries change in place
+    heads,  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values; queries change in place
     query_norm,  # [head_dim]
     key_norm,
-    rotary,  # [num_positions, head_dim]: cosines, then sines, of half a head each
+    rotary,  # [num_positions, head_dim]: the cosines of half a head, then the sines
     positions,  # [num_tokens]
     slots,  # [num_tokens]
     keys,  # [num_blocks, block_size, num_kv_heads, head_dim]
     values,
-    scales,  # [num_blocks, num_kv_heads, 2, block_size]; written where keys and values are in FP8
+    scales,  # [num_blocks, num_kv_heads, 2, block_size]; written if keys and values are in FP8
     epsilon,
     num_kv_heads: tl.constexpr,
     group: tl.constexpr,
@@ -136,10 +136,10 @@ def rotate_write_kernel(
     has_norm: tl.constexpr,
     in_fp8: tl.constexpr,
 ):
-    """Queries and keys normed and turned by their positions; keys and values stored at their slots.
+    """Norm queries and keys, rotate them by their positions, and store keys and values at their slots.
 
-    Grid: (num_tokens, num_kv_heads). A tile of queries needs at least one number for each thread: of a number that two
-    threads hold, one could read what the other has written.
+    Grid: (num_tokens, num_kv_heads). A tile of queries needs at least one number for each thread: if two threads held
+    the same number, one thread could read the result that the other thread has written.
     """
     token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head_dim: tl.constexpr = 2 * half
@@ -172,12 +172,12 @@ def rotate_write_kernel(
 
 @triton.jit
 def _store_head(
-    first,  # half of a head, of the model's type: [1, half_padded]
+    first,  # [1, half_padded]: the first half of a head, in the type of the model
     second,
     is_half,
     half: tl.constexpr,
     numbers,  # pointers to the first half
-    scale,  # pointer; written where the numbers are in FP8
+    scale,  # pointer; written if the numbers are in FP8
     in_fp8: tl.constexpr,
 ):
     """Store a key or a value as it is, or in FP8 with its scale."""
@@ -195,12 +195,12 @@ def _store_head(
 def gate_kernel(
     gate_up,  # [num_tokens, 2 * size]
     output,  # [num_tokens, size]
-    scales,  # [num_tokens]; written where the output is in FP8
+    scales,  # [num_tokens]; written if the output is in FP8
     size: tl.constexpr,
     tile: tl.constexpr,
     in_fp8: tl.constexpr,
 ):
-    """SiLU(gate) times up. Grid: (num_tokens, tiles of a row); in FP8 a tile is a whole row."""
+    """Compute SiLU(gate) times up. Grid: (num_tokens, tiles of a row). A tile in FP8 is a whole row."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * tile + tl.arange(0, tile)
     inside = at < size

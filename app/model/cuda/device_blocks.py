@@ -1,7 +1,7 @@
-"""KV memory of a GPU, block by block: threads copy blocks through pinned memory of the host, beside the steps.
+"""The blocks of a GPU's KV memory. Threads copy blocks through pinned memory of the host while steps run.
 
-The host's memory is written and read by a kernel, as LMCache does (Liu et al., 2025, arXiv 2510.09665): a block lies in
-two tensors of each layer, and a copy of each by itself would be a hundred launches. Not yet measured on a GPU.
+A kernel reads and writes the memory of the host, as in LMCache (Liu et al., 2025, arXiv 2510.09665): a block is spread
+over two tensors of each layer, and one copy for each tensor would be a hundred launches. Not yet measured on a GPU.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _TILE = 2048  # words of one program
 
 
 class DeviceBlocks(BlockMemory):
-    """The tensors of KV memory. It is given up, and there again at other addresses, between two steps."""
+    """The tensors of KV memory. Between two steps the memory may be given up and later restored at other addresses."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """The first dimension of each is that of the blocks. Compiles the kernel."""
+        """Compile the kernel. The first dimension of each tensor is the number of blocks."""
         self._tensors = tensors
         self._device = tensors[0].device
         self._kernels = kernels_of("block_kernels", self._device)
         self._sizes = [each.nbytes // len(each) // _WORD_BYTES for each in tensors]
         self.block_bytes = sum(self._sizes) * _WORD_BYTES
         self._lock = threading.Lock()
-        self._table: torch.Tensor | None = None  # while the memory is there
+        self._table: torch.Tensor | None = None  # None while the memory is given up
         self.come_back()
         buffer = self.new_buffer()
         with self.copies() as copies:
@@ -43,12 +43,12 @@ class DeviceBlocks(BlockMemory):
         return self._table is not None
 
     def leave(self) -> None:
-        """The memory is given up. Waits for the copy of a block."""
+        """Stop copying because the memory is given up. Waits until a running copy of a block is complete."""
         with self._lock:
             self._table = None
 
     def come_back(self) -> None:
-        """The memory is there."""
+        """Read the new addresses of the tensors after the memory is restored."""
         firsts = [0, *accumulate(self._sizes)][:-1]
         table = [[each.data_ptr() for each in self._tensors], self._sizes, firsts]
         self._table = torch.tensor(table, dtype=torch.int64).to(self._device)
@@ -64,7 +64,7 @@ class DeviceBlocks(BlockMemory):
             yield _Copies(self, stream)
 
     def copy(self, block_id: int, buffer: memoryview, stream: torch.cuda.Stream | None, *, takes: bool) -> bool:
-        """Between a block and a buffer; False where the memory is given up. Waits for it."""
+        """Copy a block to a buffer if `takes`, or the buffer to the block. Returns False if the memory is given up."""
         with self._lock:
             if self._table is None:
                 return False
@@ -79,7 +79,7 @@ class DeviceBlocks(BlockMemory):
 
 
 class _Copies(BlockCopies):
-    """On a stream of their own, which is the current one of their thread."""
+    """Copies on a stream of their own, which is the current stream of the thread."""
 
     def __init__(self, blocks: DeviceBlocks, stream: torch.cuda.Stream | None) -> None:
         self._blocks = blocks

@@ -1,15 +1,15 @@
-"""Triton kernels of a mixture of experts: which experts a token goes to, and their products.
+"""Triton kernels of a mixture of experts: one kernel chooses the experts of a token, two compute the products.
 
-`experts.py` says when which of them runs. Imported only there, on first use, because importing it needs Triton.
+`experts.py` launches these kernels and imports this module on first use, because the import needs Triton.
 
 An *assignment* is one token at one of its experts: token * num_chosen + the rank of the expert. Each expert has a list
-of its assignments, and tiles of them are multiplied with its matrices; tiles are found on the device, so the number of
-launches and their sizes follow from the number of tokens alone. The order of a list is that in which programs come to
-it; it decides the place of a row in a tile and nothing else: a row's sums run over tiles of depth in one order and its
-products have tiles of one size, so its bits depend on nothing that shares its step.
+of its assignments, and its matrices are multiplied with tiles of the list. Tiles are found on the device, so the number
+and the sizes of launches follow from the number of tokens alone. Programs append to a list in any order. The order
+decides only the place of a row in its tile: sums run over tiles of depth in one order, and all tiles have one size, so
+the bits of a row depend on no other row of its step.
 
-No `from __future__ import annotations` here: Triton reads the annotations. `widen` is set in Triton's interpreter,
-which cannot multiply matrices of bfloat16.
+Triton reads the annotations, so this module has no `from __future__ import annotations`. `widen` is set in Triton's
+interpreter, which cannot multiply matrices of bfloat16.
 """
 
 import triton
@@ -18,10 +18,10 @@ import triton.language as tl
 
 @triton.jit
 def route_kernel(
-    scores,  # [num_tokens, num_routed], and a column for the shared expert where there is one
-    lists,  # [num_routed + num_shared, num_tokens] int32: assignments of each expert
-    lengths,  # [num_routed + num_shared] int32: of the lists; all 0 before
-    shares,  # [num_tokens, num_chosen] float32: what is made of each expert's output
+    scores,  # [num_tokens, num_routed], and one column more if there is a shared expert
+    lists,  # [num_routed + num_shared, num_tokens] int32: the assignments of each expert
+    lengths,  # [num_routed + num_shared] int32: the lengths of the lists; zeros before the launch
+    shares,  # [num_tokens, num_chosen] float32: the factor of each expert's output
     num_routed: tl.constexpr,
     num_shared: tl.constexpr,
     experts_padded: tl.constexpr,
@@ -30,12 +30,12 @@ def route_kernel(
     sums_to_one: tl.constexpr,
     rounds: tl.constexpr,
 ):
-    """The likeliest experts of a token, of equal ones the first; then the shared ones. Grid: (num_tokens,)."""
+    """Choose the likeliest experts of a token, the lower index first on a tie, then the shared. Grid: (num_tokens,)."""
     token, num_tokens = tl.program_id(0), tl.num_programs(0).to(tl.int64)
     row = scores + token.to(tl.int64) * (num_routed + (num_shared > 0))
     at = tl.arange(0, experts_padded)
     score = tl.load(row + at, mask=at < num_routed, other=0.0).to(tl.float32)
-    # Also a token that is not a number goes to as many experts, once to each: a list has room for one of every token.
+    # A token with scores that are not finite must also go to distinct experts: a list holds each token at most once.
     score = tl.where(tl.abs(score) < float("inf"), score, 0.0)
     score = tl.where(at < num_routed, score, float("-inf"))
     likely = tl.exp(score - tl.max(score, 0))
@@ -43,7 +43,7 @@ def route_kernel(
     likely = tl.where(at < num_routed, likely, -1.0)
     ranks = tl.arange(0, chosen_padded)
     per_token: tl.constexpr = num_chosen - num_shared
-    experts = num_routed - per_token + ranks  # where the next lines do not change it, a shared one
+    experts = num_routed - per_token + ranks  # shared, if the loop does not change it
     share = tl.zeros([chosen_padded], tl.float32)
     for rank in tl.static_range(per_token):
         best = tl.argmax(likely, 0)
@@ -65,7 +65,7 @@ def route_kernel(
 
 @triton.jit
 def _place_of_tile(lengths, tile, num_experts: tl.constexpr, experts_padded: tl.constexpr, tile_rows: tl.constexpr):
-    """The expert of a tile, where the tile begins in its list and how long that is; 0, 0 for a tile beyond the last."""
+    """Return a tile's expert, its start in the expert's list, and the length of the list; a spare tile gets 0 and 0."""
     at = tl.arange(0, experts_padded)
     length = tl.load(lengths + at, mask=at < num_experts, other=0)
     tiles = (length + tile_rows - 1) // tile_rows
@@ -78,7 +78,7 @@ def _place_of_tile(lengths, tile, num_experts: tl.constexpr, experts_padded: tl.
 
 @triton.jit
 def product(left, right, total, widen: tl.constexpr):
-    """The total plus left times right, in float32."""
+    """Return the total plus left times right, in float32."""
     if widen:
         return total + tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
     return tl.dot(left, right, total, input_precision="ieee")
@@ -102,7 +102,7 @@ def expert_gate_kernel(
     tile_depth: tl.constexpr,
     widen: tl.constexpr,
 ):
-    """SiLU(gate) times up of each assignment. Grid: (tiles of rows, as many as there can be; tiles of columns)."""
+    """Compute SiLU(gate) times up of each assignment. Grid: (the most tiles of rows, tiles of columns)."""
     expert, first, length = _place_of_tile(lengths, tl.program_id(0), num_experts, experts_padded, tile_rows)
     if first >= length:
         return
@@ -148,7 +148,7 @@ def expert_down_kernel(
     tile_depth: tl.constexpr,
     widen: tl.constexpr,
 ):
-    """Each assignment's output times its share. Grid: (tiles of rows, as many as there can be; tiles of columns)."""
+    """Compute each assignment's output times its share. Grid: (the most tiles of rows, tiles of columns)."""
     expert, first, length = _place_of_tile(lengths, tl.program_id(0), num_experts, experts_padded, tile_rows)
     if first >= length:
         return

@@ -1,6 +1,6 @@
-"""Matrix products in FP8 (e4m3) on CUDA: a scale for each output of a matrix and for each token, both float32.
+"""Matrix products in FP8 (e4m3) on CUDA. Each output of a matrix and each token has a float32 scale.
 
-The tensor cores multiply the numbers as they are and add them up in float32; the sums are multiplied by both scales and
+The tensor cores multiply the FP8 numbers and add up the products in float32. The sums are multiplied by both scales and
 rounded once, to bfloat16.
 """
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FP8 = torch.float8_e4m3fn
-LARGEST = 448.0  # of its numbers
-SMALLEST_SCALE = 1e-12  # of rows of zeros
-_ROWS_AT_ONCE = 1024  # no more are in float32 at once
-_UNIT = 16  # `torch._scaled_mm` takes matrices of a multiple of so many inputs and outputs
-LEAST_CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
+LARGEST = 448.0  # the largest number of the type
+SMALLEST_SCALE = 1e-12  # the scale of a row of zeros
+_ROWS_AT_ONCE = 1024  # the most rows that are converted to float32 at the same time
+_UNIT = 16  # `torch._scaled_mm` takes matrices whose inputs and outputs are multiples of this
+LEAST_CAPABILITY = (8, 9)  # Ada; Hopper has 9.0
 
 
 class Fp8Rows(NamedTuple):
@@ -37,7 +37,7 @@ Rows = torch.Tensor | Fp8Rows
 
 
 def in_fp8(rows: torch.Tensor) -> Fp8Rows:
-    """The nearest numbers, where the largest of each row becomes the largest of the type."""
+    """Convert rows to FP8. The scale of a row maps its largest absolute value to the largest number of the type."""
     values = torch.empty_like(rows, dtype=FP8)
     scales = torch.empty(len(rows), 1, dtype=torch.float32, device=rows.device)
     for some, to, scale in zip(*(torch.split(each, _ROWS_AT_ONCE) for each in (rows, values, scales)), strict=True):
@@ -48,7 +48,7 @@ def in_fp8(rows: torch.Tensor) -> Fp8Rows:
 
 
 def below_each_other(pieces: Sequence[Fp8Rows]) -> Fp8Rows:
-    """All their rows; itself where there is one."""
+    """Concatenate the rows of all pieces. A single piece is returned as it is, without a copy."""
     if len(pieces) == 1:
         return pieces[0]
     values = torch.cat([piece.values.view(torch.uint8) for piece in pieces])
@@ -56,7 +56,7 @@ def below_each_other(pieces: Sequence[Fp8Rows]) -> Fp8Rows:
 
 
 def empty_inputs(weight: Rows, num_tokens: int) -> Rows:
-    """Rows for the inputs of a matrix, in the type that its product takes."""
+    """Allocate the inputs of a product with this matrix, in the type that the product takes."""
     if isinstance(weight, torch.Tensor):
         return weight.new_empty(num_tokens, weight.shape[-1])
     values, scales = weight
@@ -64,20 +64,20 @@ def empty_inputs(weight: Rows, num_tokens: int) -> Rows:
 
 
 def plain(rows: Rows) -> torch.Tensor:
-    """Rows of something that is never in FP8."""
+    """Return rows as a tensor. The caller must know that the rows are not in FP8."""
     assert isinstance(rows, torch.Tensor), "these rows are not in FP8"
     return rows
 
 
 def linear(inputs: Rows, weight: Rows, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """[num_tokens, inputs] times [outputs, inputs] → [num_tokens, outputs]; both in the same type.
+    """Multiply [num_tokens, inputs] by [outputs, inputs] → [num_tokens, outputs]. Both have the same type.
 
-    bias: [outputs], bfloat16 where they are in FP8.
+    bias: [outputs], in bfloat16 if the inputs are in FP8.
     """
     if isinstance(weight, torch.Tensor):
         return functional.linear(plain(inputs), weight, bias)
-    assert isinstance(inputs, Fp8Rows), "`empty_inputs` of this weight has made them"
-    # Without `use_fast_accum`, with which Hopper adds up in fewer bits: decode steps wait for memory, not for products.
+    assert isinstance(inputs, Fp8Rows), "`empty_inputs` with this weight has made the inputs"
+    # `use_fast_accum` would add up in fewer bits on Hopper, and gain nothing: decode steps wait for memory.
     return torch._scaled_mm(
         inputs.values, weight.values.t(), scale_a=inputs.scales, scale_b=weight.scales.t(), bias=bias,
         out_dtype=torch.bfloat16,
@@ -85,11 +85,11 @@ def linear(inputs: Rows, weight: Rows, bias: torch.Tensor | None = None) -> torc
 
 
 def why_no_fp8(device: torch.device, *, on_a_cpu: str) -> str | None:
-    """Why a device has no FP8, and what to do; None where it has. on_a_cpu: the settings that a CPU has instead."""
+    """Return why a device cannot compute in FP8, or None if it can. on_a_cpu: the settings that a CPU has instead."""
     if not TritonAttention.fits(device):
         return f"it runs on {device.type}; a CPU has {on_a_cpu}"
     if device.type != "cuda":
-        return None  # Triton's interpreter
+        return None  # a CPU with Triton's interpreter
     found = torch.cuda.get_device_capability(device)
     if found >= LEAST_CAPABILITY:
         return None
@@ -98,7 +98,7 @@ def why_no_fp8(device: torch.device, *, on_a_cpu: str) -> str | None:
 
 
 def why_not_in_fp8(module: PreTrainedModel, num_ranks: int = 1) -> str | None:
-    """Why the matrices of a Llama-like model cannot be multiplied so; None where they can. Those of experts are not."""
+    """Return why the matrices of a Llama-like model cannot be in FP8, or None. Matrices of experts never are in FP8."""
     config, head_dim = module.config, max(head_dims_of(module), default=0)
     sizes = {
         "hidden size": config.hidden_size,

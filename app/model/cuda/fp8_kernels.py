@@ -1,6 +1,6 @@
-"""Parts of Triton kernels that write or read numbers in FP8 with their scales, as `in_fp8` of `fp8.py` has them.
+"""Functions for Triton kernels that write or read FP8 numbers with their scales, as `in_fp8` in `fp8.py` makes them.
 
-No `from __future__ import annotations` here: Triton reads the annotations.
+Triton reads the annotations, so this module has no `from __future__ import annotations`.
 """
 
 import triton
@@ -14,13 +14,13 @@ _KEEPS_NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 @triton.jit
 def scale_of(largest):
-    """The scale of rows, by the largest size of their numbers in float32."""
+    """Return the scale of a row from the largest absolute value in the row, in float32."""
     return tl.maximum(largest / _LARGEST, _SMALLEST_SCALE)
 
 
 @triton.jit
 def scaled(x, scale):
-    """Numbers in float32 as they are rounded to FP8. What is not a number stays so."""
+    """Divide float32 numbers by their scale and clamp them to the range of FP8. NaN stays NaN."""
     return tl.clamp(x / scale, -_LARGEST, _LARGEST, propagate_nan=_KEEPS_NAN)
 
 
@@ -28,10 +28,10 @@ def scaled(x, scale):
 def key_scales(
     scales,  # [num_blocks, num_kv_heads, 2, block_size]
     blocks,
-    at,  # places in their blocks
+    at,  # positions inside of the blocks
     heads,
     num_kv_heads: tl.constexpr,
     block_size: tl.constexpr,
 ):
-    """Where the scales of keys lie in KV memory; those of the same tokens' values are `block_size` further on."""
+    """Return pointers to the scales of keys. The scales of the values are `block_size` numbers after them."""
     return scales + (blocks.to(tl.int64) * num_kv_heads + heads) * (2 * block_size) + at

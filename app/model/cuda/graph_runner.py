@@ -1,12 +1,12 @@
-"""Steps on a GPU: launched without waiting, most of them from graphs captured once.
+"""Computes steps on a GPU. Launches do not wait for the device, and most steps replay CUDA graphs.
 
-A step is hundreds of launches from Python; a graph makes them one. Steps differ only in their inputs and sizes. The
-inputs are copied into tensors at fixed addresses, padded to the next of a few captured sizes (`captured_inputs.py`),
-and the captured work is replayed: decode steps, and steps with prompts up to some number of tokens. A step that is
-longer, scores prompts or makes embeddings runs eagerly.
+A step is hundreds of launches from Python, and a graph makes them one launch. Steps differ only in their inputs and
+sizes. The inputs are padded to the next of a few captured sizes (`captured_inputs.py`) and copied into tensors at fixed
+addresses, and the captured work is replayed. Decode steps are captured, and steps with prompts up to some number of
+tokens. A longer step, or a step that scores prompts or makes embeddings, runs eagerly.
 
-All work goes to one stream, in order: a step may be launched while the one before it runs, and reads that step's tokens
-on the device.
+All work goes to one stream, in order: a step may be launched while the step before it runs, and reads the tokens of
+that step on the device.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Takes a function on tensors at fixed addresses; returns one that repeats the same work and leaves the result in the
+# Takes a function on tensors at fixed addresses. Returns a function that repeats the work and writes its result to the
 # same tensor.
 Capture = Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]]
 
-_NUM_WARM_UPS = 2  # they compile kernels and let cuBLAS choose and allocate; a first call cannot be captured
+_NUM_WARM_UPS = 2  # a first call compiles kernels, and cuBLAS chooses and allocates: none of this can be captured
 
 
 class GraphModelRunner(LeadingRunner):
-    """Launches batches on one model: by replay what fits into a captured size, the others eagerly."""
+    """Launches the batches of one model. Batches that fit into a captured size are replayed; the rest run eagerly."""
 
     can_sleep = True
 
@@ -84,12 +84,12 @@ class GraphModelRunner(LeadingRunner):
         sampler: Sampler | None = None,
         may_adapt: bool = False,
     ) -> None:
-        """Capture every size up to `max_rows` sequences before the first step. Without a capture steps run eagerly.
+        """`prepare` captures every size up to `max_rows` sequences. Without `capture`, all steps run eagerly.
 
-        stateful: the attention with the states of recurrent layers. With states, each step ends before the next begins.
-        max_tokens: of a step with prompts; 0: none of these is captured.
-        synchronize: waits for the device and raises what is wrong with it; by default no device can be lost.
-        may_adapt: whether transformers' code gets adapters, in steps that run eagerly.
+        stateful: the attention with the states of recurrent layers. With states, each step ends before the next starts.
+        max_tokens: the most tokens of a captured step with prompts; 0 to capture no such steps.
+        synchronize: waits for the device and raises the device's error; by default a device is never lost.
+        may_adapt: whether transformers' code may compute with adapters, in steps that run eagerly.
         """
         super().__init__()
         self._model = model
@@ -97,45 +97,45 @@ class GraphModelRunner(LeadingRunner):
         self._forward = model.device_forward(attention)
         self.adapting: LinearUpdates | None = None
         if may_adapt and model.group is None and isinstance(self._forward, TransformersForward):
-            self.adapting = self._forward.adapting  # it adds to whole linear layers
+            self.adapting = self._forward.adapting  # needs whole linear layers, so there are no ranks
         self.adapts = model.adapters is not None or self.adapting is not None
         self._attention = attention
-        # Slots of a step are known when the one before has ended.
+        # The slots of recurrent states are known only when the step before has ended.
         self.launches = stateful is None and not isinstance(self._forward, ForwardOneByOne)
         self._steps = stateful or attention
         self._states = () if stateful is None else tuple(stateful.states)
         self._arithmetic: Callable[[], AbstractContextManager[Any]] = (
             BatchInvariantMode if isinstance(attention, TritonAttention) and attention.batch_invariant else nullcontext
         )
-        self._drawn: torch.Tensor | None = None  # [num_sampled], by the step launched last
-        self._logits: torch.Tensor | None = None  # [largest number of rows, vocab_size], of the last replay
+        self._drawn: torch.Tensor | None = None  # [num_sampled], the tokens of the step that was launched last
+        self._logits: torch.Tensor | None = None  # [largest number of rows, vocab_size], written by each replay
         self._likeliest: torch.Tensor | None = None  # [largest number of rows] int64, the argmax of `_logits`
         self._graphs: dict[StepSize, _Graph] = {}
         self._decode_sizes = tuple(decode_size(num_rows) for num_rows in graph_sizes(max_rows))  # ascending
-        self._mixed_sizes: tuple[StepSize, ...] = ()  # ascending, as far as they are captured
+        self._mixed_sizes: tuple[StepSize, ...] = ()  # the captured sizes, ascending
         self._wanted_mixed_sizes = mixed_sizes(max_rows=max_rows, max_tokens=max_tokens)
-        self.num_padding_tokens = 0  # that replays have computed for nothing
-        self._capture = capture  # None once it has been used
+        self.num_padding_tokens = 0  # spare tokens that replays have computed
+        self._capture = capture  # None after `prepare`
         self._captured_by = capture
         self._ladder: Ladder | None = None
-        self._away: OffDevice | None = None  # while it sleeps
-        self._blocks: DeviceBlocks | None = None  # until they are asked for
+        self._away: OffDevice | None = None  # the weights while this runner sleeps
+        self._blocks: DeviceBlocks | None = None  # None until the first call of `kv_memory`
         self._finding_loss = FindingLoss(synchronize)
 
     def report(self, ladder: Ladder, backend: str) -> None:
-        """Have it report this backend, and note there when the device is lost."""
+        """Report this backend from now on, and have the ladder note a loss of the device."""
         self._ladder, self.backend = ladder, ladder.taken(backend)
         self._finding_loss.note = ladder.note_loss
 
     def prepare(self) -> None:
-        """Capture what is to be captured; takes seconds. The work is bound to the workspaces of this thread.
+        """Capture the CUDA graphs, which takes seconds. Graphs are bound to the cuBLAS workspaces of this thread.
 
-        Where memory ends, mixed steps are left out first, then sizes of decode steps. Steps run without graphs if the
-        device's memory does not hold the `coarse_sizes`, or if the model cannot be captured.
+        If memory runs out, steps with prompts are left out first, then sizes of decode steps. All steps run without
+        graphs if the memory does not hold the graphs of the `coarse_sizes`, or if the model cannot be captured.
 
         Raises:
-            InvalidSetup: `model.require` is `graphs`, and there are none.
-            DeviceLost: as `launch`.
+            InvalidSetup: `model.require` is `graphs`, and there are no graphs.
+            DeviceLost: the device does not work any more.
         """
         if self._capture is None:
             return
@@ -147,7 +147,7 @@ class GraphModelRunner(LeadingRunner):
             self.backend = self._ladder.with_graphs()
 
     def _leave_graphs(self, error: Exception, reason: str) -> None:
-        """Run steps eagerly from now on. Raises as `prepare`."""
+        """Run steps eagerly from now on. Raises the errors of `prepare`."""
         self._finding_loss.check(error)
         logger.warning("steps run without CUDA graphs, slower: %s", reason)
         self._graphs.clear()
@@ -157,7 +157,7 @@ class GraphModelRunner(LeadingRunner):
 
     @torch.inference_mode()
     def load_adapter(self, folder: Path, make_room: Callable[[], None] = lambda: None) -> object:
-        """It may be asleep."""
+        """Load an adapter. The runner may be asleep."""
         if self.adapting is not None:
             update = read_adapter(folder, self.adapting.sizes)
             make_room()
@@ -179,16 +179,16 @@ class GraphModelRunner(LeadingRunner):
         self._model.adapters.write(slot, part)
 
     def unload_adapter(self, adapter: object) -> None:
-        if self.adapting is not None:  # its memory goes with the last step that has it
+        if self.adapting is not None:  # Python frees the adapter after the last step that uses it
             return
         assert self._model.adapters is not None, "it adapts"
         assert isinstance(adapter, SlottedAdapter), "loaded here"
         self._model.adapters.free(adapter)
 
     def kv_memory(self) -> DeviceBlocks | None:
-        if isinstance(self._ranks, Ranks) or self._states:  # no thread copies states: blocks alone are of no use
+        if isinstance(self._ranks, Ranks) or self._states:  # nothing copies states, and blocks alone are of no use
             return None
-        if not isinstance(self._attention, TritonAttention):  # a kernel copies blocks
+        if not isinstance(self._attention, TritonAttention):  # a Triton kernel copies blocks
             return None
         if self._blocks is None:
             self._blocks = DeviceBlocks(self._attention.kv_tensors)
@@ -196,7 +196,7 @@ class GraphModelRunner(LeadingRunner):
 
     @torch.inference_mode()
     def sleep(self) -> None:
-        """The weights go to the host's memory."""
+        """Move the weights to the memory of the host, and free the memory of KV, states and graphs."""
         device = self._model.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -212,7 +212,7 @@ class GraphModelRunner(LeadingRunner):
 
     @torch.inference_mode()
     def wake(self) -> None:
-        """Captures the steps again: their addresses are others."""
+        """Move the weights back, and capture all steps again, because the addresses of the weights have changed."""
         assert self._away is not None, "it sleeps"
         self._away.come_back()
         self._away = None
@@ -229,10 +229,10 @@ class GraphModelRunner(LeadingRunner):
         return self.launch(batch).result()
 
     def launch(self, batch: StepBatch) -> LaunchedStep:
-        """Queue a step. A token id -1 - n in it is the n-th token of the step launched before.
+        """Queue a step. A token id -1 - n stands for the n-th token of the step launched before.
 
         Raises:
-            DeviceLost: as `LaunchedStep.result` does, too.
+            DeviceLost: the device does not work any more. `LaunchedStep.result` raises the same error.
         """
         self.prepare()
         with self._finding_loss, self._ranks.watched():
@@ -240,7 +240,7 @@ class GraphModelRunner(LeadingRunner):
 
     @torch.inference_mode()
     def follow(self, batch: StepBatch) -> None:
-        """Compute a step of rank 0. Its tokens come with the next step, if that needs them."""
+        """Compute a step of rank 0. Rank 0 broadcasts the drawn tokens at the next step, if that step needs them."""
         with self._finding_loss:
             self._predict(batch)
         self._drawn = torch.empty(len(batch.sampled), dtype=torch.long, device=self._model.device)
@@ -287,7 +287,7 @@ class GraphModelRunner(LeadingRunner):
         return self._model.adapters.rows(batch)
 
     def _replayed(self, graph: _Graph, batch: StepBatch) -> Prediction:
-        """The next replay overwrites it."""
+        """Replay a graph. The next replay overwrites the logits of this prediction."""
         inputs = graph.inputs
         self.num_padding_tokens += inputs.size.num_tokens - batch.num_scheduled_tokens
         inputs.fill(batch)
@@ -298,7 +298,7 @@ class GraphModelRunner(LeadingRunner):
         return Prediction(logits, None if self._likeliest is None else self._likeliest[: len(logits)])
 
     def _known(self, token_ids: torch.Tensor, items: Sequence[ScheduledSequence]) -> torch.Tensor:
-        """The token ids, with placeholders replaced by the tokens of the step before."""
+        """Return the token ids. The tokens of the step before replace the placeholders."""
         if self._drawn is None or all(item.token_ids[-1] >= 0 for item in items):
             return token_ids
         if self._group is not None:
@@ -315,14 +315,14 @@ class GraphModelRunner(LeadingRunner):
 
     @torch.inference_mode()
     def _capture_all(self, capture: Capture) -> None:
-        """Decode steps first: where memory ends, mixed steps are what is left out."""
+        """Capture decode steps first: if memory runs out, steps with prompts are left out."""
         has_room = self._capture_decode(capture)
         if not self._graphs:
             self._mixed_sizes = ()
             return
         self._decode_sizes = tuple(size for size in self._decode_sizes if size in self._graphs)
         self._mixed_sizes = self._capture_mixed(capture) if has_room else ()
-        if self._group is None:  # else all ranks would have to agree
+        if self._group is None:  # ranks are not compared, because all ranks would have to agree on the result
             try:
                 reason = self._difference_of_replays()
             except Exception as error:
@@ -340,14 +340,14 @@ class GraphModelRunner(LeadingRunner):
         )  # fmt: skip
 
     def _difference_of_replays(self) -> str | None:
-        """How the largest captured steps differ from the same steps without graphs, in words; None: by rounding."""
+        """Describe how the largest captured steps differ from eager steps, or return None if only by rounding."""
         before, decode = self.num_padding_tokens, self._decode_sizes[-1]
-        tries = [(decode, decode.num_rows), (decode, -(-decode.num_rows // 2))]  # without padding, and with it
+        tries = [(decode, decode.num_rows), (decode, -(-decode.num_rows // 2))]  # one without padding, one padded
         tries += [(size, size.num_rows) for size in self._mixed_sizes[-1:]]
         for size, num_rows in tries:
             batch = self._batch_to_try(size, num_rows)
             eager, replayed = self._eagerly(batch).logits, self._replayed(self._graphs[size], batch).logits
-            is_padded = size.num_tokens > batch.num_tokens  # then another kernel may round in another way
+            is_padded = size.num_tokens > batch.num_tokens  # a padded step may use kernels that round differently
             difference = difference_above(MAX_DIFFERENCES[eager.dtype][is_padded], replayed, eager)
             if difference is not None:
                 kind = "prompts" if size.is_mixed else "single tokens"
@@ -356,26 +356,26 @@ class GraphModelRunner(LeadingRunner):
         return None
 
     def _batch_to_try(self, size: StepSize, num_rows: int) -> StepBatch:
-        """So many sequences. Each has one token in its last block. In a mixed step the first is a prompt."""
-        assert isinstance(self._attention, TritonAttention), "others are not captured"
+        """Return a batch of sequences with one token each in their last block. A mixed step starts with a prompt."""
+        assert isinstance(self._attention, TritonAttention), "only steps with this attention are captured"
         num_groups, block_size = self._attention.groups.num_groups, self._attention.block_size
         num_blocks = max(1, (self._attention.cache.num_blocks - 1) // num_groups)
-        of_one = min(2, num_blocks, self._attention.tables.tensor.shape[1])  # blocks of a sequence
+        of_one = min(2, num_blocks, self._attention.tables.tensor.shape[1])  # blocks of one sequence
         num_places = num_blocks // of_one
         blocks = BlocksToTry(block_size=block_size, num_blocks=num_blocks, max_blocks=of_one, num_groups=num_groups)
         start, vocab_size = of_one * block_size - 1, self._model.facts.vocab_size
         pieces = []
         for row in range(num_rows):
-            place = row % num_places  # sequences that share their blocks have the same token
+            place = row % num_places  # sequences that share blocks must write the same token
             pieces.append(blocks.piece(f"{row}", [place % vocab_size], start, first_block=of_one * place))
         if size.is_mixed:
             tokens = range(min(of_one * block_size, size.num_tokens - num_rows + 1, vocab_size))
             pieces[:num_places] = [blocks.piece("prompt", tokens, 0), *pieces[1:num_places]]
-            pieces[num_places:] = []  # they would be in the blocks of the prompt
+            pieces[num_places:] = []  # these sequences would share the blocks of the prompt
         return StepBatch(tuple(pieces), ())
 
     def _capture_decode(self, capture: Capture) -> bool:
-        """Returns whether all of them fit. Without any graph the model cannot be captured."""
+        """Capture the decode steps, and return whether all fit. No graph is left if the model cannot be captured."""
         sizes = [size.num_rows for size in self._decode_sizes]
         coarse = coarse_sizes(sizes)
         finer = sorted(set(sizes).difference(coarse), reverse=True)
@@ -391,9 +391,9 @@ class GraphModelRunner(LeadingRunner):
                     self._leave_graphs(error, _too_little_for_graphs(len(self._graphs), coarse, num_rows, reason))
                     return False
                 logger.warning(
-                    "%d of %d CUDA graphs of decode steps fit into the GPU's memory; these are padded to the next of "
-                    "%s sequences, and steps with prompts have none. Lower cache.gpu_memory_fraction for the others "
-                    "(%s)",
+                    "%d of %d CUDA graphs of decode steps fit into the GPU's memory; decode steps are padded to the "
+                    "next of %s sequences, and steps with prompts have no graphs. Lower cache.gpu_memory_fraction to "
+                    "make room for all graphs (%s)",
                     len(self._graphs), len(sizes), ", ".join(str(size.num_rows) for size in self._graphs_ascending()),
                     reason,
                 )  # fmt: skip
@@ -404,8 +404,10 @@ class GraphModelRunner(LeadingRunner):
         return sorted(self._graphs, key=lambda size: size.num_tokens)
 
     def _capture_mixed(self, capture: Capture) -> tuple[StepSize, ...]:
-        """The captured sizes, ascending: the largest first, so that others fit into its memory; without what is too
-        large."""
+        """Capture the steps with prompts. Returns the sizes that fit, ascending.
+
+        The largest size is captured first, because smaller sizes reuse its memory.
+        """
         captured: list[StepSize] = []
         for size in reversed(self._wanted_mixed_sizes):
             try:
@@ -416,14 +418,14 @@ class GraphModelRunner(LeadingRunner):
                 logger.warning(
                     "steps of %d tokens with prompts run without a CUDA graph, slower (%s)%s",
                     size.num_tokens, cause_of(error),
-                    ". Lower cache.gpu_memory_fraction for it" if is_out_of_memory(error) else "",
+                    ". Lower cache.gpu_memory_fraction to make room" if is_out_of_memory(error) else "",
                 )  # fmt: skip
                 if not is_out_of_memory(error):
                     break
         return tuple(captured)
 
     def _capture_adapted(self, capture: Capture) -> None:
-        """The captured sizes once more, for steps with adapters: those without are spared the launches."""
+        """Capture all sizes again for steps with adapters, so that other steps do not pay for their launches."""
         for size in reversed(self._graphs_ascending()):
             adapted = replace(size, has_adapters=True)
             try:
@@ -433,19 +435,19 @@ class GraphModelRunner(LeadingRunner):
                 logger.warning(
                     "steps of %d tokens and fewer with adapters run without CUDA graphs, slower (%s)%s",
                     size.num_tokens, cause_of(error),
-                    ". Lower cache.gpu_memory_fraction for them" if is_out_of_memory(error) else "",
+                    ". Lower cache.gpu_memory_fraction to make room" if is_out_of_memory(error) else "",
                 )  # fmt: skip
                 return
 
     def _captured(self, size: StepSize, capture: Capture) -> _Graph:
-        """On all ranks or on none. Raises RuntimeError."""
+        """Capture one size on all ranks. Raises RuntimeError on all ranks if one rank fails."""
         group = self._group
         if group is None:
             inputs = self._inputs_of(size)
             return _Graph(inputs, capture(lambda: self._static_logits(inputs)))
 
         def tried() -> CapturedInputs:
-            """Memory that ends, ends here, where no other rank waits for this one."""
+            """Compute the step without exchanges first: if memory runs out here, no other rank waits for this rank."""
             inputs = self._inputs_of(size)
             with group.alone():
                 self._static_logits(inputs)
@@ -459,19 +461,19 @@ class GraphModelRunner(LeadingRunner):
         return group.together(captured)
 
     def _inputs_of(self, size: StepSize) -> CapturedInputs:
-        assert isinstance(self._attention, TritonAttention), "others read lengths on the host"
+        assert isinstance(self._attention, TritonAttention), "other attention code reads lengths on the host"
         return CapturedInputs(size, self._attention, self._model.adapters)
 
     @torch.inference_mode()
     def compute_padding(self, size: StepSize) -> torch.Tensor:
-        """Once the work that a graph of this size repeats, for its memory. Returns the logits, [num_rows, vocab_size].
+        """Compute the work of a graph of this size once, without sequences, to measure its memory.
 
-        No column is of a sequence.
+        Returns the logits, [num_rows, vocab_size].
         """
         return self._static_logits(self._inputs_of(size))
 
     def _static_logits(self, inputs: CapturedInputs) -> torch.Tensor:
-        """The captured work: from inputs on the device to logits on the device."""
+        """Compute the work that is captured, from inputs on the device to logits on the device."""
         with self._arithmetic():
             logits = self._forward.compute(
                 inputs.token_ids[None],
@@ -484,15 +486,15 @@ class GraphModelRunner(LeadingRunner):
         if self._logits is None or self._likeliest is None:
             self._logits = torch.empty_like(logits)
             self._likeliest = torch.empty(num_rows, dtype=torch.long, device=logits.device)
-        # Inside of the captured work: greedy sequences need no launch after it.
+        # The argmax is captured as well, so greedy sequences need no launch after the replay.
         torch.argmax(logits, dim=-1, out=self._likeliest[:num_rows])
-        # One result tensor for all sizes: separate ones would hold a vocabulary of numbers for every row of every size.
+        # All sizes share one result tensor: separate ones would hold a vocabulary of numbers for each row of each size.
         return self._logits[:num_rows].copy_(logits)
 
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """One before, none meanwhile: what it destroys, another graph or an event, may call what a capture forbids."""
+    """Collect garbage once, then disable collection: freeing a graph or an event could break a capture under way."""
     is_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -504,7 +506,7 @@ def _without_collections() -> Iterator[None]:
 
 
 class _Drawn:
-    """The results of a step on their way to the host."""
+    """The results of a step, which are copied to the host."""
 
     def __init__(self, drawn: DrawnTokens) -> None:
         logprobs = None if drawn.logprobs is None else Logprobs(*map(_copy_to_host, drawn.logprobs))
@@ -519,7 +521,7 @@ class _Drawn:
 
 
 class LaunchedStep:
-    """A step that may still run."""
+    """A step that is launched and may still run."""
 
     def __init__(
         self,
@@ -529,7 +531,7 @@ class LaunchedStep:
         *,
         ranks: Ranks | NoRanks,
     ) -> None:
-        """draw: queues the draws of a batch after its forward pass. ranks: that compute it, too."""
+        """draw: queues the draws of a batch after its forward pass. ranks: the other ranks that compute the step."""
         self._ranks = ranks
         self._draw = draw
         self._finding_loss = finding_loss
@@ -542,7 +544,7 @@ class LaunchedStep:
             self._drawn = self._draw(batch)
 
     def result(self) -> StepResult:
-        """Wait for this step, not for those launched after it."""
+        """Wait for this step and return its result. Does not wait for steps that are launched later."""
         assert self._drawn is not None, "its tokens were never drawn"
         if self._drawn.copied is not None:
             with self._finding_loss, self._ranks.watched():
@@ -554,34 +556,34 @@ class LaunchedStep:
 
 
 class FindingLoss:
-    """Around work on a device: an error after which the device does not work any more becomes DeviceLost.
+    """Raises DeviceLost in place of an error after which the device does not work any more.
 
-    An illegal address, a failed assertion in a kernel or a broken memory cell ends what a process can do on its device:
-    every later call fails. A lack of memory or a refused launch does not.
+    After an illegal address, a failed assertion in a kernel or a broken memory cell, every later call of the process on
+    its device fails. After a lack of memory or a refused launch, the device still works.
     """
 
     def __init__(self, synchronize: Callable[[], None]) -> None:
         self._synchronize = synchronize
-        self.note: Callable[[str], None] = lambda reason: None  # gets the reason of a loss
+        self.note: Callable[[str], None] = lambda reason: None  # called with the reason of a loss
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, DeviceLost):  # noted already, or of another rank
+        if isinstance(error, Exception) and not isinstance(error, DeviceLost):  # a DeviceLost is noted already
             self.check(error)
 
     def check(self, error: Exception) -> None:
-        """Raise DeviceLost if the device works no more after this error."""
+        """Raise DeviceLost if the device does not work any more after this error."""
         try:
             self._synchronize()
         except RuntimeError as loss:
             self.note(cause_of(error) if isinstance(error, RuntimeError) else described(error))
-            raise DeviceLost(f"the device works no more in this process: {described(loss)}") from error
+            raise DeviceLost(f"the device does not work any more in this process: {described(loss)}") from error
 
 
 def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The host's copy of a device tensor, complete once the work queued so far is done."""
+    """Return a copy of a tensor on the host, which is complete when the work that is queued so far is done."""
     if not tensor.is_cuda:
         return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -590,10 +592,10 @@ def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """Captured work of one size and its inputs."""
+    """The captured work of one size, and its inputs."""
 
     inputs: CapturedInputs
-    replay: Callable[[], torch.Tensor]  # returns [num_rows of the size, vocab_size]
+    replay: Callable[[], torch.Tensor]  # returns the logits, [num_rows of the size, vocab_size]
 
 
 def _too_little_for_graphs(num_captured: int, needed: Sequence[int], size: int, reason: str) -> str:
@@ -605,34 +607,32 @@ def _too_little_for_graphs(num_captured: int, needed: Sequence[int], size: int, 
 
 
 class CudaCapture:
-    """Captures functions into graphs that share one pool of memory, because they never run at the same time."""
+    """Captures functions as graphs. The graphs share one memory pool, because they never run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.renew()
-        # One stream for all warm-ups and captures, and no other work: cuBLAS keeps a workspace of some 32 MiB for each
-        # stream, and where a graph of another owner on the same stream is destroyed, torch frees it under the others
-        # (pytorch issue 193402).
+        # All warm-ups and captures share one stream, which has no other work. cuBLAS has a workspace of some 32 MiB for
+        # each stream. When a graph of another owner on the same stream is destroyed, torch frees the workspace although
+        # the remaining graphs use it (pytorch issue 193402).
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def renew(self) -> None:
-        """Capture into another pool from now on: one whose graphs have all gone is not taken again."""
+        """Use a new memory pool from now on: a pool cannot be used again after all its graphs are destroyed."""
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Record the work of `function` on the device; the result replays it and returns its output tensor.
-
-        The function may neither wait for the device nor read anything from it.
+        """Record the work of `function` on the device. Returns a function that replays it and returns the same tensor.
 
         Raises:
-            RuntimeError: it does.
+            RuntimeError: `function` waits for the device or reads from the device.
         """
         stream = torch.cuda.current_stream(self._device)
-        # A failed capture leaves its own stream behind.
+        # Restores the current stream: a failed capture would leave its own stream as the current one.
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             self._warm_up(function, stream)
             graph = torch.cuda.CUDAGraph()
-            # Other threads may use the device meanwhile: another engine's, or Ray's.
+            # Other threads may use the device during the capture: threads of another engine, or of Ray.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 output = function()
 
@@ -651,17 +651,17 @@ class CudaCapture:
 
 
 class OffDevice:
-    """Weights that wait in the host's memory, and scratch memory that nothing keeps.
+    """Moves weights to the memory of the host and back. The content of scratch memory is dropped.
 
-    Storages are emptied in place (as FSDP does with those of its parameters): what holds a tensor need not know. Their
-    addresses are others afterwards, so what was captured with them is of no use.
+    Storages are emptied in place (as FSDP does with its parameters), so the owners of the tensors need not know. The
+    storages have other addresses afterwards, so graphs that were captured before cannot be replayed.
     """
 
     def __init__(self, weights: Iterable[torch.Tensor], scratch: Iterable[torch.Tensor]) -> None:
-        """No work that reads them may be under way. Memory of others, as of a mapped file, stays as it is."""
+        """Empty the storages. No running work may read them. Memory of others, such as a mapped file, is not freed."""
         storages = _storages(weights)
         sizes = [storage.nbytes() for storage in storages]
-        # Pinned in place, and at once: torch's pinned memory is rounded up to powers of two and kept afterwards.
+        # One allocation is pinned in place: torch would round pinned memory up to powers of two, and never free it.
         self._host = torch.empty(sum(sizes), dtype=torch.uint8)
         self._is_pinned = any(storage.device.type == "cuda" for storage in storages)
         if self._is_pinned:
@@ -674,7 +674,7 @@ class OffDevice:
             storage.resize_(0)
 
     def come_back(self) -> None:
-        """Have the weights as they were, and zeros in the scratch memory. Raises OutOfMemoryError."""
+        """Restore the weights, and fill the scratch memory with zeros. Raises OutOfMemoryError."""
         for storage, host in self._weights:
             storage.resize_(len(host))
             _bytes(storage).copy_(host, non_blocking=True)
@@ -683,15 +683,15 @@ class OffDevice:
             _bytes(storage).zero_()
         if self._is_pinned:
             torch.cuda.synchronize()
-            unpin_memory(self._host.data_ptr())  # it goes with this object
+            unpin_memory(self._host.data_ptr())  # the memory is freed with this object
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """Each once, though tied weights and views share them."""
+    """Return the storages of the tensors. A storage that tied weights or views share is returned once."""
     found = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
     return [storage for storage in found.values() if storage.nbytes() and storage.resizable()]
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """All of it, [num_bytes] uint8."""
+    """Return all bytes of a storage as a tensor: [num_bytes] uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,7 +1,7 @@
-"""Triton kernels that compute each row bit for bit the same, with any number of rows. See `batch_invariant.py`.
+"""Triton kernels that compute the same bits for a row with any number of rows (see `batch_invariant.py`).
 
-Tiles have one size for all shapes and each sum is one loop in one order: nothing is chosen by the number of rows, as
-cuBLAS and torch's reductions do. No `from __future__ import annotations` here: Triton reads the annotations. `widen` is
+Tiles have one size for all shapes, and each sum is one loop in one order. cuBLAS and torch's reductions choose both by
+the number of rows. Triton reads the annotations, so this module has no `from __future__ import annotations`. `widen` is
 set in Triton's interpreter, which cannot multiply matrices of bfloat16.
 """
 
@@ -9,13 +9,13 @@ import triton
 import triton.language as tl
 
 
-# Else one row, or a multiple of 16, would be compiled differently from other numbers of rows.
+# Triton would specialise the code for one row and for a multiple of 16 rows, which could change the bits.
 @triton.jit(do_not_specialize=["num_rows", "left_batch_stride"])
 def matmul_kernel(
     left,  # [num_batches, num_rows, depth]
     right,  # [num_batches, depth, num_columns]
     bias,  # [num_columns]
-    row_scales,  # [num_rows] float32, of numbers in FP8
+    row_scales,  # [num_rows] float32; read if left and right are in FP8
     column_scales,  # [num_columns] float32
     output,  # [num_batches, num_rows, num_columns], contiguous
     num_rows,
@@ -34,7 +34,7 @@ def matmul_kernel(
     has_scales: tl.constexpr,
     widen: tl.constexpr,
 ):
-    """A matrix product. Grid: (row tiles, column tiles, num_batches): programs side by side share their weights."""
+    """Multiply matrices. Grid: (row tiles, column tiles, num_batches): neighbouring programs read the same weights."""
     batch = tl.program_id(2).to(tl.int64)
     rows = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
     columns = tl.program_id(1) * tile_columns + tl.arange(0, tile_columns)
@@ -54,7 +54,7 @@ def matmul_kernel(
             mask=(at[:, None] < depth) & (columns[None, :] < num_columns),
             other=0.0,
         )
-        if has_scales:  # exactly: sums of products in FP8 would have fewer bits on Hopper
+        if has_scales:  # this conversion is exact; products in FP8 would be summed in fewer bits on Hopper
             a, b = a.to(tl.float32).to(output.dtype.element_ty), b.to(tl.float32).to(output.dtype.element_ty)
         if widen:
             total += tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
@@ -80,7 +80,7 @@ def mean_kernel(
     size,
     tile: tl.constexpr,
 ):
-    """The mean of each row. Grid: (num_rows,)."""
+    """Compute the mean of each row. Grid: (num_rows,)."""
     row = tl.program_id(0).to(tl.int64)
     in_tile = tl.arange(0, tile)
     total = tl.zeros([tile], tl.float32)

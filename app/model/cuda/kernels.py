@@ -1,23 +1,22 @@
-"""Triton kernels of paged attention; `attention.py` says when which of them runs. Imported only there, on first
-use, because importing it needs Triton.
+"""Triton kernels of paged attention. `attention.py` imports them on first use, because the import needs Triton.
 
-A layer's keys and values lie as [num_blocks, block_size, num_kv_heads, dim], contiguous; in FP8 with a float32 scale
-for each, [num_blocks, num_kv_heads, 2, block_size]. FP8 is converted to the type of the queries, which is exact;
-scores are multiplied by the scale of the key, weights by that of the value. What a program works on is a *segment*:
-consecutive new tokens of one sequence, a column of an integer matrix with four rows,
+The keys and values of a layer are contiguous, [num_blocks, block_size, num_kv_heads, dim]. In FP8 each of them has a
+float32 scale, [num_blocks, num_kv_heads, 2, block_size]. FP8 is converted to the type of the queries, which is exact.
+Scores are then multiplied by the scale of the key, and weights by the scale of the value. A program computes a
+*segment*: consecutive new tokens of one sequence. A segment is a column of an integer matrix with four rows,
 
-    [first token in the packed row, number of tokens, position of the first, row of its block table]
+    [first token in the packed row, number of tokens, position of the first token, row of the block table]
 
-A column of no sequence stands before position 0, where nothing is seen: as a piece its tokens become zeros, as a single
-token it is skipped.
+A spare segment stands before position 0 and sees no key. The prefill kernel writes zeros for its tokens, and the decode
+kernel skips it.
 
-All kernels read these facts from the device and take their grids from padded sizes, so a launch can be captured in a
-CUDA graph and replayed for other sequences. Sums run over key tiles in the order of positions, tile borders at fixed
-positions, so a row's result depends on nothing that shares its step. The running softmax is that of FlashAttention (Dao
-et al., 2022), the split over keys that of Flash-Decoding (Dao, Haziza, Massa & Sizov, 2023).
+All kernels read segments from the device and take their grids from padded sizes, so a launch can be captured in a CUDA
+graph and replayed for other sequences. Sums run over tiles of keys in the order of positions, and tiles start at fixed
+positions, so the result of a row depends on no other row of its step. The running softmax comes from FlashAttention
+(Dao et al., 2022), and the split over keys from Flash-Decoding (Dao, Haziza, Massa & Sizov, 2023).
 
-No `from __future__ import annotations` here: Triton reads the annotations. `widen` is set in Triton's interpreter,
-which cannot multiply matrices of bfloat16.
+Triton reads the annotations, so this module has no `from __future__ import annotations`. `widen` is set in Triton's
+interpreter, which cannot multiply matrices of bfloat16.
 """
 
 import triton
@@ -35,7 +34,7 @@ def write_kernel(
     slots,  # [num_tokens]
     keys,  # [num_blocks, block_size, num_kv_heads, key_dim]
     values,  # [num_blocks, block_size, num_kv_heads, value_dim]
-    scales,  # [num_blocks, num_kv_heads, 2, block_size]; written where keys and values are in FP8
+    scales,  # [num_blocks, num_kv_heads, 2, block_size]; written if keys and values are in FP8
     key_token_stride,
     key_head_stride,
     value_token_stride,
@@ -49,7 +48,7 @@ def write_kernel(
     block_size: tl.constexpr,
     in_fp8: tl.constexpr,
 ):
-    """Store a new token's keys and values at its slot. Grid: (num_tokens,)."""
+    """Store the keys and values of a new token at its slot. Grid: (num_tokens,)."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     heads = tl.arange(0, heads_padded)[:, None]
@@ -71,7 +70,7 @@ def write_kernel(
 
 @triton.jit
 def _heads_in_fp8(x, scales, is_head):
-    """Heads, [num_heads, dim], as they are rounded to FP8; their scales are stored."""
+    """Store the scales of heads, and return the heads divided by their scales for FP8: [num_heads, dim] float32."""
     x = x.to(tl.float32)
     scale = scale_of(tl.max(tl.abs(x), 1))[:, None]
     tl.store(scales, scale, mask=is_head)
@@ -80,7 +79,7 @@ def _heads_in_fp8(x, scales, is_head):
 
 @triton.jit
 def _first_tile(position, window, has_window: tl.constexpr, tile: tl.constexpr):
-    """Where the tile begins that holds the first key a token at `position` sees."""
+    """Return the start of the tile with the first key that a token at `position` sees."""
     first = position * 0
     if has_window:
         first = tl.maximum(position + 1 - window, 0) // tile * tile
@@ -89,23 +88,23 @@ def _first_tile(position, window, has_window: tl.constexpr, tile: tl.constexpr):
 
 @triton.jit
 def _split_size(span, min_split: tl.constexpr, max_splits: tl.constexpr, tile: tl.constexpr):
-    """Keys in one split: a function of the span alone, whole tiles, at most `max_splits` of them."""
+    """Return the keys in a split: whole tiles, for at most `max_splits` splits. Depends on the span of keys alone."""
     return tl.maximum(tl.cdiv(span, max_splits * tile) * tile, min_split)
 
 
 @triton.jit
 def _attend(
     query,  # [num_rows, key_padded]
-    positions,  # [num_rows], of the rows' tokens
-    highest,  # [num_rows], of the scores so far, in powers of two
-    total,  # [num_rows], sum of the weights so far
-    weighted,  # [num_rows, value_padded], weighted sum of the values so far
-    keys,  # of this KV head, at slot 0
+    positions,  # [num_rows], the position of each row's token
+    highest,  # [num_rows], the highest score so far, for powers of two
+    total,  # [num_rows], the sum of the weights so far
+    weighted,  # [num_rows, value_padded], the weighted sum of the values so far
+    keys,  # pointer to the keys of this KV head at slot 0
     values,
-    scales,  # of this KV head, at block 0; read where keys and values are in FP8
-    table,  # of this sequence
-    first,  # keys at positions first, …, last - 1 are looked at; first is a multiple of tile
-    last,  # if not masked a multiple of tile, too
+    scales,  # pointer to the scales of this KV head at block 0; read if keys and values are in FP8
+    table,  # the block table of this sequence
+    first,  # keys at positions first, …, last - 1 are read; first is a multiple of tile
+    last,  # also a multiple of tile without `masked`
     scale,
     cap,
     window,
@@ -122,7 +121,7 @@ def _attend(
     in_fp8: tl.constexpr,
     masked: tl.constexpr,
 ):
-    """Softmax-weighted values over one more range of keys. Without `masked` every row sees all of them."""
+    """Add a range of keys to the running softmax and its weighted values. Without `masked` every row sees all keys."""
     key_at = tl.arange(0, key_padded)
     value_at = tl.arange(0, value_padded)
     in_tile = tl.arange(0, tile)
@@ -133,11 +132,11 @@ def _attend(
         is_own = at < last
         slots = blocks.to(tl.int64) * block_size + at % block_size
         scale_places = key_scales(scales, blocks, at % block_size, 0, num_kv_heads, block_size)
-        # Those of the next tile, a whole tile ahead: its keys are read from an address that has arrived.
+        # The blocks of the next tile are loaded a tile ahead: the loads of its keys need not wait for their addresses.
         blocks = _blocks(table, start + tile, last, block_size, tile)
         key_places = keys + slots[None, :] * (num_kv_heads * key_dim) + key_at[:, None]
         value_places = values + slots[:, None] * (num_kv_heads * value_dim) + value_at[None, :]
-        # Slots after `last` belong to no sequence: load zeros, because a weight of zero does not remove a NaN.
+        # Slots from `last` on belong to no sequence. Zeros are loaded, because a weight of zero does not remove a NaN.
         if masked:
             key = tl.load(key_places, mask=is_own[None, :] & (key_at[:, None] < key_dim), other=0.0)
             value = tl.load(value_places, mask=is_own[:, None] & (value_at[None, :] < value_dim), other=0.0)
@@ -167,7 +166,7 @@ def _attend(
         higher = tl.maximum(highest, tl.max(scores, 1))
         subtract = higher
         if masked:
-            # A row may see nothing of its first tiles: its highest score stays -inf, and -inf - -inf is not a number.
+            # A row that sees no key of its first tiles has -inf as its highest score, and -inf - -inf is not a number.
             subtract = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores - subtract[:, None])
         shrink = tl.exp2(highest - subtract)
@@ -185,7 +184,7 @@ def _attend(
 
 @triton.jit
 def _blocks(table, start, last, block_size: tl.constexpr, tile: tl.constexpr):
-    """The blocks of the keys from `start` on, one for all where a tile lies in one; any after `last`."""
+    """Return the blocks of a tile of keys, or one block if a tile lies in one. Keys from `last` on get any block."""
     at = start if block_size % tile == 0 else start + tl.arange(0, tile)
     return tl.load(table + tl.maximum(tl.minimum(at, last - 1), 0) // block_size)
 
@@ -195,9 +194,9 @@ def decode_kernel(
     query,  # [num_tokens, num_heads, key_dim]
     keys,
     values,
-    scales,  # [num_blocks, num_kv_heads, 2, block_size]; read where keys and values are in FP8
+    scales,  # [num_blocks, num_kv_heads, 2, block_size]; read if keys and values are in FP8
     tables,  # [num_table_rows, table_stride]
-    segments,  # [4, num_segments], one token each
+    segments,  # [4, num_segments], of one token each
     sinks,  # [num_heads]
     output,  # [num_tokens, num_heads, value_dim]
     highest_out,  # [num_segments, num_heads, max_splits]
@@ -226,11 +225,11 @@ def decode_kernel(
     widen: tl.constexpr,
     in_fp8: tl.constexpr,
 ):
-    """Single tokens, their keys in splits side by side; the query heads of one KV head are the rows of a tile.
+    """Attend from single tokens, with splits of the keys in parallel. A tile's rows are the query heads of a KV head.
 
-    A token with a single split has its output from here, the others from `reduce_kernel`. Grid: (num_segments,
-    num_kv_heads, num_lanes); a lane takes every num_lanes-th split, so that the number of programs is settled without
-    changing what a split is.
+    The output of a token with a single split is final; `reduce_kernel` joins several splits. Grid: (num_segments,
+    num_kv_heads, num_lanes). A lane takes every num_lanes-th split, so the number of programs does not change the
+    splits.
     """
     segment, kv_head, lane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_segments = tl.num_programs(0)
@@ -278,7 +277,7 @@ def decode_kernel(
 
 @triton.jit
 def _with_sink(sinks, is_row, highest, total, weighted):
-    """The sum of weights and the weighted sum, to one scale with the sink of each row, which adds to the former."""
+    """Rescale the sum of weights and the weighted sum, and add the weight of each row's sink to the sum of weights."""
     sink = tl.load(sinks, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
     above = tl.maximum(highest, sink)
     shrink = tl.exp2(highest - above)
@@ -302,7 +301,7 @@ def reduce_kernel(
     has_window: tl.constexpr,
     has_sinks: tl.constexpr,
 ):
-    """The splits of one head and token joined, where there are several. Grid: (num_segments, num_heads)."""
+    """Join the splits of one head and token, if there are several. Grid: (num_segments, num_heads)."""
     segment, head = tl.program_id(0), tl.program_id(1)
     num_segments, num_heads = tl.num_programs(0), tl.num_programs(1)
     position = tl.load(segments + 2 * num_segments + segment).to(tl.int32)
@@ -339,9 +338,9 @@ def prefill_kernel(
     query,  # [num_tokens, num_heads, key_dim]
     keys,
     values,
-    scales,  # [num_blocks, num_kv_heads, 2, block_size]; read where keys and values are in FP8
+    scales,  # [num_blocks, num_kv_heads, 2, block_size]; read if keys and values are in FP8
     tables,  # [num_table_rows, table_stride]
-    segments,  # [4, num_segments], at most num_rows // group tokens each
+    segments,  # [4, num_segments], of at most num_rows // group tokens each
     sinks,  # [num_heads]
     output,  # [num_tokens, num_heads, value_dim]
     query_token_stride,
@@ -366,14 +365,14 @@ def prefill_kernel(
     in_fp8: tl.constexpr,
     masks_all: tl.constexpr,
 ):
-    """Several tokens of one sequence after what is in its blocks already. Grid: (num_segments, num_kv_heads).
+    """Attend from several new tokens of a sequence to the keys in its blocks. Grid: (num_segments, num_kv_heads).
 
-    The rows of a tile are tokens times the query heads of one KV head, so that each key is loaded once for all. Most
-    tiles of keys are seen by all rows, and need no mask; with `masks_all` they have one, too, because the compiler may
-    round differently without.
+    The rows of a tile are tokens times the query heads of one KV head, so each key is loaded once for all rows. All
+    rows see most tiles of keys, and these tiles need no mask. With `masks_all` every tile has a mask, because the
+    compiler may round differently without a mask.
     """
     num_segments = tl.num_programs(0)
-    # The last pieces of a prompt look at most keys: they begin first, so that no program runs alone at the end.
+    # The last pieces of a prompt see the most keys, so these start first, and no program runs alone at the end.
     segment, kv_head = num_segments - 1 - tl.program_id(0), tl.program_id(1)
     token = tl.load(segments + segment).to(tl.int64)
     num_tokens = tl.load(segments + num_segments + segment).to(tl.int32)
@@ -393,14 +392,14 @@ def prefill_kernel(
         mask=is_row[:, None] & (key_at[None, :] < key_dim),
         other=0.0,
     )
-    # Rows beyond the last token see the same keys as the last one; their results are discarded.
+    # Rows after the last token see the same keys as the last token, and their results are discarded.
     positions = start + tl.minimum(in_segment, num_tokens - 1)
     highest = tl.full([num_rows], float("-inf"), tl.float32)
     total = tl.zeros([num_rows], tl.float32)
     weighted = tl.zeros([num_rows, value_padded], tl.float32)
     first, last = _first_tile(start, window, has_window, tile), start + num_tokens
     if not masks_all:
-        # Keys that all rows see: up to the first row's position, and from where the last row's window begins.
+        # All rows see the keys from the start of the last row's window up to the position of the first row.
         seen_first = first
         if has_window:
             seen_first = tl.minimum(tl.cdiv(tl.maximum(last - window, 0), tile) * tile, last)
@@ -428,7 +427,7 @@ def prefill_kernel(
     )  # fmt: skip
     if has_sinks:
         total, weighted = _with_sink(sinks + heads, is_row, highest, total, weighted)
-    result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]  # a piece before position 0 sees nothing: zeros
+    result = weighted / tl.where(total == 0.0, 1.0, total)[:, None]  # a spare segment gets zeros
     out = (token + in_segment)[:, None] * (num_kv_heads * group) + heads[:, None]
     tl.store(
         output + out * value_dim + value_at[None, :],

@@ -1,6 +1,6 @@
-"""The modules of Triton kernels, and work beside the steps.
+"""Imports modules of Triton kernels, and runs copies beside the steps.
 
-Kernels are imported on first use: a machine without Triton imports what launches them, too.
+Kernels are imported on first use, because a machine without Triton also imports the modules that launch the kernels.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 
 @cache
 def kernels_of(module: str, device: torch.device) -> Any:
-    """The kernels in a module of this package, for a device; `NoKernels` for the meta device."""
+    """Return the kernels in a module of this package for a device, or `NoKernels` for the meta device."""
     return NoKernels() if device.type == "meta" else import_module(f"app.model.cuda.{module}")
 
 
 class NoKernels:
-    """For a model on the meta device, where tensors have sizes and nothing is computed. Needs no Triton."""
+    """Kernels that do nothing, for a model on the meta device, where tensors have only sizes. Triton is not needed."""
 
     def __getattr__(self, name: str) -> Any:
         return self
@@ -32,8 +32,7 @@ class NoKernels:
 
 @contextmanager
 def beside_steps(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Around copies to memory that later steps do not read before they are complete: after the steps launched so far,
-    beside those launched meanwhile. Waits for the copies."""
+    """Run copies after the steps launched so far, beside later steps that do not read the memory. Waits at the end."""
     if stream is None:
         yield
         return

@@ -1,7 +1,7 @@
-"""Paged attention by the FlashAttention of torch, which is compiled ahead: no Triton, no compiler, no other package.
+"""Paged attention with torch's precompiled FlashAttention, which needs no Triton, no compiler and no other package.
 
-Dao, FlashAttention-2, 2023. Keys and values of all sequences of a step are gathered side by side, and one call attends
-over them. No card has run this file yet.
+The method is FlashAttention-2 (Dao, 2023). The keys and values of all sequences of a step are gathered side by side,
+and one call attends to them. This file has not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from app.model.inputs import ModelInputs, moved
 from app.model.kv_cache import LayerShape
 
 _DTYPES = (torch.float16, torch.bfloat16)
-_MOST_NUMBERS = 256  # of a head
-_UNIT = 8  # numbers of a head are a multiple of this
+_MOST_NUMBERS = 256  # the largest size of a head
+_UNIT = 8  # the size of a head is a multiple of this
 
 
 def varlen_attn(*given: Any, **named: Any) -> torch.Tensor:
-    """torch's function of this name. The import takes seconds, because it brings torch's compiler."""
+    """Call torch's function of this name. The import takes seconds, because it imports torch's compiler."""
     from torch.nn.attention import varlen
 
     function: Callable[..., Any] = varlen.varlen_attn
     output = function(*given, **named, **_shared_heads(function))
-    assert isinstance(output, torch.Tensor), "nothing beside it is asked for"
+    assert isinstance(output, torch.Tensor), "only the output is requested"
     return output
 
 
 @cache
 def _shared_heads(function: Callable[..., Any]) -> dict[str, Any]:
-    """From torch 2.12 on, the function needs this argument if heads share keys."""
+    """Return the argument that the function needs since torch 2.12 if heads share keys."""
     return {"enable_gqa": True} if "enable_gqa" in signature(function).parameters else {}
 
 
 class LibraryAttention(TorchAttention):
-    """Blocks as those of plain torch, with another code that attends over them."""
+    """Attention over the same blocks as plain torch, computed by torch's FlashAttention."""
 
     @staticmethod
     def why_not(
         layers: Mapping[int, LayerShape], rules: Mapping[int, AttentionRules], dtype: torch.dtype
     ) -> str | None:
-        """What of a model torch's FlashAttention does not compute; None: it computes all layers."""
+        """Return why torch's FlashAttention cannot compute a model, or None if it computes all layers."""
         if dtype not in _DTYPES:
             return f"torch's FlashAttention computes in 16 bits, and the model is in {dtype}"
         for layer, shape in layers.items():
@@ -72,16 +72,16 @@ class LibraryAttention(TorchAttention):
 class _Part:
     """Some sequences of a step, side by side. Lengths are in tokens."""
 
-    queries: slice  # of the tokens of the step
-    query_ends: torch.Tensor  # [num_sequences + 1] int32, from 0
-    key_ends: torch.Tensor  # [num_sequences + 1] int32, from 0
-    most_queries: int  # of a sequence
+    queries: slice  # the part's tokens in the step
+    query_ends: torch.Tensor  # [num_sequences + 1] int32, starting with 0
+    key_ends: torch.Tensor  # [num_sequences + 1] int32, starting with 0
+    most_queries: int  # the most queries of one sequence
     most_keys: int
-    slots: torch.Tensor  # [num_keys], of the keys in the KV memory
+    slots: torch.Tensor  # [num_keys], the slots of the keys in KV memory
 
 
 class _LibraryStep:
-    """One step: write the new tokens' KV, then attend over a copy of all keys and values."""
+    """One step, which writes the KV of the new tokens and then attends to a copy of all keys and values."""
 
     def __init__(
         self,
@@ -90,10 +90,10 @@ class _LibraryStep:
         slots: Sequence[torch.Tensor],
         device: torch.device,
     ) -> None:
-        """slots: by group of layers, of the new tokens."""
+        """slots: the slots of the new tokens, by group of layers."""
         self._cache, self._groups = attention.cache, attention.groups
         self._items, self._slots, self._device = items, slots, device
-        self._parts: dict[tuple[int, int | None, int], list[_Part]] = {}  # by group, window and bytes of a key
+        self._parts: dict[tuple[int, int | None, int], list[_Part]] = {}  # by group, window and bytes of a token
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules
@@ -105,7 +105,7 @@ class _LibraryStep:
         if kind not in self._parts:
             self._parts[kind] = list(self._parts_of(*kind))
         output = torch.empty_like(query)
-        before = -1 if window is None else window - 1  # tokens that a token sees; -1: all
+        before = -1 if window is None else window - 1  # earlier tokens that a token sees; -1 for all
         for part in self._parts[kind]:
             keys, values = self._cache.read_tokens(own.place, part.slots, part=own.part, like=(key, value))
             output[part.queries] = varlen_attn(
@@ -115,11 +115,11 @@ class _LibraryStep:
         return output
 
     def _parts_of(self, group: int, window: int | None, num_bytes: int) -> Iterator[_Part]:
-        """The sequences in parts whose keys and values take at most `BYTES_AT_ONCE`, or in parts of one sequence."""
+        """Divide the sequences into parts of at most `BYTES_AT_ONCE` of keys and values, or of one sequence each."""
         first_query = num_queries = num_keys = 0
-        part: list[tuple[ScheduledSequence, int]] = []  # with the position of the first key
+        part: list[tuple[ScheduledSequence, int]] = []  # sequences with the positions of their first keys
         for item in self._items:
-            # What lies before the window of the first token may be another sequence's by now.
+            # Blocks before the window of the first token may belong to another sequence by now.
             first = 0 if window is None else max(0, item.start - window + 1)
             more = item.start + len(item.token_ids) - first
             if part and (num_keys + more) * num_bytes > BYTES_AT_ONCE:

@@ -1,4 +1,4 @@
-"""Operators with a recurrent state on CUDA, with Triton kernels of ours (`recurrence_kernels.py`)."""
+"""Operators with a recurrent state on CUDA, with our Triton kernels (`recurrence_kernels.py`)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from app.model.cuda.attention import padded
 from app.model.cuda.launching import kernels_of
 from app.model.recurrence import ACTIVATIONS, NORM_EPSILON, StatePieces, check_heads, check_slots
 
-# Numbers of a state that one program keeps in its registers, 64 for each thread of one warp. A decode step then has
-# many programs, and the sums of a token need no other warp. Nothing is spilled; the speed is not yet measured.
+# Numbers of a state that one program holds in its registers: 64 for each thread of one warp. With this size a decode
+# step has many programs, and the sums of a token need only one warp. No register is spilled. The speed is not measured.
 _STATE_NUMBERS = 2048
-_TILE_TOKENS, _TILE_CHANNELS = 8, 128  # of a convolution
+_TILE_TOKENS, _TILE_CHANNELS = 8, 128  # the tile of a convolution
 
 
 class TritonRecurrence:
     """The operators of `Recurrence`, for rows and states of any sizes on one device.
 
-    Chains of pieces are computed side by side; a decode step has as many chains as sequences.
+    Chains of pieces are computed in parallel. A decode step has one chain for each sequence.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -93,7 +93,7 @@ class TritonRecurrence:
         pieces: StatePieces,
     ) -> torch.Tensor:
         check_slots(states, torch.float32, inputs.shape[1], inputs_to_state.shape[1])
-        # One head, of which the channels are the numbers.
+        # The kernel computes the channels of Mamba 1 as the numbers of one head.
         inputs, into, out = (each[:, None] for each in (inputs, inputs_to_state, state_to_outputs))
         output = self._scan(inputs, time_steps, decay, into, out, skip, states, pieces, by_channel=True)
         return output[:, 0]
@@ -127,7 +127,7 @@ class TritonRecurrence:
         *,
         by_channel: bool,
     ) -> torch.Tensor:
-        """Compute one of both Mambas. by_channel: Mamba 1, which has one head here."""
+        """Compute Mamba 1 or Mamba 2. by_channel: whether it is Mamba 1, which has one head here."""
         inputs, time_steps, into, out = map(
             with_contiguous_rows, (inputs, time_steps, inputs_to_state, state_to_outputs)
         )
@@ -148,5 +148,5 @@ class TritonRecurrence:
 
 
 def _tile(num_parts: int, part_padded: int) -> int:
-    """Columns or rows of a state that one program computes. part_padded: numbers of each, a power of two."""
+    """Return the columns or rows of a state for one program. part_padded: the numbers in each, padded."""
     return min(padded(num_parts, 1), max(1, _STATE_NUMBERS // part_padded))

@@ -1,21 +1,20 @@
-"""Triton kernels of the operators with a recurrent state; `recurrence.py` beside this file says when each of them runs.
+"""Triton kernels of the operators with a recurrent state, which `Recurrence` in `app/model/recurrence.py` defines.
 
-It is imported only there, on first use, because importing it needs Triton. `Recurrence` in `app/model/recurrence.py`
-defines the operators.
+`recurrence.py` beside this file launches the kernels and imports them on first use, because the import needs Triton.
 
-A program computes some channels, or some values of one head, for one *chain*: for pieces that may not be
-computed side by side, such as all pieces of a sequence. It takes the pieces in their order and the tokens of a piece
-one after the other, as fla (flash-linear-attention) does in its recurrent kernels. So the bits of a token depend on
-nothing but the tokens before it in its own sequence.
+A program computes some channels, or some values of one head, for one *chain*. A chain is a list of pieces that must be
+computed one after the other, such as all pieces of a sequence. The program takes the pieces in their order and the
+tokens of a piece one after the other, like the recurrent kernels of fla (flash-linear-attention). The bits of a token
+therefore depend only on the earlier tokens of its own sequence.
 
-A table on the device has a row of four numbers for each chain. Behind these rows it has a row for each piece, [first
-token in the packed row, number of tokens, slot that is read, slot that is written]. The first two numbers in the row
-of a chain are the row of its first piece and the row behind its last piece.
+A table on the device has a row of four numbers for each chain, followed by a row for each piece: [first token in the
+packed row, number of tokens, slot that is read, slot that is written]. The first two numbers in the row of a chain are
+the row of its first piece and the row after its last piece.
 
 All kernels read the chains from the device and take their grids from sizes, so a launch can be captured in a CUDA graph
-and replayed for other sequences. A chain of no pieces does nothing.
+and replayed for other sequences. A chain without pieces does nothing.
 
-No `from __future__ import annotations` here: Triton reads the annotations.
+Triton reads the annotations, so this module has no `from __future__ import annotations`.
 """
 
 import triton
@@ -24,10 +23,10 @@ import triton.language as tl
 
 @triton.jit
 def _piece(chains, row):
-    """A piece: its first token, the token behind its last one, the slot that it reads, and the slot that it writes."""
+    """Return a piece: its first token, the token after its last one, the slot to read, and the slot to write."""
     first = tl.load(chains + row * 4).to(tl.int64)
     end = first + tl.load(chains + row * 4 + 1)
-    # The slots may be those that the piece before has read and written, by other threads of this program.
+    # Other threads of this program may have read and written the same slots for the piece before.
     tl.debug_barrier()
     return first, end, tl.load(chains + row * 4 + 2).to(tl.int64), tl.load(chains + row * 4 + 3).to(tl.int64)
 
@@ -36,21 +35,21 @@ def _piece(chains, row):
 def convolution_kernel(
     inputs,  # [num_tokens, num_channels]
     weight,  # [num_channels, kernel_size], contiguous
-    bias,  # [num_channels]; read where there is one
+    bias,  # [num_channels]; read with `has_bias`
     states,  # [num_slots, kernel_size - 1, num_channels]
     chains,  # [num_chains + num_pieces, 4] int32
     outputs,  # [num_tokens, num_channels], contiguous
-    input_stride,  # of a token
+    input_stride,  # the stride of a token
     slot_stride,
     num_channels: tl.constexpr,
     kernel_size: tl.constexpr,
-    kept_padded: tl.constexpr,  # kernel_size - 1 inputs are kept
+    kept_padded: tl.constexpr,  # kernel_size - 1 inputs are stored in a state
     tile_tokens: tl.constexpr,
     tile_channels: tl.constexpr,
     has_bias: tl.constexpr,
     has_silu: tl.constexpr,
 ):
-    """The short convolution. Grid: (channel tiles, num_chains)."""
+    """Compute the short convolution. Grid: (channel tiles, num_chains)."""
     kept: tl.constexpr = kernel_size - 1
     channels = tl.program_id(0) * tile_channels + tl.arange(0, tile_channels)
     inside = (channels < num_channels)[None, :]
@@ -58,7 +57,7 @@ def convolution_kernel(
     chain = chains + tl.program_id(1) * 4
     for row in range(tl.load(chain), tl.load(chain + 1)):
         first, end, read, written = _piece(chains, row)
-        before = states + read * slot_stride + channels[None, :]  # what a sequence has seen before the piece
+        before = states + read * slot_stride + channels[None, :]  # the last inputs before the piece
         has_state = read >= 0
         for start in range(first, end, tile_tokens):
             tokens = start + in_tile
@@ -93,15 +92,15 @@ def convolution_kernel(
 
 @triton.jit
 def delta_rule_kernel(
-    query,  # [num_tokens, num_key_heads, key_dim], as key
-    key,
+    query,  # [num_tokens, num_key_heads, key_dim]
+    key,  # [num_tokens, num_key_heads, key_dim]
     value,  # [num_tokens, num_value_heads, value_dim]
-    decay,  # [num_tokens, num_value_heads], a logarithm
+    decay,  # [num_tokens, num_value_heads], as a logarithm
     beta,  # [num_tokens, num_value_heads]
     states,  # [num_slots, num_value_heads, key_dim, value_dim] float32
     chains,  # [num_chains + num_pieces, 4] int32
     outputs,  # [num_tokens, num_value_heads, value_dim], contiguous
-    query_stride,  # of a token, as those below
+    query_stride,  # the stride of a token, like the other strides without "head" or "slot"
     query_head_stride,
     key_stride,
     key_head_stride,
@@ -111,16 +110,16 @@ def delta_rule_kernel(
     beta_stride,
     slot_stride,
     scale,
-    epsilon,  # is added to the squared length of a query or a key
-    num_heads: tl.constexpr,  # of values
-    group: tl.constexpr,  # value heads of a key head
+    epsilon,  # added to the squared length of a query or a key
+    num_heads: tl.constexpr,  # value heads
+    group: tl.constexpr,  # value heads for each key head
     key_dim: tl.constexpr,
     value_dim: tl.constexpr,
     key_padded: tl.constexpr,
     tile: tl.constexpr,
     normalises: tl.constexpr,
 ):
-    """The gated delta rule. Grid: (value tiles, num_heads, num_chains)."""
+    """Compute the gated delta rule. Grid: (value tiles, num_heads, num_chains)."""
     columns = tl.program_id(0) * tile + tl.arange(0, tile)
     head = tl.program_id(1)
     key_at = tl.arange(0, key_padded)
@@ -154,15 +153,15 @@ def delta_rule_kernel(
 @triton.jit
 def mamba_kernel(
     inputs,  # [num_tokens, num_heads, head_dim]
-    time_steps,  # [num_tokens, num_heads]; of Mamba 1 [num_tokens, head_dim]
-    decay,  # [num_heads] float32; of Mamba 1 [head_dim, state_size], contiguous
-    inputs_to_state,  # [num_tokens, num_groups, state_size], as state_to_outputs
-    state_to_outputs,
-    skip,  # [num_heads] float32; of Mamba 1 [head_dim]
+    time_steps,  # [num_tokens, num_heads]; for Mamba 1 [num_tokens, head_dim]
+    decay,  # [num_heads] float32; for Mamba 1 [head_dim, state_size], contiguous
+    inputs_to_state,  # [num_tokens, num_groups, state_size]
+    state_to_outputs,  # [num_tokens, num_groups, state_size]
+    skip,  # [num_heads] float32; for Mamba 1 [head_dim]
     states,  # [num_slots, num_heads, head_dim, state_size] float32
     chains,  # [num_chains + num_pieces, 4] int32
     outputs,  # [num_tokens, num_heads, head_dim], contiguous
-    input_stride,  # of a token, as those below
+    input_stride,  # the stride of a token, like the other strides without "head", "group" or "slot"
     input_head_stride,
     time_step_stride,
     into_stride,
@@ -171,14 +170,14 @@ def mamba_kernel(
     out_group_stride,
     slot_stride,
     num_heads: tl.constexpr,
-    group: tl.constexpr,  # heads of a group
+    group: tl.constexpr,  # heads in a group
     head_dim: tl.constexpr,
     state_size: tl.constexpr,
     state_padded: tl.constexpr,
     tile: tl.constexpr,
     by_channel: tl.constexpr,
 ):
-    """Mamba 2; by channel Mamba 1, whose channels are the numbers of one head.
+    """Compute Mamba 2, or Mamba 1 with `by_channel`. The channels of Mamba 1 are the numbers of one head.
 
     Grid: (tiles of a head, num_heads, num_chains).
     """

@@ -1,12 +1,12 @@
-"""Draws and log-probabilities on CUDA: each in one launch for all rows of a step.
+"""Draws tokens and computes log-probabilities on CUDA: each in one launch for all rows of a step.
 
-A token is the one that the plain sampler draws, except where
-- two tokens' scores with noise differ by less than some 1e-5: its noise has float64 inside, that of the kernel float32;
-- a token lies within some 1e-6 of the edge of top-p or min-p: sums of weights are rounded in another order;
-- two logits become one score when they are divided by the temperature: here the greater logit still goes first.
-Penalties, biases, bans and masks change logits as `Sampler.adjust` does, bit for bit, while they are read. The tokens
-that penalties and biases change stay on the device; a step brings those of the last token.
-Of equal logits the lower token goes first. Logits that are not numbers are never drawn.
+The drawn token is the token that the plain sampler draws, except where
+- two scores with noise differ by less than some 1e-5: the plain sampler has noise in float64, the kernel in float32;
+- a token lies within some 1e-6 of the limit of top-p or min-p: sums of weights are rounded in another order;
+- two logits become one score when they are divided by the temperature: the kernel still ranks the greater logit first.
+The kernel applies penalties, biases, bans and masks while it reads the logits, with the same bits as `Sampler.adjust`.
+The tokens that penalties and biases change stay on the device, and a step sends only new changes.
+The lower token goes first if logits are equal. A token whose logit is NaN is never drawn.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from app.model.inputs import bytes_to_device, to_device
 from app.model.logprobs import Logprobs
 from app.model.sampler import Sampler
 
-_FACTS = struct.Struct("3q4f8q")  # of a row, see `draw_kernel`
+_FACTS = struct.Struct("3q4f8q")  # the layout of a row of `facts`, see `draw_kernel`
 _CHANGE_BYTES = 5 * 4
-_FEWEST_ENTRIES = 256  # of a sequence for which there is room: 4 KiB
-# Tokens of one pass of a program's loop, 4 for each thread; half as many of float32, which would spill registers.
+_FEWEST_ENTRIES = 256  # entries in the first allocation for a sequence: 4 KiB
+# Tokens in one pass of a program's loop, 4 for each thread. Float32 takes half: more tokens would spill registers.
 _TILE = 2048
 _NUM_WARPS = 16
-_MOST_TOP = 32  # likeliest tokens for which the kernel is compiled at start; the API allows 20
-_UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low ones of a float32, zero in this type
+_MOST_TOP = 32  # the kernel is compiled for this number of likeliest tokens at the start; the API allows 20
+_UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits of a float32 that are always zero
 
 
 class TritonSampler(Sampler):
-    """For logits in a device's memory."""
+    """A sampler for logits in the memory of a GPU."""
 
     def __init__(self, device: torch.device, *, tile: int = _TILE) -> None:
-        """tile: tokens of 16 bits that a program looks at together, a power of two."""
+        """tile: logits of 16 bits that a program reads at the same time, a power of two."""
         self._kernels = kernels_of("sampler_kernels", device)
         self._tile = tile
         self._entries: WeakKeyDictionary[LogitAdjustments, DeviceEntries] = WeakKeyDictionary()
@@ -49,7 +49,7 @@ class TritonSampler(Sampler):
     def sample(
         self, logits: torch.Tensor, items: Sequence[ScheduledSequence], *, likeliest: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """A launch; none where all rows take the likeliest, which are known."""
+        """Draw with one launch, or with none if `likeliest` is given and all rows take the likeliest token."""
         if likeliest is not None and all(item.sampling.is_greedy and item.takes_all_logits for item in items):
             return likeliest
         tokens = torch.empty(len(items), dtype=torch.long, device=logits.device)
@@ -58,12 +58,12 @@ class TritonSampler(Sampler):
         try:
             self._draw(with_contiguous_rows(logits), items, tokens)
         except Exception:
-            self._entries.clear()  # the device may lack what was on its way
+            self._entries.clear()  # changes may not have reached the device
             raise
         return tokens
 
     def logprobs(self, logits: torch.Tensor, rows: Sequence[int], token_ids: torch.Tensor, *, num_top: int) -> Logprobs:
-        """One launch, and nothing as large as logits. Those that are not numbers count as -inf."""
+        """Compute log-probabilities in one launch, without a buffer of the size of the logits. NaN counts as -inf."""
         logits = with_contiguous_rows(logits)
         found = Logprobs(
             token_ids.new_empty(len(rows), dtype=torch.float32),
@@ -80,17 +80,17 @@ class TritonSampler(Sampler):
 
     def _draw(self, logits: torch.Tensor, items: Sequence[ScheduledSequence], tokens: torch.Tensor) -> None:
         vocab_size = logits.shape[-1]
-        # A row with changed logits has a bit for each token and, where they changed, the new ones in float32.
+        # The scratch memory of a row with changed logits has a bit for each token, and the changed logits in float32.
         num_changed = sum(_changes_logits(item) for item in items)
         scratch = torch.empty(num_changed, -(-vocab_size // 32) + vocab_size, dtype=torch.int32, device=logits.device)
         self._kernels.draw_kernel[(len(items),)](
             logits, logits.stride(0), vocab_size, self._facts_of(items, scratch), tokens,
             **_sizes(logits, self._tile),
-            enable_fp_fusion=False,  # a product and a sum are rounded one by one, as on a CPU
+            enable_fp_fusion=False,  # products and sums are rounded separately, as on a CPU
         )  # fmt: skip
 
     def _facts_of(self, items: Sequence[ScheduledSequence], scratch: torch.Tensor) -> torch.Tensor:
-        """What the kernel reads beside logits: the facts of each row, then masks, then changes and bans."""
+        """Return the inputs of the kernel beside logits: the facts of each row, then masks, then changes and bans."""
         masks = [b"" if item.matcher is None else item.allowed() for item in items]
         of_masks = b"".join(masks)
         next_mask = len(items) * _FACTS.size
@@ -116,9 +116,9 @@ class TritonSampler(Sampler):
         sent: dict[LogitAdjustments, tuple[int, int]],
         device: torch.device,
     ) -> tuple[int, ...]:
-        """Appends changes and bans to the values; returns where they are, see `draw_kernel`.
+        """Append the changes and bans of a row to `values`, and return their places (see `draw_kernel`).
 
-        sent: the changes of rows before. Rows are drawn in any order, so each makes those of its sequence.
+        sent: the places of changes by sequence. Programs of its rows run in any order, so each applies all changes.
         """
         own, entries, num_entries = item.adjustments, 0, 0
         at_change, num_changes = 0, 0
@@ -139,20 +139,20 @@ class TritonSampler(Sampler):
 
 
 class DeviceEntries:
-    """What penalties and biases change of one sequence: its tokens, on the device, [_, 4], see `draw_kernel`."""
+    """The tokens of one sequence whose logits penalties and biases change, on the device: [_, 4], see `draw_kernel`."""
 
     def __init__(self, device: torch.device) -> None:
         self.tensor = torch.empty(0, 4, dtype=torch.int32, device=device)
         self._places: dict[int, int] = {}
         self._biases: dict[int, float] = {}
-        self._only_biased: set[int] = set()  # not in prompt or output
+        self._only_biased: set[int] = set()  # biased tokens that are not in the prompt or the output
         self._num_generated = 0
 
     def __len__(self) -> int:
         return len(self._places)
 
     def changes(self, own: LogitAdjustments) -> bytes:
-        """What the device does not have yet."""
+        """Return the packed changes that the device does not have yet."""
         new: Iterable[int] = own.generated[self._num_generated :]
         self._num_generated = len(own.generated)
         if not len(self.tensor):
@@ -170,7 +170,7 @@ class DeviceEntries:
         return self._packed(own, list(changed)) if changed else b""
 
     def _packed(self, own: LogitAdjustments, tokens: list[int]) -> bytes:
-        """Column by column: a prompt has thousands."""
+        """Pack changes column by column, because a prompt has thousands."""
         packed = array("i", bytes(_CHANGE_BYTES * len(tokens)))
         packed[0::5] = array("i", [self._places[token] for token in tokens])
         packed[1::5] = array("i", tokens)
@@ -192,7 +192,7 @@ def _sizes(logits: torch.Tensor, tile: int) -> dict[str, int]:
 
 
 def _changes_logits(item: ScheduledSequence) -> bool:
-    """Whether any logits get other values. What a matcher allows is a mask, without the bans."""
+    """Return whether any logits get other values. A matcher's mask excludes banned tokens without changed logits."""
     return item.adjustments is not None or (bool(item.banned_token_ids) and item.matcher is None)
 
 

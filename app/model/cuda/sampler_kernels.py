@@ -1,12 +1,10 @@
-"""Triton kernels that draw tokens and compute log-probabilities; `sampler.py` launches them. Imported only there, on
-first use, because importing it needs Triton.
+"""Triton kernels that draw tokens and compute log-probabilities. `sampler.py` imports them on first use (needs Triton).
 
-One program computes one row, alone: no bit of its result depends on how many rows there are. Filters have no sort. The
-last token that top-k or top-p keeps is found by its *key*, an unsigned number in the order of the logits, digit by
-digit: each pass over the row measures what lies above 16 candidates at once. Keys of bfloat16 have 4 digits, of
-float32 8.
+One program computes one row, so the bits of a result do not depend on the number of rows. Filters do not sort: top-k
+and top-p find their last token by its *key*, an unsigned number in the order of the logits, digit by digit. Each pass
+over the row sums up the tokens from each of 16 candidates on. Keys of bfloat16 have 4 digits, and float32 keys have 8.
 
-No `from __future__ import annotations` here: Triton reads the annotations.
+Triton reads the annotations, so this module has no `from __future__ import annotations`.
 """
 
 import triton
@@ -17,7 +15,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _mix(x):
-    """splitmix64 (Steele, Lea & Flood, 2014), as in `app/model/sampler.py`."""
+    """Mix the bits of a number by splitmix64 (Steele, Lea & Flood, 2014), as in `app/model/sampler.py`."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
@@ -25,10 +23,10 @@ def _mix(x):
 
 @triton.jit
 def _noise(key, tokens):
-    """Gumbel noise of 24 random bits, within some 1e-6 of `sampler.gumbel_noise`, which computes in float64."""
+    """Return Gumbel noise of 24 random bits, within some 1e-6 of `sampler.gumbel_noise`, which computes in float64."""
     bits = (_mix(key + (tokens + 1).to(tl.uint64) * 0x9E3779B97F4A7C15) >> 40).to(tl.int32)
-    # u = (bits + 0.5) / 2^24 and 1 - u are both exact where they are small. log(u) from whichever is smaller (log1p as
-    # in Goldberg, 1991).
+    # u = (bits + 0.5) / 2^24 and 1 - u are both exact where they are small. The smaller of the two gives log(u): from
+    # 1 - u by log1p (Goldberg, 1991).
     u = (bits.to(tl.float32) + 0.5) * 5.9604644775390625e-8
     rest = ((16777216 - bits).to(tl.float32) - 0.5) * 5.9604644775390625e-8
     y = 1.0 - rest
@@ -38,15 +36,15 @@ def _noise(key, tokens):
 
 @triton.jit
 def _behind(bits, vocab_size):
-    """Where the changed logits stand."""
+    """Return a pointer to the changed logits, which follow the bits."""
     return (bits + (vocab_size + 31) // 32).to(tl.pointer_type(tl.float32))
 
 
 @triton.jit
 def _changed(row, facts, values, vocab_size, tile: tl.constexpr):
-    """Writes down a row's changed logits: a bit for each token, behind them the changed ones. Returns the bits.
+    """Update the entries of a sequence, and write a row's changed logits to scratch memory. Returns the bits.
 
-    facts: from `changes` on, see `draw_kernel`. First the sequence's entries on the device are brought up to date.
+    Scratch memory has a bit for each token, followed by the changed logits. facts: from `changes` on (`draw_kernel`).
     """
     changes, num_changes = values + tl.load(facts), tl.load(facts + 1)
     bans, num_bans = values + tl.load(facts + 2), tl.load(facts + 3)
@@ -62,7 +60,7 @@ def _changed(row, facts, values, vocab_size, tile: tl.constexpr):
     for start in range(0, (vocab_size + 31) // 32, tile):
         at = start + tl.arange(0, tile)
         tl.store(bits + at, tl.zeros([tile], tl.int32), mask=at < (vocab_size + 31) // 32)
-    tl.debug_barrier()  # what other threads have stored is read from here on
+    tl.debug_barrier()  # the next loop reads numbers that other threads have stored
     for start in range(0, num_entries, tile):
         at = start + tl.arange(0, tile)
         is_entry = at < num_entries
@@ -87,12 +85,12 @@ def _changed(row, facts, values, vocab_size, tile: tl.constexpr):
 
 @triton.jit
 def _load(row, tokens, vocab_size):
-    """Logits as float32, changed; -inf where they are no number or the mask (see `Matcher.allowed`) has no bit."""
+    """Load changed logits as float32; -inf for NaN, and for tokens without a bit in the mask (`Matcher.allowed`)."""
     logits, mask, has_mask, bits, has_changes = row
     is_token = tokens < vocab_size
     found = tl.load(logits + tokens, mask=is_token, other=float("-inf")).to(tl.float32)
     if has_changes:
-        # Bytes: as many threads share one as of a mask.
+        # The bits are read as bytes, so as many threads share a byte as with a mask.
         byte = tl.load(bits.to(tl.pointer_type(tl.uint8)) + tokens // 8, mask=is_token, other=0).to(tl.int32)
         is_changed = (byte >> (tokens % 8)) & 1 != 0
         changed = tl.load(_behind(bits, vocab_size) + tokens, mask=is_changed, other=0.0)
@@ -103,7 +101,7 @@ def _load(row, tokens, vocab_size):
 
 @triton.jit
 def _key(logits, unused):
-    """Unsigned integers in the order of the logits. unused: low bits that are zero in all of them."""
+    """Return unsigned integers in the order of the logits. unused: the number of low bits that are always zero."""
     bits = (logits + 0.0).to(tl.int32, bitcast=True)  # + 0.0: -0 equals 0
     flipped = bits.to(tl.uint32, bitcast=True) ^ ((bits >> 31).to(tl.uint32, bitcast=True) | 0x80000000)
     return flipped >> unused
@@ -111,7 +109,7 @@ def _key(logits, unused):
 
 @triton.jit
 def _logit_of(key, unused):
-    """The logit that has this key."""
+    """Return the logit that has this key."""
     flipped = key << unused
     all_ones = tl.full([], 0xFFFFFFFF, tl.uint32) >> unused
     bits = tl.where(flipped >> 31 != 0, flipped ^ 0x80000000, (key ^ all_ones) << unused)
@@ -120,14 +118,14 @@ def _logit_of(key, unused):
 
 @triton.jit
 def _weight(logits, most, scale):
-    """Probability over that of the likeliest token. scale: log2(e) / temperature."""
-    # Where all are -inf, -inf - -inf is not a number.
+    """Return the probability divided by that of the likeliest token. scale: log2(e) / temperature."""
+    # If all logits are -inf, -inf - -inf would be NaN.
     return tl.where(logits == most, 1.0, tl.exp2((logits - tl.maximum(most, -3.0e38)) * scale))
 
 
 @triton.jit
 def _most(row, vocab_size, tile: tl.constexpr):
-    """The greatest logit."""
+    """Return the greatest logit."""
     most = tl.full([tile], float("-inf"), tl.float32)
     for start in range(0, vocab_size, tile):
         most = tl.maximum(most, _load(row, start + tl.arange(0, tile), vocab_size))
@@ -138,23 +136,24 @@ def _most(row, vocab_size, tile: tl.constexpr):
 def _edge(
     row,
     vocab_size,
-    wanted,  # of the sum, where is_mass a share of it
-    least,  # a key: tokens with lower ones do not count
-    excess,  # tokens with the key `least` that do not count
+    wanted,  # the sum to reach: a number of tokens, or with `is_mass` a share of the sum of all weights
+    least,  # tokens with keys below this key do not count
+    excess,  # the number of tokens with the key `least` that do not count
     most,
     scale,
-    is_mass: tl.constexpr,  # sums of weights; else of tokens
+    is_mass: tl.constexpr,  # whether weights are summed up, and not tokens
     unused,
     tile: tl.constexpr,
 ):
-    """The greatest key from which on tokens reach a sum: (key, how many of the tokens with this key that takes, how
-    much more than the sum all of them reach)."""
+    """Find the greatest key at which the tokens with this or a greater key reach the wanted sum.
+
+    Returns (the key, the number of tokens with this key that the sum needs, the excess of all of them over the sum)."""
     digits = tl.arange(0, 16).to(tl.uint32)
     edge = least * 0
     too_many = 0.0
     if excess > 0.0:
         too_many = excess * _weight(_logit_of(least, unused), most, scale)
-    above, reached = 0.0, 0.0  # by tokens with greater keys; by those with this key, too
+    above, reached = 0.0, 0.0  # the sums of the tokens with greater keys, without and with those of this key
     num_digits = (35 - unused.to(tl.int32)) // 4
     for at in range(num_digits):
         shift = (4 * (num_digits - 1 - at)).to(tl.uint32)
@@ -168,8 +167,8 @@ def _edge(
             if is_mass:
                 weights *= _weight(logits, most, scale)
             sums += tl.where(keys[None, :] >= candidates[:, None], weights[None, :], 0.0)
-        from_candidate = tl.sum(sums, 1)  # falling
-        if is_mass:  # the first candidate of all is 0, from which on all tokens count
+        from_candidate = tl.sum(sums, 1)  # descending
+        if is_mass:  # the first candidate of all is 0, so its sum is the sum of all tokens
             wanted *= tl.where(at == 0, tl.max(from_candidate, 0) - too_many, 1.0)
         reaches = from_candidate >= wanted
         digit = tl.maximum(tl.sum(reaches.to(tl.int32), 0) - 1, 0)
@@ -184,10 +183,10 @@ def _edge(
 
 @triton.jit
 def _best(row, vocab_size, filters, key, temperature, unused, tile: tl.constexpr):
-    """The token with the greatest score among those that the filters leave; 0 where there is none.
+    """Return the token with the greatest score that passes the filters, or 0 if no token does.
 
-    filters: tokens with keys greater than `edge` stay and the first `num_ties` with this one, where `has_edge`; and
-    those with at least `min_p` of the probability of the one with the logit `most`.
+    filters: with `has_edge`, tokens with a greater key than `edge` pass, and the first `num_ties` tokens with this key.
+    A token also needs at least `min_p` of the probability of the token with the logit `most`.
     """
     edge, num_ties, has_edge, min_p, most, scale = filters
     is_drawn = temperature > 0.0
@@ -214,7 +213,7 @@ def _best(row, vocab_size, filters, key, temperature, unused, tile: tl.constexpr
         best = tl.where(is_better, scores, best)
         best_tokens = tl.where(is_better, tokens, best_tokens)
     greatest = tl.max(best, 0)
-    token = tl.min(tl.where(best == greatest, best_tokens, vocab_size), 0)  # of equal ones the first
+    token = tl.min(tl.where(best == greatest, best_tokens, vocab_size), 0)  # the first of equal ones
     return tl.where(greatest > float("-inf"), token, 0)
 
 
@@ -223,18 +222,19 @@ def draw_kernel(
     logits,  # [num_rows, vocab_size]
     row_stride,
     vocab_size,
-    # [num_rows, 13] int64: seed, position, top-k (0: none), two of four float32 (temperature, 0: greedy; top-p; min-p;
-    # unused), first byte of a mask (0: none), first int32 of changes, how many; first of bans, how many; address of
-    # entries, how many; address of scratch memory (0: logits stay as they are). The bytes and int32 stand behind.
+    # [num_rows, 13] int64: seed, position, top-k (0: none), two numbers with four float32 (temperature, 0: greedy;
+    # top-p; min-p; unused), first byte of the mask (0: none), first int32 and number of changes, first int32 and number
+    # of bans, address and number of entries, address of scratch memory (0: no logits change). The bytes of masks and
+    # the int32 of changes and bans follow these rows.
     facts,
     token_ids,  # [num_rows] int64
     unused: tl.constexpr,
     tile: tl.constexpr,
 ):
-    """One token for each row. Grid: (num_rows,).
+    """Draw one token for each row. Grid: (num_rows,).
 
-    An entry is a token with a logit that changes: its id, its repetition penalty, what is added first, what is added
-    then. A change is an entry and, before it, its place among those that the device has of the sequence.
+    An entry is a token whose logit changes: its id, its repetition penalty, and two numbers that are added one by one.
+    A change is the place of an entry among the sequence's entries on the device, followed by the entry.
     """
     masks, values = facts.to(tl.pointer_type(tl.uint8)), facts.to(tl.pointer_type(tl.int32))
     facts += tl.program_id(0) * 13
@@ -245,7 +245,7 @@ def draw_kernel(
     if has_changes:
         bits = _changed(logits, facts + 6, values, vocab_size, tile)
     row = (logits, masks + tl.load(facts + 5), tl.load(facts + 5) > 0, bits, has_changes)
-    # Changed logits have all bits of a float32; a ban adds none.
+    # Entries make logits that use all bits of a float32. A ban makes -inf, which has the same unused bits.
     unused_bits = tl.where(tl.load(facts + 11) > 0, 0, unused).to(tl.uint32)
 
     scale = LOG2_E / tl.where(temperature > 0.0, temperature, 1.0)
@@ -270,7 +270,7 @@ def draw_kernel(
 
 @triton.jit
 def _note_greatest(row, vocab_size, num_top, token_ids, numbers, unused, tile: tl.constexpr):
-    """Stores the greatest logits of a row and their tokens, in the order of the tokens."""
+    """Store the greatest logits of a row and their tokens, in the order of the tokens."""
     least = tl.full([], 0, tl.uint32)
     edge, num_ties, _ = _edge(row, vocab_size, num_top.to(tl.float32), least, 0.0, 0.0, 1.0, False, unused, tile)
     num_stored, num_seen = 0, 0
@@ -286,7 +286,7 @@ def _note_greatest(row, vocab_size, num_top, token_ids, numbers, unused, tile: t
         num_stored += tl.sum(is_one.to(tl.int32), 0)
         tl.store(token_ids + places, tokens.to(tl.int64), mask=is_one)
         tl.store(numbers + places, logits, mask=is_one)
-    tl.debug_barrier()  # what other threads have stored is read from here on
+    tl.debug_barrier()  # the caller reads numbers that other threads have stored
 
 
 @triton.jit(do_not_specialize=["num_top"])
@@ -298,15 +298,15 @@ def logprobs_kernel(
     token_ids,  # [num_rows] int64
     num_top,
     normalisers,  # [num_rows] float32
-    logprobs,  # [num_rows] float32: of each row's token
+    logprobs,  # [num_rows] float32: the log-probability of each row's token
     ranks,  # [num_rows] int64, from 1
-    top_token_ids,  # [num_rows, num_top] int64, the likeliest first, of equal ones the lower id
+    top_token_ids,  # [num_rows, num_top] int64, the likeliest first, and the lower id first of equal ones
     top_logprobs,  # [num_rows, num_top] float32
     unused: tl.constexpr,
     most_top: tl.constexpr,  # a power of two
     tile: tl.constexpr,
 ):
-    """The log-softmax of some rows at one token and at the likeliest ones. Grid: (num_rows,)."""
+    """Compute the log-softmax of some rows at one token and at the likeliest tokens. Grid: (num_rows,)."""
     at = tl.program_id(0)
     logits += tl.load(rows + at) * row_stride
     row = (logits, logits.to(tl.pointer_type(tl.uint8)), False, rows, False)  # neither a mask nor changes
@@ -320,7 +320,7 @@ def logprobs_kernel(
         found = _load(row, tokens, vocab_size)
         weights += tl.where(tokens < vocab_size, _weight(found, most, LOG2_E), 0.0)
         num_greater += (found > own).to(tl.int32)
-    # Every value is one subtraction from a logit, so equal logits have equal values.
+    # Each log-probability is one subtraction from a logit, so equal logits have equal log-probabilities.
     normaliser = tl.maximum(most, -3.0e38) + tl.log(tl.sum(weights, 0))
     tl.store(normalisers + at, normaliser)
     tl.store(logprobs + at, own - normaliser)
@@ -334,6 +334,6 @@ def logprobs_kernel(
         tokens = tl.load(top_token_ids + these, mask=these < num_top, other=0)
         is_tie = (top[None, :] == top[:, None]) & (these[None, :] < these[:, None])
         places = tl.sum(((top[None, :] > top[:, None]) | is_tie).to(tl.int32), 1)
-        tl.debug_barrier()  # all are read before any is stored
+        tl.debug_barrier()  # all threads have read before one stores
         tl.store(top_logprobs + places, top - normaliser, mask=these < num_top)
         tl.store(top_token_ids + places, tokens, mask=these < num_top)

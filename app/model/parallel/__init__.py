@@ -1,1 +1,1 @@
-"""Several processes that compute one model together: `replicas.tensor_parallel`."""
+"""Tensor parallelism: several processes, called ranks, compute one model together (`replicas.tensor_parallel`)."""

@@ -1,4 +1,4 @@
-"""What rank 0 and another rank say to each other beside tensors: messages over a pair of sockets."""
+"""Messages between rank 0 and another rank over a pair of sockets. Tensors go through the group instead."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any
 
 from app.errors import CarouselError, from_plain
 
-_LENGTH = struct.Struct("<IB")  # of the message, and its kind
+_LENGTH = struct.Struct("<IB")  # the length of a message, and its kind
 
 
 class Kind(IntEnum):
-    """What a message is."""
+    """The kinds of messages."""
 
-    SETTINGS = 0  # JSON: what a rank is to load
-    STEP = 1  # see `StepWriter`
-    SYNC = 2  # empty; the other rank answers with the same once it has done all before it
-    PREPARE = 3  # empty: do what the first step would have to do otherwise
-    FAILED = 4  # JSON: the error that ends the other rank, or which an adapter had
-    ADAPTER = 5  # JSON: a slot, and the file with a rank's part of an adapter; answered with a SYNC once it is there
+    SETTINGS = 0  # JSON: the settings for the load of a rank
+    STEP = 1  # a step as `StepWriter` writes it
+    SYNC = 2  # empty: the other rank answers with a SYNC when it has done all earlier messages
+    PREPARE = 3  # empty: prepare for the first step, for example capture graphs
+    FAILED = 4  # JSON: the error that ends the other rank, or the error of loading an adapter
+    ADAPTER = 5  # JSON: a slot, and the file with a rank's part of an adapter; answered with a SYNC when it is loaded
 
 
 class Channel:
-    """One end. Any thread may send; messages are read by one thread."""
+    """One end of the pair of sockets. Any thread may send, and one thread reads messages."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
@@ -34,7 +34,7 @@ class Channel:
         self._reader = end.makefile("rb")
 
     def send(self, kind: Kind, content: bytes = b"") -> None:
-        """Raises OSError if the other process has ended."""
+        """Send a message. Raises OSError if the other process has ended."""
         with self._sending:
             self._socket.sendall(_LENGTH.pack(len(content), kind) + content)
 
@@ -42,11 +42,11 @@ class Channel:
         self.send(Kind.FAILED, json.dumps(error.to_plain(), default=str).encode())
 
     def receive(self) -> tuple[Kind, bytes]:
-        """Wait for the next message.
+        """Wait for the next message and return it.
 
         Raises:
-            CarouselError: the error that the other process ended with.
-            EOFError: it has ended.
+            CarouselError: the error that the other process ended with, or that it had with an adapter.
+            EOFError: the other process has ended.
         """
         head = self._read(_LENGTH.size)
         length, kind = _LENGTH.unpack(head)

@@ -1,7 +1,7 @@
-"""The ranks of one model and what they exchange: gloo on CPUs; on GPUs NCCL, and torch's symmetric memory for sums.
+"""The exchanges between the ranks of one model: gloo on CPUs; NCCL and torch's symmetric memory for sums on GPUs.
 
-All ranks call the same functions in the same order. Where one does not, the others wait until the group's timeout and
-raise ExchangeFailed; where one ends, they raise it at once. The group is of no use then.
+All ranks must call the same functions in the same order. If one rank does not, the other ranks raise ExchangeFailed
+after the timeout of the group. If one rank ends, they raise it at once. The group cannot be used afterwards.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ T = TypeVar("T")
 
 
 class RankGroup:
-    """This process's place among the ranks of a model. Rank 0 has the engine."""
+    """The connection of this process to the other ranks of a model. Rank 0 has the engine."""
 
     def __init__(self, rank: int, size: int, *, store: Path, device: torch.device, timeout_s: float) -> None:
-        """Returns when all ranks have come.
+        """Connect to the other ranks. Returns when all ranks have connected.
 
-        store: a file that is the same for all ranks and does not exist before, in a folder of this user alone.
-        device: of all tensors that are exchanged, this rank's own.
-        timeout_s: how long an exchange waits for the other ranks.
+        store: a file that all ranks share and that does not exist yet, in a folder that only this user can open.
+        device: this rank's device, which holds all tensors that are exchanged.
+        timeout_s: the longest wait of an exchange for the other ranks, in seconds.
 
-        Raises RuntimeError if one does not come in time; `ExchangeCounts` say which.
+        Raises RuntimeError if a rank does not connect in time. `ExchangeCounts` reports the missing ranks.
         """
         assert 0 <= rank < size, f"rank {rank} of {size}"
         self._counts = ExchangeCounts(store, size)
@@ -51,31 +51,31 @@ class RankGroup:
         self._sizes = SizesOfRank(size)
         self._number = torch.zeros(1, dtype=torch.long, device=device)
         timeout = timedelta(seconds=timeout_s)
-        # A file needs no port, on which another user of this machine could be the first to answer.
+        # A file needs no port. Another user of this machine could answer on a port first.
         files = FileStore(str(store), size)
         files.set_timeout(timeout)
         if device.type == "cuda":
-            # Captured exchanges have a communicator of their own: sharing one with eager ones has hung other engines.
+            # Captured exchanges have their own communicator. Other engines have hung with one for both kinds.
             self._all = tuple(_nccl(PrefixStore(name, files), rank, size, timeout) for name in ("eager", "captured"))
         else:
             self._all = (_gloo(files, rank, size, timeout),)
         self._processes: Any = self._all[0]
         with self.capturing():
-            self.minimum(0)  # NCCL connects with the first exchange
+            self.minimum(0)  # NCCL connects at the first exchange
         self._symmetric: SymmetricSums | None = None
         if device.type == "cuda":
             linked = PrefixStore("symmetric", files)
             try:
                 self._symmetric = self.together(lambda: SymmetricSums(linked, rank, size, device))
-            except (RuntimeError, ImportError, AttributeError) as error:  # another torch may have other names for it
+            except (RuntimeError, ImportError, AttributeError) as error:  # other versions of torch have other names
                 logger.info("sums go through NCCL and not through symmetric memory: %s", error)
 
     def capturing(self) -> AbstractContextManager[None]:
-        """Around exchanges that go into a CUDA graph, and what warms them up."""
+        """Use the communicator for captured exchanges: around the capture of a CUDA graph and its warm-up."""
         return self._with(self._all[-1])
 
     def alone(self) -> AbstractContextManager[None]:
-        """Around work that may fail on some of the ranks: exchanges take their memory, and no rank waits."""
+        """Only allocate the memory of exchanges: around work that may fail on some ranks, so that no rank waits."""
         return self._with(None)
 
     @contextmanager
@@ -87,15 +87,15 @@ class RankGroup:
             self._processes = self._all[0]
 
     def together(self, work: Callable[[], T]) -> T:
-        """Do what exchanges nothing that is waited for. Where it fails on one rank it fails on all.
+        """Do work on all ranks that waits for no other rank. If the work fails on one rank, every rank raises an error.
 
-        Raises an error, of which `is_out_of_memory` says on all ranks whether memory has ended.
+        `is_out_of_memory` says on every rank whether the reason is a lack of memory.
         """
         done, no_room, failed = 2, 1, 0
         outcome, error = done, None
         try:
             found = work()
-        except Exception as raised:  # of a compiler, too
+        except Exception as raised:  # a compiler may raise any error
             outcome, error = (no_room if is_out_of_memory(raised) else failed), raised
         worst = self.minimum(outcome)
         if worst == done:
@@ -105,9 +105,9 @@ class RankGroup:
         raise error
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Replace each number by its sum over all ranks: the same bits on every rank, whatever else is in the tensor.
+        """Replace each number by its sum over all ranks. The bits depend neither on the rank nor on the other numbers.
 
-        The tensor is contiguous and of one shape and type on all ranks.
+        The tensor must be contiguous, and have the same shape and type on all ranks.
         """
         if self._processes is None:
             self._sizes.all_reduce(tensor)
@@ -129,7 +129,7 @@ class RankGroup:
             _exchange(lambda: self._processes._allgather_base(flat, in_order(parts).to(flat.dtype)))
 
     def gather_columns(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Join the ranks' columns: [..., num_columns] of each, of one shape → [..., size * num_columns] on all."""
+        """Join the columns of all ranks: [..., num_columns] of one shape → [..., size * num_columns] on all ranks."""
         if self._processes is None:
             return self._sizes.gather_columns(tensor)
         self._counts.add(self.rank)
@@ -138,7 +138,7 @@ class RankGroup:
         return torch.cat(parts, dim=-1)
 
     def gather_at_first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same on rank 0 alone; the others have their own columns."""
+        """Join the columns of all ranks on rank 0. The other ranks get their own columns back."""
         if self._processes is None:
             return self._sizes.gather_columns(tensor) if self.rank == 0 else tensor
         self._counts.add(self.rank)
@@ -149,30 +149,30 @@ class RankGroup:
         return torch.cat(parts, dim=-1) if parts else tensor
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Replace the tensor of every rank by that of rank 0. Contiguous, of one shape and type on all ranks."""
+        """Copy the tensor of rank 0 to all ranks. It must be contiguous, and have one shape and type on all ranks."""
         self._counts.add(self.rank)
         _exchange(lambda: self._processes.broadcast(tensor, 0))
 
     def minimum(self, number: int) -> int:
-        """The least of the ranks' numbers."""
+        """Return the least of the numbers of all ranks."""
         self._counts.add(self.rank)
-        self._number.fill_(number)  # it has its memory also where there is none left
+        self._number.fill_(number)  # allocated at the start, so that this works without free memory
         _exchange(lambda: self._processes.allreduce([self._number], ReduceOp.MIN))
         return int(self._number.item())
 
     def set_timeout(self, timeout_s: float) -> None:
-        """How long an exchange waits for the other ranks from now on."""
+        """Change how many seconds an exchange waits for the other ranks."""
         for processes in self._all:
             processes.set_timeout(timedelta(seconds=timeout_s))
 
     def abort(self) -> None:
-        """End what this rank waits for in another thread, with an error there. Any thread may call it."""
+        """Fail the exchanges that other threads of this rank wait for. Any thread may call this method."""
         for processes in self._all:
             processes.abort()
 
 
 def _exchange(begin: Callable[[], Any]) -> None:
-    """Raises ExchangeFailed if another rank has ended, or does not come."""
+    """Run an exchange. Raises ExchangeFailed if another rank has ended, or does not take part in time."""
     try:
         begin().wait()
     except RuntimeError as error:
@@ -180,24 +180,24 @@ def _exchange(begin: Callable[[], Any]) -> None:
 
 
 class ExchangeCounts:
-    """How many exchanges each rank has begun, in a file that all ranks share. Where they hang, it says for which.
+    """Counts the exchanges that each rank has begun, in a file that all ranks share, to find the rank that hangs.
 
-    What a device exchanges from a captured graph is not counted.
+    Exchanges in a captured graph are not counted.
     """
 
     def __init__(self, store: Path, size: int) -> None:
-        """store: that of the group, beside which the file lies. The first rank that comes makes it."""
+        """Open the file of counts beside the `store` of the group. The first rank creates the file."""
         count_bytes = 8
         with open(store.with_name(f"{store.name}-counts"), "a+b", buffering=0) as file:
-            os.ftruncate(file.fileno(), size * count_bytes)  # zeros, or what it holds already
+            os.ftruncate(file.fileno(), size * count_bytes)  # adds zeros to a new file, and keeps existing counts
             self._counts = memoryview(mmap.mmap(file.fileno(), size * count_bytes)).cast("Q")
 
     def add(self, rank: int) -> None:
-        """Only the rank itself calls it."""
+        """Count an exchange of a rank. Only the rank itself may call this method."""
         self._counts[rank] += 1
 
     def missing(self) -> list[int]:
-        """The ranks that have not begun the exchange that others have begun."""
+        """Return the ranks that have begun fewer exchanges than another rank."""
         counts = self._counts.tolist()
         return [rank for rank, count in enumerate(counts) if count < max(counts)]
 

@@ -1,7 +1,7 @@
-"""Rank 0's side: the processes of the other ranks, the steps that they get, and a watch over both.
+"""Rank 0's side of tensor parallelism. Starts the other ranks, sends them steps, and watches ranks and steps.
 
-A step's exchanges hang where a rank has died or hangs, and then no rank can compute another step. So the first error of
-a step or of a rank ends them all, and the step raises DeviceLost: the engine ends, its streams go on elsewhere.
+If a rank dies or hangs, the exchanges of a step hang, and no rank can compute another step. The first error of a step
+or a rank therefore ends all ranks. The step raises DeviceLost, the engine ends, and other replicas resume its streams.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ from app.model.parallel.steps import StepWriter
 
 logger = logging.getLogger(__name__)
 
-# From the first of the ranks that come to the last: torch is loaded by then.
+# The wait of a rank for the other ranks to connect. The ranks have loaded torch before.
 MEET_TIMEOUT_S = 60.0
-# To load a model, and to capture its steps: weights have to be read and kernels compiled.
+# The time to load a model, and the time to capture its steps: weights are read, and kernels are compiled.
 START_TIMEOUT_S = 1800.0
-# Of killed ranks: one that hangs in a driver does not end.
+# The wait for killed ranks to end. A rank that hangs in a driver does not end.
 END_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class VisibleCard:
-    """One GPU."""
+    """A GPU that this process sees."""
 
     name: str
     num_bytes: int
 
 
 def cards() -> list[VisibleCard]:
-    """Those that this process sees."""
+    """Return the GPUs that this process sees."""
     found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return [VisibleCard(each.name, each.total_memory) for each in found]
 
 
 def check_cards(found: Sequence[VisibleCard], size: int) -> None:
-    """Raises InvalidSetup, with the numbers, if a model cannot be divided among `size` of these."""
+    """Raise InvalidSetup, with the numbers, if a model cannot be divided among `size` of these GPUs."""
     if len(found) < size:
         raise InvalidSetup(
             f"replicas.tensor_parallel: got {size}, but this process sees {len(found)} GPUs; lower it, or reserve more"
@@ -70,14 +70,14 @@ def check_cards(found: Sequence[VisibleCard], size: int) -> None:
         named = " and ".join(f"{count} x {kind}" for kind, count in kinds.items())
         raise InvalidSetup(
             f"replicas.tensor_parallel: got {size} for {named}; the ranks of a replica need cards of one kind. Reserve "
-            f"those of one kind (CUDA_VISIBLE_DEVICES, or Ray's accelerator_type)"
+            f"cards of one kind (CUDA_VISIBLE_DEVICES, or Ray's accelerator_type)"
         )
 
 
 def check_heads(described: Mapping[str, Any], size: int) -> None:
-    """Raises InvalidSetup, with the numbers, if `size` ranks cannot share the attention of the model of a config.json.
+    """Raise InvalidSetup, with the numbers, if `size` ranks cannot share the attention heads of a config.json.
 
-    Before any process is started; what else a rank cannot have a part of is found when it loads the model.
+    This runs before any process is started. Other parts that ranks cannot share are found when the model is loaded.
     """
     heads = (described.get("text_config") or described).get("num_attention_heads")
     check_divisible({"num_attention_heads": heads}, size, of="the model")
@@ -85,15 +85,15 @@ def check_heads(described: Mapping[str, Any], size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What this rank does while it may wait for others."""
+    """Work of this rank that may wait for the other ranks."""
 
     name: str
-    limit_s: float  # then it counts as hung
-    began_at: float  # by time.monotonic
+    limit_s: float  # work that takes longer counts as hung
+    began_at: float  # time.monotonic()
 
 
 class Ranks:
-    """The ranks beside this one, which is rank 0. Steps are sent by one thread, adapters by another."""
+    """The other ranks, as rank 0 sees them. One thread sends steps, and another thread sends adapters."""
 
     def __init__(
         self,
@@ -105,14 +105,14 @@ class Ranks:
         step_timeout_s: float,
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
-        """Start the other ranks and wait until all have come.
+        """Start the other ranks and wait until all have connected.
 
-        start: starts the process of another rank, which inherits the socket of this number and reads the settings
-        there, as JSON, with its rank, the size, and the store and the timeout of the group; it answers with a SYNC.
-        start_timeout_s: of each of their start, the load and the capture.
+        start: starts the process of a rank, which inherits the socket with this file descriptor. The process reads JSON
+        settings there, with its rank, the size, and the store and the timeout of the group, and answers with a SYNC.
+        start_timeout_s: the limit for each of the start of the ranks, the load and the capture.
 
         Raises:
-            CarouselError: what a rank has ended with, or which one hangs.
+            CarouselError: the error that a rank has ended with, or a message with the rank that hangs.
         """
         self._folder = Path(tempfile.mkdtemp(prefix="carousel-ranks-"))
         store = self._folder / "store"
@@ -121,7 +121,7 @@ class Ranks:
         self._step_timeout_s = step_timeout_s
         self._start_timeout_s = start_timeout_s
         self._work: _Work | None = None
-        self._awaited: int | None = None  # the rank for the answer of which this one waits
+        self._awaited: int | None = None  # the rank whose answer this rank waits for
         self._loss: str | None = None
         self._is_closing = False
         self._lock = threading.Lock()  # held while one thread ends the ranks
@@ -136,7 +136,7 @@ class Ranks:
         )  # fmt: skip
         self._watching.start()
         started.wait()
-        # Of exchanges, of the timeout above: the watch ends what hangs, and says what it was.
+        # Exchanges wait twice the timeout, so that the watch ends the work that hangs first, and reports it.
         exchanges_wait = 2
         with self._starting("the start of the ranks"):
             if len(self.processes) < size - 1:
@@ -150,9 +150,9 @@ class Ranks:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Around what all ranks do before the first step, but for `preparing`.
+        """Limit the time of the load on all ranks, and wait for all of them at the end.
 
-        Raises the error of the rank that failed first, where that is known, or says which one hangs.
+        Raises the error of the rank that failed, if a rank has sent one, or an error that names the rank that hangs.
         """
         with self._starting("loading"):
             yield
@@ -160,7 +160,7 @@ class Ranks:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Have the other ranks prepare for their first step; inside, this one does. Raises as `loading` does."""
+        """Have the other ranks prepare for their first step while the body prepares rank 0. Raises like `loading`."""
         with self._starting("preparing for the first step"):
             for channel in self._channels:
                 channel.send(Kind.PREPARE)
@@ -169,21 +169,21 @@ class Ranks:
 
     @contextmanager
     def step(self, batch: StepBatch) -> Iterator[None]:
-        """Have the other ranks compute a step; inside, this one does. Raises DeviceLost if any of them fails."""
+        """Have the other ranks compute a step; the body computes it on rank 0. Raises DeviceLost if a rank fails."""
         message = self._writer.message(batch)
         with self.watched():
             try:
                 for channel in self._channels:
                     channel.send(Kind.STEP, message)
                 yield
-            except Exception as error:  # the others may be in the middle of an exchange that this rank does not come to
+            except Exception as error:  # other ranks may wait in an exchange that this rank does not reach
                 self._end(f"a step failed: {described(error)}")
                 raise
 
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
-        """Returns once every other rank has its part of an adapter in this slot. Steps go on meanwhile.
+        """Send every other rank its part of an adapter for this slot, and wait until all are loaded. Steps continue.
 
-        Raises Failure: its parts cannot be written, or a rank could not read one. EngineStopped: a rank has ended.
+        Raises Failure if the parts cannot be written or a rank cannot read its part, EngineStopped if a rank has ended.
         """
         found: list[CarouselError] = []
         paths = [self._folder / f"adapter-{rank}" for rank in range(1, self._size)]
@@ -208,12 +208,12 @@ class Ranks:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Around what is part of a step and may wait for the other ranks.
+        """Watch work of a step that may wait for the other ranks.
 
-        Raises DeviceLost if one has failed, or it takes too long.
+        Raises DeviceLost if a rank has failed, or if the work takes too long.
         """
-        # Of the timeout of a step. At the first a hanging step is ended, at the second the process, if that did not
-        # help: all within the timeout, for the watch looks eight times in it.
+        # A fraction of the timeout of a step. `_lose` ends this process after a second limit. The watch looks eight
+        # times in the timeout, so both limits take effect within the timeout.
         hangs_after = 0.75
         try:
             with self._bounded("a step", hangs_after * self._step_timeout_s):
@@ -226,7 +226,7 @@ class Ranks:
 
     @contextmanager
     def _bounded(self, name: str, limit_s: float) -> Iterator[None]:
-        """Around work; where it takes longer, all ranks are ended. Within other work that one's limit holds."""
+        """End all ranks if the work takes longer than the limit. Inside of other work, the outer limit holds."""
         outer = self._work
         self._work = outer or _Work(name, limit_s, time.monotonic())
         try:
@@ -235,12 +235,12 @@ class Ranks:
             self._work = outer
 
     def check(self) -> None:
-        """Raises DeviceLost if the ranks have ended."""
+        """Raise DeviceLost if the ranks have ended."""
         if self._loss is not None:
             raise DeviceLost(self._loss)
 
     def wait(self) -> None:
-        """Wait until every rank has done what it was sent. Raises the error of one that failed, or EOFError."""
+        """Wait until every rank has done all messages so far. Raises the error of a rank that failed, or EOFError."""
         with self._answering:
             for channel in self._channels:
                 channel.send(Kind.SYNC)
@@ -268,7 +268,7 @@ class Ranks:
 
     @contextmanager
     def _starting(self, name: str) -> Iterator[None]:
-        """Around what must not fail on any rank: all end with it."""
+        """Run work that must succeed on all ranks. If the work fails, all ranks end."""
         try:
             with self._bounded(name, self._start_timeout_s):
                 yield
@@ -283,16 +283,16 @@ class Ranks:
             raise told or Failure(f"the ranks cannot start: {reason}") from error
 
     def _missing(self) -> str | None:
-        """The ranks for which the others wait, in words, where that is known."""
+        """Return the ranks that the other ranks wait for, in words, or None if that is not known."""
         ranks = [self._awaited] if self._awaited is not None else self._counts.missing()
         return " and ".join(f"rank {rank}" for rank in ranks) or None
 
     def _told(self) -> CarouselError | None:
-        """The error that another rank has ended with, if it has said one."""
+        """Return the error that another rank has sent before its end, or None."""
         for channel, process in zip(self._channels, self.processes, strict=True):
             with suppress(EOFError, OSError):
                 try:
-                    process.wait(timeout=1.0)  # what it says, it says before its end
+                    process.wait(timeout=1.0)  # a rank sends its error before it ends
                     while True:
                         channel.receive()
                 except subprocess.TimeoutExpired:
@@ -302,12 +302,12 @@ class Ranks:
         return None
 
     def _end(self, reason: str) -> None:
-        """Kill the other ranks, which ends what this one waits for. Any thread may call it, more than once."""
+        """Kill the other ranks, which also ends the waits of this rank. Any thread may call this, more than once."""
         with self._lock:
             if self._loss is not None:
                 return
             self._loss = reason
-            close_note()  # NCCL may abort this process when it finds that the others have ended
+            close_note()  # NCCL may abort this process when it finds that the other ranks have ended
             if not self._is_closing:
                 logger.error("all ranks are ended: %s", reason)
             for process in self.processes:
@@ -316,14 +316,14 @@ class Ranks:
             for process in self.processes:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=max(0.0, deadline - time.monotonic()))
-            with suppress(Exception):  # a group that is of no use; on GPUs this ends kernels that wait
+            with suppress(Exception):  # the group may not exist yet; on GPUs the abort ends kernels that wait
                 self.group.abort()
             shutil.rmtree(self._folder, ignore_errors=True)
 
     # ------------------------------------------------------------------ the thread that watches
 
     def _watch(self, start: Callable[[int], subprocess.Popen[bytes]], size: int, started: threading.Event) -> None:
-        """Start the other ranks and stay: the kernel kills them when the thread ends that started them."""
+        """Start the other ranks and watch them. Linux kills the ranks when the thread that started them ends."""
         with ExitStack() as files:
             try:
                 for _ in range(1, size):
@@ -368,6 +368,6 @@ class Ranks:
         deadline = time.monotonic() + exits_after * self._step_timeout_s
         while self._work is not None:
             if time.monotonic() > deadline:
-                logger.critical("this rank does not end what it does with the others; the process ends")
+                logger.critical("work of this rank with other ranks does not end; the process ends")
                 os._exit(70)
             time.sleep(0.01)

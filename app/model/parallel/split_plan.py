@@ -1,8 +1,8 @@
-"""A model of transformers divided among ranks by the plan that transformers has for it: any architecture with one.
+"""Divides a transformers model among ranks by its tensor parallel plan. Any architecture with a plan can be divided.
 
-A plan names modules and weights and how each is divided (`base_model_tp_plan`, `_tp_plan`). Only the plan is used here,
-which has been the same for many versions. What transformers does with it (DTensor, a global process group) changes from
-version to version, and cannot end an exchange that hangs.
+A plan names modules and weights and how each is divided (`base_model_tp_plan`, `_tp_plan`). This module uses only the
+plan, which has been the same for many versions. The code of transformers that applies the plan (DTensor, a global
+process group) changes from version to version, and cannot end an exchange that hangs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from app.model.parallel.sums import SumWay, in_order, way_of_sum
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# Styles that say something about gradients alone, or about weights that every rank has as a whole. The embedding is
-# whole, too: other code asks it for the size of the vocabulary.
+# Styles that concern only gradients, or weights that every rank has as a whole. The embedding is whole as well, because
+# other code asks the embedding for the size of the vocabulary.
 _WHOLE = frozenset(
     {"replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params", "embedding_rowwise",
      "embedding_colwise"}
@@ -31,7 +31,7 @@ _WITH_WHOLE_INPUT = frozenset({"rowwise_split_input", "rowwise_rep"})
 _OF_LINEAR = frozenset({"colwise", "rowwise"}) | _GATHERED | _WITH_WHOLE_INPUT
 _OF_WEIGHTS = frozenset({"colwise", "rowwise", "packed_colwise", "packed_rowwise"})
 _OF_MODULES = frozenset({"all_reduce", "moe_tp_experts", "moe_identity_expert"})
-# Numbers in a model's configuration that its ranks share: of attention, of MLPs and of experts.
+# Numbers in the configuration of a model that are divided by the number of ranks: of attention, of MLPs and of experts.
 _DIVIDED = (
     "num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size",
     "shared_expert_intermediate_size",
@@ -39,13 +39,13 @@ _DIVIDED = (
 
 
 def shared_numbers(config: PreTrainedConfig) -> dict[str, Any]:
-    """What of a model its ranks share, by name; None: it has none."""
+    """Return the numbers of a model that are divided among ranks, by name; None if the model has no such number."""
     text = config.get_text_config()
     return {name: getattr(text, name, None) for name in _DIVIDED}
 
 
 def check_divisible(numbers: Mapping[str, Any], size: int, *, of: str) -> None:
-    """Raises InvalidSetup, with the numbers, if `size` ranks cannot share them."""
+    """Raise InvalidSetup, with the numbers, if `size` does not divide one of these numbers."""
     counts = {name: number for name, number in numbers.items() if isinstance(number, int)}
     odd = [f"{name} {number}" for name, number in counts.items() if number % size]
     if odd:
@@ -57,7 +57,7 @@ def check_divisible(numbers: Mapping[str, Any], size: int, *, of: str) -> None:
 
 
 class Exchange(Protocol):
-    """What a divided model needs of its ranks: a `RankGroup`, or sizes alone."""
+    """The exchanges of a divided model: a `RankGroup`, or `SizesOfRank` on the meta device."""
 
     @property
     def rank(self) -> int: ...
@@ -73,7 +73,7 @@ class Exchange(Protocol):
 
 
 class SizesOfRank:
-    """One of several ranks without the others, on the meta device: what it exchanges has sizes and no numbers."""
+    """Stands in for a `RankGroup` on the meta device, where tensors have only sizes and the other ranks are missing."""
 
     rank = 0
 
@@ -81,7 +81,7 @@ class SizesOfRank:
         self.size = size
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Takes the memory that `RankGroup` takes where no NVLink connects the ranks."""
+        """Allocate the memory that `RankGroup` allocates if no NVLink connects the ranks."""
         way = way_of_sum(tensor, self.size)
         if way is not SumWay.ANY_ORDER:
             num_parts = 1 if way is SumWay.IN_PARTS else self.size
@@ -90,14 +90,14 @@ class SizesOfRank:
     def gather_columns(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([tensor] * self.size, dim=-1)
 
-    gather_at_first = gather_columns  # as rank 0 has it
+    gather_at_first = gather_columns  # the result of rank 0
 
 
 class SplitPlan:
     """How one model is divided among the ranks of a group."""
 
     def __init__(self, module: PreTrainedModel, group: Exchange, *, path: str) -> None:
-        """Raises UnsupportedModel if transformers has no plan for it, or one that is not known here."""
+        """Read the plan. Raises UnsupportedModel if transformers has no plan for the model, or one with new styles."""
         self._group = group
         self._path = path
         self._output = module.get_output_embeddings()
@@ -117,7 +117,7 @@ class SplitPlan:
 
     @torch.no_grad()
     def split(self, name: str, part: nn.Module) -> None:
-        """Leave of a part of the model what is this rank's. `name`: the part's in the model, "" for all of it.
+        """Reduce a part of the model to this rank's share. name: the name of the part in the model, "" for the model.
 
         Raises InvalidSetup, with the numbers, if a weight cannot be divided.
         """
@@ -139,7 +139,7 @@ class SplitPlan:
         return self._plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
 
     def _parameter(self, name: str, weight: torch.Tensor, style: str) -> nn.Parameter:
-        """A weight that the plan names itself, as those of all experts: [experts, outputs, inputs]."""
+        """Return this rank's share of a weight that the plan names, such as [experts, outputs, inputs] of experts."""
         dim = -1 if style.endswith("rowwise") else max(-weight.dim(), -2)
         parts = weight.chunk(2, dim) if style.startswith("packed_") else (weight,)
         own = [self._evenly(name, each, dim) for each in parts]
@@ -151,13 +151,13 @@ class SplitPlan:
                 f"{self._path} cannot be divided: {name} is a {type(linear).__name__}, not a linear layer"
             )
         if style in _GATHERED and linear.out_features % self._group.size:
-            return linear  # an output layer of 50,257 tokens: whole on every rank
+            return linear  # for example, an output layer of 50,257 tokens is whole on every rank
         if style == "colwise" or style in _GATHERED:
             _set(linear, self._evenly(name, linear.weight, 0), self._bias(name, linear))
-            # All ranks get all outputs, but of logits only rank 0, which draws.
+            # All ranks get all outputs. Only rank 0 gets the logits, because rank 0 draws.
             join = self._group.gather_at_first if linear is self._output else self._group.gather_columns
             return _Gathered(linear, join) if style in _GATHERED else linear
-        bias = linear.bias if self._group.rank == 0 else None  # added once
+        bias = linear.bias if self._group.rank == 0 else None  # only one rank may add the bias
         _set(linear, self._evenly(name, linear.weight, 1), bias)
         return _Summed(linear, self._group, takes_part=style in _WITH_WHOLE_INPUT)
 
@@ -175,7 +175,7 @@ class SplitPlan:
 
     def _add_hook(self, module: nn.Module, style: str) -> None:
         group = self._group
-        if style == "moe_identity_expert":  # each rank adds it
+        if style == "moe_identity_expert":  # every rank adds the output of this expert, so its inputs are divided
             module.register_forward_pre_hook(lambda _module, given: (given[0] / group.size, *given[1:]))
             return
 
@@ -188,7 +188,7 @@ class SplitPlan:
 
 
 class _Gathered(nn.Module):
-    """A linear layer of which each rank has some outputs, which are joined."""
+    """A linear layer whose outputs are divided among the ranks and joined again."""
 
     def __init__(self, linear: nn.Module, join: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class _Gathered(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """Some models ask for its type."""
+        """The rank's part of the weight. Some models read its type."""
         return self.linear.weight  # type: ignore[return-value]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -205,10 +205,10 @@ class _Gathered(nn.Module):
 
 
 class _Summed(nn.Module):
-    """A linear layer of which each rank has some inputs; all ranks get the sum."""
+    """A linear layer whose inputs are divided among the ranks. All ranks get the sum of the ranks' outputs."""
 
     def __init__(self, linear: nn.Module, group: Exchange, *, takes_part: bool) -> None:
-        """takes_part: its input comes as a whole."""
+        """takes_part: whether the layer gets the whole input, and takes this rank's part of it."""
         super().__init__()
         self.linear = linear
         self._group = group
@@ -216,12 +216,12 @@ class _Summed(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """Some models ask for its type."""
+        """The rank's part of the weight. Some models read its type."""
         return self.linear.weight  # type: ignore[return-value]
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """That of the sum, on rank 0."""
+        """The bias of the sum on rank 0, and None on other ranks."""
         return self.linear.bias  # type: ignore[return-value]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -233,7 +233,7 @@ class _Summed(nn.Module):
 
 
 def _set(linear: nn.Linear, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Copies, so that the memory of the whole is given back."""
+    """Give a linear layer copies of its parts, so that the memory of the whole weights is freed."""
     linear.weight = nn.Parameter(weight.clone(), requires_grad=False)
     own_bias = None if bias is None else nn.Parameter(bias.clone(), requires_grad=False)
     linear.register_parameter("bias", own_bias)
@@ -241,7 +241,7 @@ def _set(linear: nn.Linear, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 
 def _modules(name: str, part: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """The path of each module below a part, the module that has it, and its name there; "" for the part itself."""
+    """Yield the path, the parent, and the name in the parent of each module in a part; the part itself has name ""."""
     yield name, part, ""
     for path, owner in part.named_modules():
         where = ".".join(filter(None, (name, path)))

@@ -1,11 +1,10 @@
-"""A step as rank 0 sends it to the others: what a forward pass needs of a batch, as 32-bit numbers, column by column.
+"""The message of a step from rank 0 to the other ranks: the inputs of a forward pass as columns of 32-bit numbers.
 
-Of a sequence that the others know only its new block ids are sent. A sequence is identified by its list of block ids,
-as on a GPU (`cuda/block_tables.py`): the scheduler replaces that list when it takes the blocks back, and never shortens
-it.
+If the other ranks know a sequence, only its new block ids are sent. The list of block ids identifies a sequence, as in
+`cuda/block_tables.py`: the scheduler replaces the list when it takes the blocks back, and never shortens a list.
 
-Every step waits for what is written and read here, so a decode step has no columns that are the same for all of its
-sequences.
+Every step waits while its message is written and read. A decode step therefore leaves out the columns that are the same
+for all of its sequences.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from app.engine.batch import ScheduledSequence, StepBatch
 from app.engine.request import SamplingParams
 from app.model.adapters import SlottedAdapter
 
-# Numbers of sequences, of tables to forget and of tables with new blocks; whether log-probabilities are wanted, whether
-# there are drafts, whether any sequence has an adapter, and whether each has one token and draws the next.
+# The numbers of sequences, of tables to forget and of tables with new blocks, and four flags: log-probabilities are
+# wanted; there are drafts; a sequence has an adapter; each sequence has one token and draws the next token.
 _HEADER = 7
 _NO_SLOT = -1
-_UNUSED = SamplingParams(max_tokens=1, temperature=0.0)  # rank 0 draws
+_UNUSED = SamplingParams(max_tokens=1, temperature=0.0)  # only rank 0 draws
 
 
 @dataclass(slots=True)
 class _Table:
-    """Refers to a list of block ids, so that no other list can get the same `id`."""
+    """The block ids of a sequence. The reference to the list ensures that no other list gets the same `id`."""
 
     number: int
     block_ids: list[int]
@@ -36,14 +35,14 @@ class _Table:
 
 
 class StepWriter:
-    """Rank 0's side. Remembers what the others know."""
+    """Writes the messages of rank 0. Remembers the block ids that the other ranks know."""
 
     def __init__(self) -> None:
         self._tables: dict[int, _Table] = {}  # by the identity of the list of block ids
         self._next_number = 0
 
     def message(self, batch: StepBatch) -> bytes:
-        """To be read by every other rank, once and in order."""
+        """Return the message of a step. Every other rank must read all messages, once and in order."""
         items, known = batch.scheduled, self._tables
         tables = [known.get(id(item.block_ids)) or self._added(item.block_ids) for item in items]
         grown = [table for table in tables if table.num_sent < len(table.block_ids)]
@@ -72,8 +71,8 @@ class StepWriter:
         return table
 
     def _forgotten(self, items: Sequence[ScheduledSequence]) -> list[int]:
-        """The numbers of tables that are not needed any more, as a rule: their sequences come anew if they do."""
-        kept_tables = 256  # of sequences that are not in a step, beside as many as are
+        """Return the numbers of tables to forget. If one of their sequences returns, its whole table is sent again."""
+        kept_tables = 256  # tables of sequences that are not in this step, in addition to one for each that is
         if len(self._tables) <= 2 * len(items) + kept_tables:
             return []
         present = {id(item.block_ids) for item in items}
@@ -89,7 +88,7 @@ def _slot_of(item: ScheduledSequence) -> int:
 
 
 def _other_columns(items: Sequence[ScheduledSequence]) -> list[int]:
-    """Those that a decode step does without."""
+    """Return the columns that a decode step leaves out."""
     return [
         *[len(item.token_ids) for item in items],
         *[item.samples for item in items],
@@ -99,14 +98,14 @@ def _other_columns(items: Sequence[ScheduledSequence]) -> list[int]:
 
 
 class StepReader:
-    """Another rank's side."""
+    """Reads the messages on the other ranks."""
 
     def __init__(self) -> None:
-        self._tables: dict[int, list[int]] = {}  # by their numbers
-        self._adapters: dict[int, SlottedAdapter | None] = {_NO_SLOT: None}  # one for all sequences that have it
+        self._tables: dict[int, list[int]] = {}  # by number
+        self._adapters: dict[int, SlottedAdapter | None] = {_NO_SLOT: None}  # by slot; shared by all its sequences
 
     def batch(self, message: bytes) -> StepBatch:
-        """The step, without what only draws need."""
+        """Return the batch of a step, without the data that only the draws on rank 0 need."""
         numbers = array("i")
         numbers.frombytes(message)
         left = iter(numbers)
@@ -120,7 +119,7 @@ class StepReader:
         starts = list(islice(left, num_items))
         slots = list(islice(left, num_items)) if adapts else [_NO_SLOT] * num_items
         adapters = [self._adapters.setdefault(slot, SlottedAdapter(slot)) for slot in slots]
-        no_name = ""  # the other ranks know no requests
+        no_name = ""  # the other ranks do not know the ids of requests
         if is_decode:
             items = [
                 ScheduledSequence(no_name, token_ids, start, block_ids, True, _UNUSED, adapter=adapter)

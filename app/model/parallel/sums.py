@@ -1,6 +1,6 @@
-"""How ranks add up the numbers that each has a part of: the same bits for a number wherever it stands in a tensor.
+"""Sums over ranks. The bits of a sum do not depend on the place of the number in a tensor.
 
-So each number is added in the order of the ranks. A ring adds those of each part of a tensor in another order.
+Each number is therefore added up in the order of the ranks. A ring would add each part of a tensor in another order.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
-# Where a rank would read more of all ranks together, each adds a part. vLLM's limits are 2 MiB of 4 ranks, 1 MiB of 8.
+# The most bytes that a rank reads from all ranks. If a sum needs more, each rank adds a part. vLLM has the same limits:
+# a tensor of 2 MiB with 4 ranks, and of 1 MiB with 8 ranks.
 _MOST_READ_BYTES = 8 * 2**20
 _SYMMETRIC_BYTES = 64 * 2**20  # larger tensors are added in pieces
 
 
 class SumWay(Enum):
-    """What the ranks exchange for a sum."""
+    """The exchange that ranks use for a sum."""
 
-    ANY_ORDER = auto()  # of two ranks: a + b is b + a
-    WHOLE = auto()  # each rank reads the numbers of all, and adds all
-    IN_PARTS = auto()  # each adds a part of the numbers, then reads what the others have added
+    ANY_ORDER = auto()  # with two ranks the order does not matter, because a + b is b + a
+    WHOLE = auto()  # each rank reads the numbers of all ranks, and adds all of them
+    IN_PARTS = auto()  # each rank adds a part of the numbers, and then reads the sums of the other ranks
 
 
 def way_of_sum(tensor: torch.Tensor, size: int) -> SumWay:
@@ -32,7 +33,7 @@ def way_of_sum(tensor: torch.Tensor, size: int) -> SumWay:
 
 
 def in_order(parts: torch.Tensor) -> torch.Tensor:
-    """The sum over [size, ...], which may be overwritten; of floating point numbers in float32."""
+    """Return the sum over the first dimension, in float32 for floating point numbers. `parts` may be overwritten."""
     total = parts[0].float() if parts.is_floating_point() else parts[0]
     for part in parts[1:]:
         total += part
@@ -40,13 +41,13 @@ def in_order(parts: torch.Tensor) -> torch.Tensor:
 
 
 class SymmetricSums:
-    """Sums by torch's symmetric memory, which all cards map over NVLink: a launch reads what the others have written.
+    """Sums by torch's symmetric memory. All cards map this memory over NVLink, and a launch reads other ranks' numbers.
 
-    Its kernels add in the order of the ranks, too, and round after each addition. No GPU has run it yet.
+    torch's kernels also add in the order of the ranks, and round after each addition. Not yet run on a GPU.
     """
 
     def __init__(self, files: Store, rank: int, size: int, device: torch.device) -> None:
-        """All ranks call it together. Raises RuntimeError where NVLink does not connect each card with all others."""
+        """Allocate the memory, on all ranks together. Raises RuntimeError if NVLink does not connect all cards."""
         from torch._C import _distributed_c10d as c10d
         from torch.distributed._symmetric_memory import empty, rendezvous
         from torch.distributed.distributed_c10d import GroupName

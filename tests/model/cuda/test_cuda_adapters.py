@@ -331,7 +331,7 @@ def test_kernels_that_do_not_work_leave_adapters_to_the_code_of_transformers(
     """They raise, or add nothing."""
     for broken, reason in (
         (MagicMock(side_effect=RuntimeError("PassManager::run failed")), "RuntimeError: PassManager::run failed"),
-        (adds_nothing, "what an adapter adds to query_key_value of layer 0 differs by"),
+        (adds_nothing, "the update of an adapter for query_key_value of layer 0 differs by"),
     ):
         with monkeypatch.context() as patch:
             launch = MagicMock(__getitem__=MagicMock(return_value=broken))

@@ -395,7 +395,7 @@ def test_where_memory_ends_during_capture_fewer_sizes_are_used(
         runner = GraphModelRunner(model, attention_for(model, max_rows=30), max_rows=30, capture=RunsOutAt(6, error))
         runner.prepare()
     assert "6 of 7 CUDA graphs of decode steps fit into the GPU's memory" in caplog.text
-    assert "padded to the next of 1, 2, 4, 8, 16, 30 sequences, and steps with prompts have none" in caplog.text
+    assert "padded to the next of 1, 2, 4, 8, 16, 30 sequences, and steps with prompts have no graphs" in caplog.text
     engine = assemble(LIMITS, CacheConfig(block_size=4), num_blocks=NUM_BLOCKS, runner=runner, facts=model.facts)
     has_tokens_of_eager_steps(engine, small_path, 2)
 
@@ -411,7 +411,7 @@ def test_where_memory_ends_after_decode_steps_those_with_prompts_run_eagerly(
         "steps of 16 tokens with prompts run without a CUDA graph, slower (OutOfMemoryError: CUDA out of memory"
         in caplog.text
     )
-    assert "Lower cache.gpu_memory_fraction for it" in caplog.text
+    assert "Lower cache.gpu_memory_fraction to make room" in caplog.text
     has_tokens_of_eager_steps(engine, small_path, 2)
     assert 0 < engine.measurements().num_steps_without_graph < engine.stats().total_steps
 
