@@ -76,16 +76,20 @@ def test_a_schema_beside_the_type_of_a_format_is_kept(service: Service, kind: st
         ({"grammar": {"type": "regex", "value": "a"}}, "grammar", "valid string; got an object of 2"),
         ({"response_format": {"type": "json_object", "value": {}}}, "response_format.value", "there is no field"),
         ({"response_format": {"type": "json_object", "Value[": 1}}, "response_format.Value[", "there is no field"),
-        ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "not for the type text"),
+        (
+            {"response_format": {"type": "text", "schema": {}}},
+            "response_format.schema",
+            "not allowed with the type text",
+        ),
         (
             {"response_format": {"type": "json_object", "json_schema": {"schema": SCHEMA}}},
             "response_format.json_schema",
-            "is not for the type json_object; leave it out",
+            "is not allowed with the type json_object; leave it out",
         ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {}, "schema": {}}},
             "response_format.schema",
-            "is not for the type json_schema with a json_schema",
+            "is not allowed with the type json_schema and a json_schema",
         ),
         ({"response_format": {"type": "json_schema", "json_schema": {}, "strict": True}}, "response_format.strict", ""),
         (
