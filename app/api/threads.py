@@ -49,7 +49,7 @@ class FairThreads:
         return future
 
     def _run_all(self) -> None:
-        """Run work until none may start. Work of a tenant whose share is full starts when other work of it ends."""
+        """Run work until none may start. If a tenant's share is full, its work starts when other work of it ends."""
         while (taken := self._take()) is not None:
             tenant, (future, work) = taken
             try:
@@ -71,7 +71,7 @@ def _settle(future: Future[T], work: Callable[[], T]) -> None:
         result = work()
     except BaseException as error:
         future.set_exception(error)
-        del future, work  # the traceback keeps this frame, too
+        del future, work  # the traceback keeps this frame
     else:
         future.set_result(result)
 

@@ -149,7 +149,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"functions": [{}]}, "send tools"),
     ],
     "completions": [
-        ({"suffix": "x"}, "send a prompt with the model's own marks around the gap"),
+        ({"suffix": "x"}, "send a prompt with the model's own fill-in-the-middle tokens"),
         ({"thinking_token_budget": 5}, "send a chat to /v1/chat/completions"),
         ({"n_cmpl": 2}, "send n"),
         ({"max_completion_tokens": 5}, "send max_tokens"),
@@ -166,8 +166,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"reasoning_effort": "low"}, "send thinking"),
     ],
     "embeddings": [
-        ({"task": "retrieval.query"}, "send the words that the model wants before a text, in the text itself"),
-        ({"input_type": "search_query"}, "send the words that the model wants"),
+        ({"task": "retrieval.query"}, "send the prefix that the model expects in front of the text, as a part of the"),
+        ({"input_type": "search_query"}, "send the prefix that the model expects"),
         ({"embd_normalize": -1}, "send normalize"),
         ({"embedding_types": ["int8"]}, "send encoding_format"),
         ({"output_dimension": 2}, "send dimensions"),
@@ -175,14 +175,14 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"late_chunking": True}, "leave it out"),
     ],
     "rerank": [
-        ({"instruction": "Find it."}, "send the words that the model wants"),
+        ({"instruction": "Find it."}, "send the prefix that the model expects"),
         ({"truncation_side": "left"}, "leave it out"),
         ({"texts": ["a"]}, "send documents"),
         ({"top_k": 2}, "send top_n"),
         ({"return_text": True}, "send return_documents"),
     ],
     "score": [
-        ({"instruction": "Find it."}, "send the words that the model wants"),
+        ({"instruction": "Find it."}, "send the prefix that the model expects"),
         ({"softmax": False}, "send use_activation"),
     ],
     "classify": [({"messages": [{"role": "user", "content": "a"}]}, "send input")],

@@ -1,7 +1,7 @@
 """The guard protects all routes except the few open ones: no request passes it without a valid key.
 
-The guard knows no paths. It receives every request that the router of the open routes did not match, so that no second
-URL parser could differ from the router's (CVE-2026-48746 and CVE-2026-49468 are mistakes of that class).
+The guard knows no paths. The router of the open routes passes every request without a match to the guard, so that no
+second URL parser could differ from the router's (CVE-2026-48746 and CVE-2026-49468 are mistakes of that class).
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ BODIES, BATCH_BODIES = _bodies(_FOR_KEYS), _bodies(_OF_BATCHES)
 def openapi_document(
     config: ApiConfig, limits: RequestLimits, *, needs_key: bool = False, has_batches: bool = False
 ) -> Json:
-    """Return the OpenAPI 3.1 document. With `has_batches` it includes files, batches and stored responses."""
+    """Return the OpenAPI 3.1 document, including files, batches and stored responses if `has_batches` is true."""
     metrics, batches = _of(MetricsRoutes), _OF_BATCHES if has_batches else ()
     paths: dict[str, Json] = {}
     for caller, operations, of_key in (

@@ -23,7 +23,7 @@ class OriginPolicy:
     """Checks the Host and Origin of requests, answers preflights and adds CORS headers. Does not know API keys."""
 
     def __init__(self, allowed_origins: Collection[str], *, loopback_only: bool) -> None:
-        """With `loopback_only`, refuse every Host that is not a loopback name.
+        """Refuse every Host that is not a loopback name if `loopback_only` is true.
 
         Services without keys need this check: a page may let its own name resolve to this machine (DNS rebinding), and
         the Origin of its requests then equals their Host.
@@ -66,7 +66,7 @@ class OriginPolicy:
         return Response(status_code=204, headers=allowed)
 
     def response_headers(self, headers: Mapping[str, str]) -> dict[str, str]:
-        """Return the CORS headers for the response to this request. They let an allowed page read the response."""
+        """Return the CORS headers that let an allowed page read the response to this request."""
         if not self._allowed:
             return {}
         origin = headers.get("origin")

@@ -201,7 +201,7 @@ class _Computed:
 
 
 class Application:
-    """The outermost ASGI layer. It adds a request id and rate limits to responses, and answers errors with a body."""
+    """The outermost ASGI layer, which adds a request id and rate limits to responses, and answers errors."""
 
     def __init__(self, routes: Routes, authenticator: Authenticator, origins: OriginPolicy) -> None:
         self.router = routes.guarded_by(authenticator)

@@ -48,7 +48,8 @@ class WhileConnected:
             if not self._is_gone:
                 raise
         finally:
-            # The watcher's traceback refers to this object. As a cycle, they would keep the request until a collection.
+            # The watcher's traceback refers to this object. The cycle would keep the request in memory until the
+            # garbage collector runs.
             del self._watcher
         if self._is_gone and self._task.uncancel() <= self._num_cancelled:  # nothing else cancelled the task
             raise ClientGone from None
@@ -151,9 +152,8 @@ class EventStream:
                 if not self._has_begun:
                     await self._begin()
                 else:
-                    # Let all streams that the same frame has woken encode their events before the first one sends.
-                    # Their sends then follow each other while the proxy is awake. A send that must wake the proxy
-                    # takes several times longer.
+                    # Let all streams that the same frame has woken encode their events before the first one sends. The
+                    # proxy is then awake for all later sends. A send that wakes the proxy takes several times longer.
                     await asyncio.sleep(0)
                 if self._beating is not None and not self._beating.done():
                     await asyncio.wait({self._beating})
@@ -185,7 +185,7 @@ class EventStream:
             self._connection.is_blocked = is_blocked
 
     def _beat(self) -> None:
-        """Send a comment if nothing was sent for `heartbeat_s`. Events do not reset the timer, which saves timers."""
+        """Send a comment if nothing was sent for `heartbeat_s`. Events do not restart the timer, to save timers."""
         loop = asyncio.get_running_loop()
         if not self._is_taken and loop.time() - self._sent_at >= UNREAD_S:
             self._is_unread = True

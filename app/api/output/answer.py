@@ -45,7 +45,7 @@ class ChoiceOutput:
         return [tool_call(first._replace(arguments=str(arguments))) for first, arguments in self._calls]
 
     def add(self, piece: ChoiceDelta, *, keep_text: bool) -> None:
-        """Add a delta of this choice. With `keep_text`, store its text and calls for the full response."""
+        """Add a delta of this choice, and store its text and calls for the full response if `keep_text` is true."""
         self.num_tokens += piece.num_tokens
         if piece.num_reasoning_tokens:
             self.num_reasoning_tokens += piece.num_reasoning_tokens

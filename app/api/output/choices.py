@@ -322,7 +322,7 @@ async def token_deltas(generate: Generate, request: Request) -> AsyncGenerator[A
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        # Only the generation was cancelled, not this task. For the client that is a failure.
+        # Only the generation was cancelled, not this task. The client must see a failure.
         raise Unavailable("this generation was cancelled by the server; try again") from None
     finally:
         # Iterators without `aclose` need not be closed.

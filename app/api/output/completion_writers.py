@@ -176,7 +176,7 @@ class ChunkWriter:
         self._facts = answer.facts
         self._envelope = _envelope(answer.facts, form.chunk_object)
         self._begun: set[int] = set()
-        # By choice: the bytes before and after the text of an event in the middle of the choice.
+        # The bytes before and after the text of an event in the middle of a choice, by choice.
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
         options = self._facts.detail_options
         self._details = (

@@ -123,8 +123,8 @@ class ResponseState(Answer):
     def headers(self, *, explain: bool) -> dict[str, str]:
         """Return headers with the replica of the first request, its queue position, and the timings known so far.
 
-        With `explain`, a header says why this replica was chosen. Only an admin sees the loads of all replicas, because
-        they reveal the requests of other clients.
+        If `explain` is true, a header says why this replica was chosen. Only an admin sees the loads of all replicas,
+        because loads reveal the requests of other clients.
         """
         own = {} if self.writer is None else self.writer.headers
         headers, queued = {**own, **self.pipeline_headers, **ignored_header(self.ignored)}, self.queued
@@ -141,14 +141,14 @@ class ResponseState(Answer):
         return headers | {f"x-carousel-{name.replace('_', '-')}": str(ms) for name, ms in self.timings().items()}
 
     def add(self, piece: ChoiceDelta, *, keep_text: bool = False) -> None:
-        """Add a delta. With `keep_text`, store its text for the full response."""
+        """Add a delta, and store its text for the full response if `keep_text` is true."""
         if piece.queued is not None or piece.times is not None:
             self._note_replica(piece)
         self.outputs[piece.index].add(piece, keep_text=keep_text)
         if piece.num_tokens:
             self.metrics.tokens(piece.index, piece.num_tokens)
         if piece.finish_reason is not None:
-            # For the engine, tool calls are text that ends with "stop".
+            # The engine sees tool calls as text that ends with "stop".
             reason = "stop" if piece.finish_reason == "tool_calls" else piece.finish_reason
             self.metrics.finished(piece.index, reason)
             if self.trace is not None:

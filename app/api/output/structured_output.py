@@ -1,6 +1,6 @@
 """Builds the grammar of an output from the structured-output fields of a request.
 
-This module checks only types and sizes. The replica compiles schemas, regular expressions and grammars.
+Only types and sizes are checked here. The replica compiles schemas, regular expressions and grammars.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _of_vendor(given: StructuredOutputs) -> Grammar | None:
 
 
 def _of_part(name: str, value: Any, param: str) -> Grammar:
-    """Convert one part of vLLM's field, which came in `param`. Its schemas are lenient, because it has no `strict`."""
+    """Convert one part of vLLM's field, which came in `param`. The field has no `strict`, so schemas are lenient."""
     match name:
         case "json":
             return schema_grammar(_object(value, param), param=param, is_lenient=True)
@@ -130,10 +130,7 @@ def _object(given: dict[str, Any] | str, param: str) -> dict[str, Any]:
 
 
 def structural_tag_grammar(given: StructuralTag, param: str) -> Grammar:
-    """Return a grammar of free text in which a trigger starts a structure.
-
-    Raises InvalidRequest if a structure starts with no trigger, or a trigger starts no structure.
-    """
+    """Return a grammar of free text in which triggers start structures. Raises InvalidRequest for one without other."""
     structures = given.structures
     for number, structure in enumerate(structures):
         if not any(structure.begin.startswith(trigger) for trigger in given.triggers):

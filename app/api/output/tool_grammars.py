@@ -49,7 +49,7 @@ def calls_grammar(functions: Sequence[Definition], *, only_one: bool) -> Grammar
 
 
 def call_schema(function: Definition, number: int) -> Json:
-    """Return the schema of a call as an object. Its arguments are definition `number` of the enclosing schema."""
+    """Return the schema of a call as an object. Definition `number` of the enclosing schema defines the arguments."""
     return {
         "type": "object",
         "properties": {"name": {"const": function.name}, "parameters": {"$ref": f"#/$defs/{number}"}},

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 MAX_INDEX_BYTES = 64 * 1024 * 1024
 MAX_INDEX_DOCUMENTS = 20_000
-# The lowest cosine of two vectors of a text by the same weights. Vectors differ between batches, mostly in bfloat16.
+# The lowest cosine of two vectors of a text that the same weights compute in different batches, even in bfloat16.
 _SAME = 0.9995
 _HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
 
@@ -82,7 +82,7 @@ class DocumentIndex:
         return self._matrix
 
     def _place(self) -> Path:
-        """Return the path of the stored vectors. Its name is a digest of the documents and the model info."""
+        """Return the path of the stored vectors. The file name is a digest of the documents and the model info."""
         folder = cache_folder() / "indexes"
         folder.mkdir(parents=True, exist_ok=True)
         digest = hashlib.sha256(f"{self._model.name}\n{self._model.pooling}\n{self._model.facts}\n".encode())
@@ -101,7 +101,7 @@ class DocumentIndex:
         if matrix.shape != (len(self.documents), len(vectors[0])):
             return None
         if min(float(matrix[at] @ each) for at, each in zip(some, vectors, strict=True)) < _SAME:
-            logger.info("index %s: the weights of %s changed; computing new vectors", self._path, self._model.name)
+            logger.info("index %s: %s has other weights now; computing new vectors", self._path, self._model.name)
             return None
         return matrix
 

@@ -172,7 +172,7 @@ class PipelineRun:
     async def request_for(
         self, model: ServedModel, *, reserves: bool = True, known: PreparedRequest | None = None
     ) -> PreparedRequest:
-        """Return the checked request for a model. With `reserves`, its maximum of tokens is reserved."""
+        """Return the checked request for a model, and reserve its maximum of tokens if `reserves` is true."""
         of_body = (self.endpoint, self.body, model, self.context, self.size)
         return await self.prepare(*of_body, reserves=reserves, known=known)
 
@@ -228,7 +228,7 @@ class PipelineRun:
         return PendingAnswer(state=report.state, way=(*self.way, report), confidence=confidence)
 
     def again(self, answer: ReadAnswer) -> PendingAnswer:
-        """Return an answer that was already read, to be read again. Its metrics are not counted twice."""
+        """Return an answer that was already read, to be read again. The metrics do not count the answer twice."""
         prepared = answer.of.state.prepared
         state = ResponseState.begin(prepared, self.context, RequestMetrics(), pieces=answer.deltas.replayed())
         return replace(answer.of, state=state)
@@ -308,7 +308,7 @@ class Confidence:
 
     @property
     def mean_logprob(self) -> float:
-        """The mean so far. It is 0, which means certain, if the model generated nothing."""
+        """The mean so far. A model that generated nothing has 0, which means certain."""
         return self._sum / self._num_tokens if self._num_tokens else 0.0
 
     async def generate(self, request: Request) -> AsyncIterator[TokenDelta]:
@@ -323,7 +323,7 @@ class Confidence:
 
 
 def _document_ids(kept: Sequence[Json]) -> str:
-    """Return a header with the percent-encoded ids or indexes of documents. It is cut, as proxies limit headers."""
+    """Return a header with the first percent-encoded ids or indexes of documents. Proxies limit the size of headers."""
     ids, room = list[str](), MAX_DOCUMENTS_HEADER
     for document in kept:
         written = quote(str(document.get("id", document["index"])), safe=_PLAIN)
