@@ -67,7 +67,7 @@ def test_a_schema_beside_the_type_of_a_format_is_kept(service: Service, kind: st
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"regex": "a", "structured_outputs": {"regex": "a"}}, "regex", "structured_outputs and regex each say"),
+        ({"regex": "a", "structured_outputs": {"regex": "a"}}, "regex", "structured_outputs and regex each define"),
         ({"regex": "a", "ebnf": GBNF}, "ebnf", "send one of them"),
         ({"grammar": GBNF, "response_format": {"type": "json_object"}}, "grammar", "response_format and grammar"),
         ({"json_schema": "{"}, "json_schema", "json_schema is not JSON"),

@@ -57,8 +57,8 @@ class DocumentIndex:
         """Return the documents with the highest cosines, highest first. Raises Unavailable until vectors exist."""
         if self._matrix is None and self._lock.locked():
             raise Unavailable(
-                f"the vectors of {Path(self._path).name} are being computed ({self._num_computed:,} of "
-                f"{len(self.documents):,} are done); try again later"
+                f"the vectors of {Path(self._path).name} are being computed: {self._num_computed:,} of "
+                f"{len(self.documents):,}; try again"
             )
         scores = await cosines(await self.matrix(), question)
         order = np.argsort(-scores, kind="stable")[:top_n]

@@ -421,7 +421,7 @@ class CompletionRequest(GenerationRequest):
         [prompt, *others] = self.prompt
         if others or not isinstance(prompt, str):
             raise InvalidRequest(
-                "documents need a single prompt that is a text; send one text, without token ids", param="prompt"
+                "documents need one prompt that is a text; send one text, not token ids", param="prompt"
             )
         return prompt
 
