@@ -1,4 +1,4 @@
-"""The OpenAI-compatible HTTP API on Starlette. It knows a `generate` callable, not what is behind it."""
+"""The OpenAI-compatible HTTP API on Starlette. The API calls a `generate` callable that others implement."""
 
 from app.api.handler import RequestHandler
 from app.api.http.routes import build_app

@@ -41,7 +41,7 @@ from app.errors import CarouselError, ContextTooLong, Failure, InvalidRequest, N
 from app.json_pieces import Json
 from app.records import RecordReader
 
-# The paths of the endpoints whose answers can be stored, and how their ids begin.
+# The paths of the endpoints whose answers can be stored, and the prefixes of their ids.
 KEPT_AT = {RESPONSES_PATH: "resp_", CHATS_PATH: "chatcmpl-", COMPLETIONS_PATH: "cmpl-"}
 _FORMATS: dict[str, Format] = {CHATS_PATH: ChatFormat(), COMPLETIONS_PATH: CompletionFormat()}
 _END_OF_EVENT = b"\n\n"
@@ -55,28 +55,28 @@ _decode_delta = msgspec.msgpack.Decoder(ChoiceDelta).decode
 
 
 class RecordedAnswer:
-    """See `KeptAnswer`: an answer on its way to a file."""
+    """An answer that is being written to a file (see `KeptAnswer`)."""
 
     def __init__(self, state: ResponseState, facts: AnswerFacts, *, path: str) -> None:
-        """`path` is that of its endpoint."""
+        """`path` is the path of the answer's endpoint."""
         self.facts = _encode(facts)
         self._state = state
         self._path = path
-        self._is_cut = False  # its output ended at the length limit
-        self._num_told = len(facts.ignored)  # of `ignored` of the state: the others go with the first delta
+        self._is_cut = False  # an output ended at the length limit
+        self._num_told = len(facts.ignored)  # entries of the state's `ignored` that are stored; a delta stores the rest
 
     async def records(self, known: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-        """See `KeptAnswer`.
+        """Yield the new records of this attempt, without the records that an earlier attempt has stored.
 
-        A prompt with one seed gives one output, so everything that an earlier attempt has stored is left out of this
-        one. Raises Failure where this attempt gives another output, and what its generation raises.
+        A prompt with a fixed seed always gives the same output. Raises Failure if this attempt gives a different
+        output, and any error of its generation.
         """
         state, repetition, named = self._state, Repetition(), set[int]()
         num_known = 0
         async for content in known:
             num_known += 1
             if num_known % 64 == 0:
-                await asyncio.sleep(0)  # other tasks take their turns
+                await asyncio.sleep(0)  # let other tasks run
             delta = _decode_delta(content)
             self._num_told += len(delta.ignored)
             repetition.add(delta)
@@ -104,15 +104,15 @@ class RecordedAnswer:
         self._is_cut = self._is_cut or delta.finish_reason == "length"
 
     def end(self) -> AnswerEnd:
-        """See `KeptAnswer`. Only a response (`/v1/responses`) calls it incomplete when its output was cut."""
+        """Return the end of the answer. Only `/v1/responses` has the status "incomplete" for an output that was cut."""
         is_incomplete = self._is_cut and self._path == RESPONSES_PATH
         return AnswerEnd("incomplete" if is_incomplete else "completed", None, self._state.more_usage())
 
 
 def _as_stored(delta: ChoiceDelta, named: set[int], state: ResponseState, ignored: tuple[str, ...]) -> ChoiceDelta:
-    """The delta without facts about this attempt, with what is `ignored` and no earlier delta has named.
+    """Return the delta for a record: without facts about this attempt, and with the new entries of `ignored`.
 
-    The same holds for the names of tokens.
+    The delta also gets the bytes of tokens that no earlier delta has named. Adds these tokens to `named`.
     """
     if delta.queued is not None or delta.times is not None or delta.ignored or ignored:
         delta = msgspec.structs.replace(delta, queued=None, times=None, ignored=ignored)
@@ -125,15 +125,15 @@ def _as_stored(delta: ChoiceDelta, named: set[int], state: ResponseState, ignore
 
 @dataclass(slots=True)
 class _Known:
-    """The stored part of one choice that this attempt has still to repeat."""
+    """The stored part of one choice that this attempt has not repeated yet."""
 
-    texts: dict[str, GrowingText] = field(default_factory=lambda: defaultdict(GrowingText))  # by kind, read as repeated
+    texts: dict[str, GrowingText] = field(default_factory=lambda: defaultdict(GrowingText))  # by kind; read on repeat
     counts: Counter[str] = field(default_factory=Counter)  # tokens, by kind
     has_ended: bool = False
 
 
 class Repetition:
-    """The deltas of an attempt without everything that an earlier attempt has stored."""
+    """Removes from the deltas of an attempt everything that an earlier attempt has stored."""
 
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}  # by choice
@@ -154,7 +154,7 @@ class Repetition:
         known.has_ended = known.has_ended or stored.finish_reason is not None
 
     def rest(self, delta: ChoiceDelta) -> ChoiceDelta | None:
-        """The part of a delta that is not stored; None where all of it is. Raises Failure where the outputs differ."""
+        """Return the part of a delta that is not stored yet, or None. Raises Failure if the outputs differ."""
         known = self._known.get(delta.index)
         if known is not None:
             delta = self._without(known, delta)
@@ -234,7 +234,7 @@ def _is_empty(delta: ChoiceDelta) -> bool:
 
 
 def _new(known: _Known, kind: str, text: str) -> str:
-    """The part of a text that is not repeated. Raises Failure where the repeated part is another."""
+    """Return the part of a text that is not stored yet. Raises Failure if the text differs from the stored text."""
     said = known.texts.get(kind)
     repeated = "" if said is None else said.read(len(text))
     if not text.startswith(repeated):
@@ -243,7 +243,7 @@ def _new(known: _Known, kind: str, text: str) -> str:
 
 
 def _differs() -> Failure:
-    return Failure("this response was interrupted, and when it was computed again it was another; send it again")
+    return Failure("this response was interrupted, and computing it again gave a different output; send it again")
 
 
 # Reading records
@@ -264,21 +264,21 @@ class AnswerReader:
     """Reads the records of one stored answer, part by part."""
 
     def __init__(self, *, keep_text: bool = False) -> None:
-        """`keep_text`: the texts of the deltas are kept in `answer`."""
-        self.answer: StoredAnswer | None = None  # once its head is read
-        self.num_bytes = 0  # that were read
+        """Store the texts of the deltas in `answer` if `keep_text` is true."""
+        self.answer: StoredAnswer | None = None  # set after the first two records are read
+        self.num_bytes = 0  # number of bytes read so far
         self._keep_text = keep_text
         self._records = RecordReader()
         self._new: NewResponse | None = None
         self._token_bytes: dict[int, bytes] = {}
-        self._num_open = 0  # choices whose last delta is not read
-        self._last: ChoiceDelta | None = None  # of all choices
+        self._num_open = 0  # number of choices whose last delta is not read yet
+        self._last: ChoiceDelta | None = None  # the last delta of the whole answer
 
     def deltas(self, part: AnswerPart) -> Iterator[ChoiceDelta]:
-        """The next deltas, which `answer` has when they come. Take all of them before the next call.
+        """Yield the next deltas after adding them to `answer`. Read all of them before the next call.
 
-        The last delta of all comes with the end, and only where the answer has ended by itself. Raises the reason why
-        an answer was refused before its first token.
+        The last delta of the whole answer comes with the end, and only if the answer is completed or incomplete. Raises
+        the error of an answer that was refused before its first token.
         """
         self.num_bytes += len(part.data)
         for content in self._records.feed(part.data):
@@ -311,7 +311,7 @@ class AnswerReader:
         if end.status == "refused":
             raise error_of(end)
         if self.answer is None:
-            raise Failure("the server has lost this response")
+            raise Failure("the server has lost this response; send the request again")
         if self._last is not None and end.status in ("completed", "incomplete"):
             yield self._added(self.answer, self._last)
         self.answer.end = end
@@ -329,23 +329,23 @@ class StoredEvents:
     """The events of a stored answer, numbered from 0."""
 
     def __init__(self) -> None:
-        self.number = 0  # of the next event
+        self.number = 0  # the number of the next event
         self.reader = AnswerReader()
         self._writer: ResponseBuilder | ChunkWriter | None = None
         self._name = b""
-        self._is_inside = False  # an event
+        self._is_inside = False  # the last piece ended inside an event
         self._is_open = False  # the headers were sent before the first event
 
     def open(self) -> bool:
-        """Note that the headers are sent now, so that no error can have a status of its own. Returns True."""
+        """Note that the headers are sent now, so that an error can no longer set the status. Returns True."""
         self._is_open = True
         return True
 
     def of(self, part: AnswerPart, *, after: int) -> Iterator[bytes]:
-        """The events with a number above `after` that this part adds, in pieces. Some pieces are empty.
+        """Yield the events of this part with numbers above `after`, in pieces. Some pieces are empty.
 
-        Take all of them before the next call. Raises what `AnswerReader.deltas` raises; once the stream is open, a
-        refusal is an event instead.
+        Read all pieces before the next call. Raises the errors of `AnswerReader.deltas`, but after `open` a refusal
+        becomes an event.
         """
         if self._is_open and part.end is not None and part.end.status == "refused":
             part = part._replace(end=msgspec.structs.replace(part.end, status="failed"))
@@ -360,7 +360,7 @@ class StoredEvents:
 
     def _made(self) -> ResponseBuilder | ChunkWriter:
         if self._writer is None:
-            assert self.reader.answer is not None, "its head is read"
+            assert self.reader.answer is not None, "the first two records are read"
             self._name = self.reader.answer.facts.response_id.encode()
             self._writer = _event_writer(self.reader.answer)
         return self._writer
@@ -374,9 +374,9 @@ class StoredEvents:
         return writer.end()
 
     def _with_ids(self, piece: bytes, after: int) -> bytes:
-        """A piece of events with an id before each. An event may go over several pieces; its last bytes may not."""
+        """Add ids to the events in a piece. Events may span pieces, but the bytes that end an event may not."""
         num_before_end = len(piece) - len(_END_OF_EVENT)
-        if not self._is_inside and 0 <= piece.find(_END_OF_EVENT) == num_before_end:  # one event, as nearly always
+        if not self._is_inside and 0 <= piece.find(_END_OF_EVENT) == num_before_end:  # one event, the usual case
             shown = self._id() + piece if self.number > after else b""
             self.number += 1
             return shown
@@ -410,14 +410,14 @@ def _response_builder(answer: StoredAnswer) -> ResponseBuilder:
 
 
 class StoredObject:
-    """A stored answer as one object."""
+    """Builds the JSON object of a stored answer."""
 
     def __init__(self) -> None:
         self.reader = AnswerReader(keep_text=True)
         self._builder: ResponseBuilder | ChoicesBuilder | None = None
 
     def add(self, part: AnswerPart) -> Iterator[None]:
-        """Read a part, one delta after the other. Raises what `AnswerReader.deltas` raises."""
+        """Read a part, and yield after each delta. Raises the errors of `AnswerReader.deltas`."""
         for delta in self.reader.deltas(part):
             for _ in self._made(self.answer).add(delta) or ():
                 pass
@@ -426,11 +426,11 @@ class StoredObject:
     @property
     def answer(self) -> StoredAnswer:
         """The answer so far. Its first two records must have been read."""
-        assert self.reader.answer is not None, "its head is read"
+        assert self.reader.answer is not None, "the first two records are read"
         return self.reader.answer
 
     def as_json(self) -> Json:
-        """The object so far, with its `status`."""
+        """Return the object so far, with its `status`."""
         answer, end = self.answer, self.answer.end
         builder = self._made(answer)
         if isinstance(builder, ResponseBuilder):
@@ -450,8 +450,8 @@ class StoredObject:
 
 
 def error_of(end: AnswerEnd) -> CarouselError:
-    """The error that ended an answer."""
-    assert end.error is not None, "it has failed"
+    """Return the error that ended an answer."""
+    assert end.error is not None, "the answer has failed"
     return from_plain(*end.error)
 
 
@@ -460,26 +460,26 @@ def error_of(end: AnswerEnd) -> CarouselError:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A stored response as a part of the conversation that continues it."""
+    """A stored response as a turn of a later conversation."""
 
     response_id: str
     previous: str | None
     input: list[Json]
-    output: list[Json]  # as input of the next turn
-    num_bytes: int  # about the size of its items as JSON
+    output: list[Json]  # as input items for the next turn
+    num_bytes: int  # approximate size of all items as JSON
 
 
 async def read_turn(parts: AsyncIterator[AnswerPart], response_id: str) -> Turn:
-    """A response that has ended. Raises InvalidRequest for another one."""
+    """Read a stored response. Raises InvalidRequest unless the response is completed or incomplete."""
     read = StoredObject()
     async for part in parts:
         for number, _ in enumerate(read.add(part)):
             if number % 64 == 0:
-                await asyncio.sleep(0)  # other tasks take their turns
+                await asyncio.sleep(0)  # let other tasks run
     new, response = read.answer.new, read.as_json()
     if response["status"] not in ("completed", "incomplete"):
         raise InvalidRequest(
-            f"the response {response_id!r} is {response['status']}; only one that is completed or incomplete can be "
+            f"the response {response_id!r} is {response['status']}; only a completed or incomplete response can be "
             f"continued",
             param="previous_response_id",
         )
@@ -490,14 +490,14 @@ async def read_turn(parts: AsyncIterator[AnswerPart], response_id: str) -> Turn:
 
 
 async def with_history(body: Json, read: ReadAnswer) -> Json:
-    """The body with the items of the responses that it continues before its own.
+    """Return the body with the items of the responses that it continues, followed by its own items.
 
-    Raises InvalidRequest where there is no such response, and ContextTooLong where the conversation has more than
-    `MAX_REQUEST_BYTES`; with `truncation: auto` its oldest turns are left out instead.
+    Raises InvalidRequest if a response does not exist, and ContextTooLong if the conversation has more than
+    `MAX_REQUEST_BYTES`. With `truncation: auto`, the oldest turns are left out instead.
     """
     previous, own = body.get("previous_response_id"), body.get("input")
     if not isinstance(previous, str) or not isinstance(own, str | list):
-        return body  # a mistake that its schema names
+        return body  # the schema reports this mistake
     if not previous.startswith(KEPT_AT[RESPONSES_PATH]):
         raise previous_not_found(previous)
     own = own_items(own)
@@ -512,7 +512,7 @@ async def with_history(body: Json, read: ReadAnswer) -> Json:
             if not may_leave_out:
                 raise ContextTooLong(
                     f"the conversation before this response has more than {MAX_REQUEST_BYTES:,} bytes; continue a "
-                    f'shorter one, or send truncation: "auto" to leave its oldest turns out',
+                    f'shorter one, or send truncation: "auto" to leave out the oldest turns',
                     param="previous_response_id",
                 )
             break
@@ -520,7 +520,7 @@ async def with_history(body: Json, read: ReadAnswer) -> Json:
         response_id = turn.previous
     history = [item for turn in reversed(turns) for item in (*turn.input, *turn.output)]
     if response_id is not None:
-        # Older turns were left out, so the oldest kept turn may begin with results of calls that are gone. Begin at its
+        # Older turns were left out, so the history may start with results of calls that are missing. Start with the
         # first message of the user.
         begin = next((at for at, item in enumerate(history) if item.get("role") == "user"), len(history))
         history = history[begin:]
@@ -535,7 +535,7 @@ async def _continued(read: ReadAnswer, response_id: str, *, is_first: bool) -> T
 
 
 def own_items(given: Any) -> list[Json]:
-    """The input of a request as items."""
+    """Return the input of a request as items."""
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
     items: list[Json] = given
@@ -543,7 +543,7 @@ def own_items(given: Any) -> list[Json]:
 
 
 def _as_input(item: Json) -> Json:
-    """An output item as one of a later response."""
+    """Convert an output item to an input item of a later response."""
     fields = ("type", "role", "call_id", "name", "arguments", "input", "content")
     kept = {name: item[name] for name in fields if name in item}
     if isinstance(kept.get("content"), list):
@@ -552,7 +552,7 @@ def _as_input(item: Json) -> Json:
 
 
 def check_id(response_id: str, path: str) -> None:
-    """Raise NotFound for an id of another endpoint."""
+    """Raise NotFound if the id does not belong to the endpoint at `path`."""
     if not response_id.startswith(KEPT_AT[path]):
         raise NotFound(
             f"there is no response {response_id[:100]!r}; ids of {path} begin with {KEPT_AT[path]}",

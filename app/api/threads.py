@@ -1,7 +1,7 @@
-"""Threads for work that would hold the event loop. The size of a request's body says where its work is done.
+"""Threads for work that would block the event loop. The size of a request's body decides where its work is done.
 
-Tenants take turns, and large bodies have threads of their own: those of one tenant delay neither the loop, nor small
-bodies, nor another tenant.
+Tenants take turns, and large bodies have separate threads. The large bodies of a tenant therefore delay neither the
+event loop, nor small bodies, nor other tenants.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any, TypeVar
 from app.errors import Overloaded
 from app.fair import FairQueue
 
-MAX_SIZE_ON_THE_LOOP = 2000  # characters and values of a body; a text of so many is encoded in a millisecond
-MAX_SMALL_SIZE = 65_536  # the fields of such a body are checked, and its text encoded, in some tens of milliseconds
-MAX_WAITING = 256  # pieces of work of one tenant
+MAX_SIZE_ON_THE_LOOP = 2000  # characters and values of a body; encoding a text of 2,000 characters takes a millisecond
+MAX_SMALL_SIZE = 65_536  # checking the fields of such a body and encoding its text takes some tens of milliseconds
+MAX_WAITING = 256  # waiting pieces of work of one tenant
 
 T = TypeVar("T")
 
 
 class FairThreads:
-    """A few threads. Waiting tenants take turns, and one tenant never has more than its share of the threads."""
+    """A thread pool in which waiting tenants take turns, and no tenant uses more than its share of the threads."""
 
     def __init__(self, num_threads: int, *, max_per_tenant: int) -> None:
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="preparation")
@@ -32,31 +32,31 @@ class FairThreads:
 
     @property
     def num_waiting(self) -> int:
-        """Pieces of work that no thread has begun."""
+        """Number of pieces of work that no thread has started."""
         with self._lock:
             return len(self._queue)
 
     def submit(self, tenant: str, work: Callable[[], T]) -> Future[T]:
-        """Queue work. Raises Overloaded when too much of this tenant's waits."""
+        """Queue work and return its future. Raises Overloaded if `MAX_WAITING` pieces of this tenant wait."""
         future: Future[T] = Future()
         with self._lock:
             if self._queue.num_waiting(tenant) >= MAX_WAITING:
                 raise Overloaded(
-                    f"{MAX_WAITING:,} large requests of this client wait to be checked; send fewer at once"
+                    f"{MAX_WAITING:,} large requests of this client wait to be checked; send fewer at a time"
                 )
             self._queue.push(tenant, (future, work))
         self._executor.submit(self._run_all)
         return future
 
     def _run_all(self) -> None:
-        """Run work until none may begin. What is passed over for its tenant's share begins when that has room."""
+        """Run work until none may start. If a tenant's share is full, its work starts when other work of it ends."""
         while (taken := self._take()) is not None:
             tenant, (future, work) = taken
             try:
                 if future.set_running_or_notify_cancel():
                     _settle(future, work)
             finally:
-                # An error's traceback has the frames. Else the future, its error and the body would be one cycle.
+                # An error's traceback keeps these frames. Without `del`, future, error and body would form a cycle.
                 del taken, future, work
                 with self._lock:
                     self._queue.end(tenant)
@@ -71,31 +71,31 @@ def _settle(future: Future[T], work: Callable[[], T]) -> None:
         result = work()
     except BaseException as error:
         future.set_exception(error)
-        del future, work  # as above
+        del future, work  # the traceback keeps this frame
     else:
         future.set_result(result)
 
 
 class BodyThreads:
-    """Where the bodies of requests are read, checked and encoded."""
+    """The threads that read, check and encode the bodies of requests."""
 
     def __init__(self) -> None:
-        # Python's parser and validators hold the interpreter lock for long: two at once would double the loop's pauses.
+        # Python's parser and validators hold the GIL for a long time. Two at once would double the event loop's pauses.
         self._reading = FairThreads(1, max_per_tenant=1)
         self._small = FairThreads(3, max_per_tenant=3)
         self._large = FairThreads(3, max_per_tenant=2)
 
     @property
     def num_waiting(self) -> int:
-        """Pieces of work that no thread has begun."""
+        """Number of pieces of work that no thread has started."""
         return self._reading.num_waiting + self._small.num_waiting + self._large.num_waiting
 
     async def read(self, tenant: str, size: int, work: Callable[[], T]) -> T:
-        """The result of work that parses or checks so many characters. Raises Overloaded."""
+        """Run work that parses or checks `size` characters, and return its result. Raises Overloaded."""
         return work() if size <= MAX_SMALL_SIZE else await asyncio.wrap_future(self._reading.submit(tenant, work))
 
     async def encode(self, tenant: str, size: int, work: Callable[[], T]) -> T:
-        """The result of work that makes tokens of so many characters, or text of tokens. Raises Overloaded."""
+        """Run work that encodes or decodes `size` characters, and return its result. Raises Overloaded."""
         if size <= MAX_SIZE_ON_THE_LOOP:
             return work()
         threads = self._small if size <= MAX_SMALL_SIZE else self._large

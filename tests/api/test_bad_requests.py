@@ -62,7 +62,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"repetition_penalty": 1e-45}, "repetition_penalty", "greater than or equal to 0.01; got 1e-45"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "has the key 'a', which is not a token id"),
         ({"logit_bias": {"-1": 1}}, "logit_bias", "not a token id"),
-        ({"logit_bias": {"1": "x"}}, "logit_bias", "has no number for token 1"),
+        ({"logit_bias": {"1": "x"}}, "logit_bias", "has a bias for token 1 that is not a number"),
         ({"logit_bias": {"763": 1}}, "logit_bias", "token id 763; this model's ids are 0 to 762"),
         ({"logit_bias": {str(n): 1 for n in range(1025)}}, "logit_bias", "has 1,025 entries; at most 1,024"),
         ({"logit_bias": [1]}, "logit_bias", "should be an object"),
@@ -76,7 +76,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"stop_token_ids": [1] * 129}, "stop_token_ids", "at most 128"),
         ({"ignore_eos": "yes"}, "ignore_eos", "valid boolean"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream_options needs stream: true"),
-        ({"best_of": 2, "n": 3}, "best_of", "best_of is 2 and n is 3; it cannot be less"),
+        ({"best_of": 2, "n": 3}, "best_of", "best_of is 2, which is less than n: 3"),
         ({"best_of": 129}, "best_of", "best_of is 129; this server accepts at most 128"),
         ({"best_of": 2, "stream": True}, "best_of", "cannot be streamed"),
         ({"top_logprobs": 3}, "top_logprobs", "top_logprobs needs logprobs: true"),
@@ -122,11 +122,11 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools[0].custom", "is required"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "match pattern"),
         ({"tools": [TOOL] * 129}, "tools", "at most 128"),
-        ({"tools": [TOOL]}, "tools", "not known how this model writes tool calls"),
+        ({"tools": [TOOL]}, "tools", "format of this model's tool calls is unknown"),
         ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
         ({"tool_choice": "sometimes"}, "tool_choice", "should be none, auto, required or an object"),
         ({"tool_choice": 5}, "tool_choice", "should be none, auto, required or an object"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "has f"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "type: f"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "may not set tokenize"),
         ({"chat_template_kwargs": 3}, "chat_template_kwargs", "chat_template_kwargs should be an object; got 3"),
         ({"functions": [{}]}, "functions", "functions is not supported by this version; send tools"),
@@ -178,8 +178,12 @@ WRONG: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"input": "3 " * 1000}, "input", "this model accepts"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format.type", "got 'yaml'"),
         ({"tools": [{"type": "functoin", "name": "f"}]}, "tools[0].type", "'function'"),
-        ({"tools": [RESPONSES_TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "tools has f"),
-        ({"tools": [RESPONSES_TOOL]}, "tools", "not known how this model writes tool calls"),
+        (
+            {"tools": [RESPONSES_TOOL], "tool_choice": {"type": "function", "name": "g"}},
+            "tool_choice",
+            "of that type: f",
+        ),
+        ({"tools": [RESPONSES_TOOL]}, "tools", "format of this model's tool calls is unknown"),
         ({"tools": [NAMESPACE, NAMESPACE]}, "tools", "'n.f', which another tool has"),
         ({"tools": [NAMESPACE | {"name": "n" * 127}]}, "tools", "exceeds 128 characters"),
         ({"tools": [NAMESPACE | {"tools": [RESPONSES_TOOL] * 65}] * 2}, "tools", "130 tools"),
@@ -437,7 +441,7 @@ async def test_a_body_that_comes_too_slowly_is_a_408(tokenizer: Tokenizer) -> No
     async with Connection(service.app, "POST", "/v1/completions", [], {}) as connection:  # it never comes
         answer = await connection.finished()
     assert (answer.status, answer.error["type"], answer.error["code"]) == (408, "timeout_error", "body_timeout")
-    assert "within 0.05 s (0 bytes of it did)" in answer.error["message"]
+    assert "only 0 bytes of the body arrived within 0.05 s" in answer.error["message"]
     assert answer.headers["connection"] == "close"
 
 

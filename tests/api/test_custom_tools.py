@@ -200,13 +200,17 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [custom(syntax="ebnf", definition="a")]}, "tools[0].custom.format.grammar.syntax", "'lark' or 'regex'"),
     ({"tools": [NO_GRAMMAR]}, "tools[0].custom.format.grammar", "is required with the type grammar"),
     ({"tools": [custom(syntax="lark", definition="x" * 140_000)]}, "tools", "at most 131,072"),
-    ({"tools": [OTHER], "tool_choice": allowed("auto", ("custom", "f"))}, "tool_choice", "of that type tools has none"),
+    (
+        {"tools": [OTHER], "tool_choice": allowed("auto", ("custom", "f"))},
+        "tool_choice",
+        "tools of that type: none",
+    ),
     ({"tools": [custom(), {"type": "function", "function": {"name": "sql"}}]}, "tools", "of the same name"),
     ({"input": "Hi", "tools": [NO_DEFINITION]}, "tools[0].format.definition", "is required with the type grammar"),
     (
         {"input": "Hi", "tools": [flat()], "tool_choice": {"type": "function", "name": "sql"}},
         "tool_choice",
-        "tools has none",
+        "tools of that type: none",
     ),
     ({"input": [NO_INPUT]}, "input[0].input", "is required"),
 ]

@@ -303,7 +303,7 @@ def test_the_form_of_the_text_is_that_of_a_chat(service: Service) -> None:
             {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "audio"}]}
         ]}]}, "messages[0].content[0].content has audio at 0, in a part of type 'audio'; this service computes"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]},
-         "has the role user, which has no tool_use blocks"),
+         "has the role user, which may not have tool_use blocks"),
         ({"messages": [{"role": "tool", "content": "Hi"}]}, "messages[0].role"),
         ({"tools": [{"type": "bash", "name": "bash", "input_schema": {}}]}, "tools[0].type"),
         ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),

@@ -67,7 +67,7 @@ def test_a_schema_beside_the_type_of_a_format_is_kept(service: Service, kind: st
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"regex": "a", "structured_outputs": {"regex": "a"}}, "regex", "structured_outputs and regex each say"),
+        ({"regex": "a", "structured_outputs": {"regex": "a"}}, "regex", "structured_outputs and regex each define"),
         ({"regex": "a", "ebnf": GBNF}, "ebnf", "send one of them"),
         ({"grammar": GBNF, "response_format": {"type": "json_object"}}, "grammar", "response_format and grammar"),
         ({"json_schema": "{"}, "json_schema", "json_schema is not JSON"),
@@ -76,16 +76,20 @@ def test_a_schema_beside_the_type_of_a_format_is_kept(service: Service, kind: st
         ({"grammar": {"type": "regex", "value": "a"}}, "grammar", "valid string; got an object of 2"),
         ({"response_format": {"type": "json_object", "value": {}}}, "response_format.value", "there is no field"),
         ({"response_format": {"type": "json_object", "Value[": 1}}, "response_format.Value[", "there is no field"),
-        ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "not for the type text"),
+        (
+            {"response_format": {"type": "text", "schema": {}}},
+            "response_format.schema",
+            "not allowed with the type text",
+        ),
         (
             {"response_format": {"type": "json_object", "json_schema": {"schema": SCHEMA}}},
             "response_format.json_schema",
-            "is not for the type json_object; leave it out",
+            "is not allowed with the type json_object; leave it out",
         ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {}, "schema": {}}},
             "response_format.schema",
-            "is not for the type json_schema with a json_schema",
+            "is not allowed with the type json_schema and a json_schema",
         ),
         ({"response_format": {"type": "json_schema", "json_schema": {}, "strict": True}}, "response_format.strict", ""),
         (
@@ -145,7 +149,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"functions": [{}]}, "send tools"),
     ],
     "completions": [
-        ({"suffix": "x"}, "send a prompt with the model's own marks around the gap"),
+        ({"suffix": "x"}, "send a prompt with the model's own fill-in-the-middle tokens"),
         ({"thinking_token_budget": 5}, "send a chat to /v1/chat/completions"),
         ({"n_cmpl": 2}, "send n"),
         ({"max_completion_tokens": 5}, "send max_tokens"),
@@ -162,8 +166,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"reasoning_effort": "low"}, "send thinking"),
     ],
     "embeddings": [
-        ({"task": "retrieval.query"}, "send the words that the model wants before a text, in the text itself"),
-        ({"input_type": "search_query"}, "send the words that the model wants"),
+        ({"task": "retrieval.query"}, "send the prefix that the model expects in front of the text, as a part of the"),
+        ({"input_type": "search_query"}, "send the prefix that the model expects"),
         ({"embd_normalize": -1}, "send normalize"),
         ({"embedding_types": ["int8"]}, "send encoding_format"),
         ({"output_dimension": 2}, "send dimensions"),
@@ -171,14 +175,14 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"late_chunking": True}, "leave it out"),
     ],
     "rerank": [
-        ({"instruction": "Find it."}, "send the words that the model wants"),
+        ({"instruction": "Find it."}, "send the prefix that the model expects"),
         ({"truncation_side": "left"}, "leave it out"),
         ({"texts": ["a"]}, "send documents"),
         ({"top_k": 2}, "send top_n"),
         ({"return_text": True}, "send return_documents"),
     ],
     "score": [
-        ({"instruction": "Find it."}, "send the words that the model wants"),
+        ({"instruction": "Find it."}, "send the prefix that the model expects"),
         ({"softmax": False}, "send use_activation"),
     ],
     "classify": [({"messages": [{"role": "user", "content": "a"}]}, "send input")],

@@ -1,1 +1,1 @@
-"""The HTTP side of the API: routes, authentication of requests, bodies, event streams, errors, the OpenAPI document."""
+"""The HTTP side of the API: routes, authentication, request bodies, event streams, errors and the OpenAPI document."""

@@ -1,4 +1,4 @@
-"""Answers that may be large: written in pieces, and only while their clients read."""
+"""Responses that may be large: the server writes them in pieces and stops when the client stops reading."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from app.json_pieces import json_pieces
 
 
 class FileAnswer(StreamingResponse):
-    """The content of a file, or another text in pieces, which ends when its client does not read any more."""
+    """The content of a file, or another text in pieces. The response ends when its client stops reading."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await super().__call__(scope, receive, _while_read(send))
 
 
 class JsonAnswer(Response):
-    """An answer with `Rows` is sent as it is written, one piece in each turn of the event loop; others at once."""
+    """A JSON response. A long value with `Rows` is sent piece by piece while it is encoded."""
 
     def __init__(self, value: Any, turns: asyncio.Lock, headers: Mapping[str, str] | None = None) -> None:
-        """The answers of a process share `turns`: however many are written, the event loop waits for one piece."""
+        """All responses of a process share the lock `turns`, so an event loop turn encodes at most one piece."""
         pieces = json_pieces(value)
         super().__init__(next(pieces), headers=headers, media_type="application/json")
         self._turns = turns
@@ -53,16 +53,16 @@ class JsonAnswer(Response):
 
 
 def _while_read(send: Send) -> Send:
-    """As `send`. It raises ClientGone once the client has not taken a message for `UNREAD_S`, as a stream does.
+    """Return a `send` that raises ClientGone when the client does not accept a message within `UNREAD_S`.
 
-    Otherwise a client that does not read would keep its place, and the piece that it was sent, for as long as it likes.
+    Without this limit, a client that does not read would hold its slot and the unsent piece indefinitely.
     """
 
     async def send_while_read(message: Message) -> None:
         try:
             async with asyncio.timeout(UNREAD_S):
                 await send(message)
-        except OSError as error:  # TimeoutError, and how newer ASGI servers say that a connection is closed
+        except OSError as error:  # a TimeoutError, or the error of newer ASGI servers for a closed connection
             raise ClientGone from error
 
     return send_while_read

@@ -1,4 +1,4 @@
-"""An HTTP body as a JSON object. Every mistake in it raises InvalidRequest here."""
+"""Reads an HTTP body as a JSON object. Every mistake in the body raises InvalidRequest here."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from app.json_input import read_json
 
 _ENCODINGS = ("gzip", "deflate")
 PATIENCE_S = 10.0
-MIN_BYTES_PER_S = 16 * 1024  # after that: no client holds a connection and what it has sent for next to nothing
+MIN_BYTES_PER_S = 16 * 1024  # after PATIENCE_S, so that a slow client cannot hold a connection and memory for long
 
 
 async def read_json_object(
     request: Request, limits: RequestLimits, threads: BodyThreads | None = None
 ) -> dict[str, Any]:
-    """The body as an object, unpacked if it is packed. `threads` read what is large; without them it is read here.
+    """Return the body as an object, decompressed if needed. `threads` parse large bodies; without them, this task does.
 
-    Raises UnsupportedMediaType when it is not declared as JSON or is packed in another way, BodyTooLarge as soon as
-    that is certain, BodyTooSlow when it is not there in time, InvalidRequest when it is no object or has too many
-    values, LimitReached when too many bytes of bodies are in memory.
+    Raises UnsupportedMediaType if the body is not declared as JSON or has an unknown encoding, BodyTooLarge as soon as
+    its size is certain, BodyTooSlow if it does not arrive in time, InvalidRequest if it is not a JSON object or has too
+    many values, and LimitReached if the bodies in memory have too many bytes.
     """
     headers = headers_of(request.scope)
     declared, encoding = headers.get("content-type", ""), headers.get("content-encoding", "").strip().lower()
     json_media_type = "application/json"
-    # A page may send what a form can declare, or nothing, to any address unasked.
+    # Browsers send form content types, or none, to any address without a CORS preflight. JSON needs a preflight.
     if declared.partition(";")[0].strip().lower() != json_media_type:
         raise UnsupportedMediaType(
             f"the body should be declared as JSON: send the header `Content-Type: {json_media_type}` "
@@ -63,15 +63,15 @@ async def read_json_object(
 
 
 def check_encoding(encoding: str, accepted: Sequence[str] = ()) -> None:
-    """Raise UnsupportedMediaType for a body that is packed in none of the accepted ways."""
+    """Raise UnsupportedMediaType if the body is compressed with an encoding that is not in `accepted`."""
     if encoding not in ("", "identity", *accepted):
         ways = f" or with {' or '.join(accepted)}" if accepted else ""
-        raise UnsupportedMediaType(f"the body has the Content-Encoding {encoding[:40]!r}; send it without{ways}")
+        raise UnsupportedMediaType(f"the body has the Content-Encoding {encoding[:40]!r}; send it without one{ways}")
 
 
 def _unpacked(packed: bytes | bytearray, encoding: str, max_bytes: int) -> bytes:
-    """The body as it was before it was packed. Raises BodyTooLarge and InvalidRequest."""
-    # Some clients leave out the header of zlib, which deflate should have (RFC 9110, section 8.4.1.2).
+    """Return the decompressed body. Raises BodyTooLarge and InvalidRequest."""
+    # Some clients leave out the zlib header that deflate should have (RFC 9110, section 8.4.1.2).
     is_bare = encoding == "deflate" and packed[:1] and packed[0] & 0x0F != zlib.DEFLATED
     find_header = zlib.MAX_WBITS | 32
     unpacking = zlib.decompressobj(-zlib.MAX_WBITS if is_bare else find_header)
@@ -80,9 +80,9 @@ def _unpacked(packed: bytes | bytearray, encoding: str, max_bytes: int) -> bytes
     except zlib.error as error:
         raise InvalidRequest(f"the body is not valid {encoding}: {error}", code="invalid_json") from None
     if len(body) > max_bytes:
-        raise _too_large(f"more than {max_bytes:,}", max_bytes, " once it is unpacked")
+        raise _too_large(f"more than {max_bytes:,}", max_bytes, " after decompression")
     if not unpacking.eof or unpacking.unused_data:
-        wrong = "goes on after its end" if unpacking.eof else "has no end"
+        wrong = "has data after its end" if unpacking.eof else "ends too early"
         raise InvalidRequest(f"the body is not valid {encoding}: it {wrong}", code="invalid_json")
     return body
 
@@ -122,8 +122,8 @@ async def _read(request: Request, reservation: Reservation, *, max_bytes: int, t
         raise ClientGone from None
     except TimeoutError:
         raise BodyTooSlow(
-            f"the body did not arrive within {allowed_s:.3g} s ({len(body):,} bytes of it did); send it faster: at "
-            f"least {MIN_BYTES_PER_S:,} bytes a second after the first {PATIENCE_S:g} s, all of it in {timeout_s:g} s"
+            f"only {len(body):,} bytes of the body arrived within {allowed_s:.3g} s; send at least "
+            f"{MIN_BYTES_PER_S:,} bytes a second after the first {PATIENCE_S:g} s, and all of it within {timeout_s:g} s"
         ) from None
     return body
 

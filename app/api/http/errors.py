@@ -1,4 +1,4 @@
-"""Errors as HTTP responses, in OpenAI's shape and Anthropic's. The status, type and code of each are only here."""
+"""Errors as HTTP responses in OpenAI's and Anthropic's formats. Only this module knows their status, type and code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from app.errors import (
 
 logger = logging.getLogger(__name__)
 
-MESSAGES_PATH = "/v1/messages"  # it, and what is below it, are Anthropic's API
+MESSAGES_PATH = "/v1/messages"  # this path and all paths below it are Anthropic's API
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     402: "billing_error",
@@ -63,7 +63,7 @@ class _Kind:
 
 _FAILURE = _Kind(500, "server_error", "internal_error")
 
-# The first class that matches counts; anything else is `_FAILURE`.
+# The first matching class counts; an error that matches none is `_FAILURE`.
 _KINDS: tuple[tuple[type[CarouselError], _Kind], ...] = (
     (Unauthenticated, _Kind(401, "authentication_error", "invalid_api_key")),
     (NotPermitted, _Kind(403, "permission_error", "model_not_allowed")),
@@ -87,20 +87,20 @@ _KINDS: tuple[tuple[type[CarouselError], _Kind], ...] = (
 
 
 def is_anthropic(path: str) -> bool:
-    """Whether a route belongs to Anthropic's API."""
+    """Return whether the route at `path` belongs to Anthropic's API."""
     return path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/")
 
 
 def error_body(error: Exception, request_id: str, path: str = "") -> dict[str, Any]:
-    """The error object of the API that the route at `path` belongs to; without a path, OpenAI's.
+    """Return the error object in the format of the API at `path`; without a path, in OpenAI's format.
 
-    The message of an internal error is replaced by the id of its log line.
+    An internal error's message is replaced by a hint to the log line with the request id.
     """
     kind = _kind_of(error)
     message = str(error)
     param = code = None
     if kind is _FAILURE:
-        message = f"the server failed on this request; its log has the reason under request id {request_id}"
+        message = f"the server failed on this request; the server log has the reason under request id {request_id}"
     if is_anthropic(path):
         type_ = _ANTHROPIC_TYPES.get(kind.status, "invalid_request_error")
         return {"type": "error", "error": {"type": type_, "message": message}, "request_id": request_id}
@@ -110,13 +110,13 @@ def error_body(error: Exception, request_id: str, path: str = "") -> dict[str, A
 
 
 def error_status(error: Exception) -> int:
-    """The HTTP status of an error."""
+    """Return the HTTP status of an error."""
     return _kind_of(error).status
 
 
 def error_response(error: Exception, request_id: str, path: str) -> Response:
-    """The response to a request at `path` that failed before its first byte."""
-    client_gone_status = 499  # for the log only: the client is gone
+    """Return the response to a request at `path` that failed before the first byte of its response."""
+    client_gone_status = 499  # only the log shows this status, because the client is gone
     if isinstance(error, ClientGone):
         return Response(status_code=client_gone_status)
     return JSONResponse(
@@ -125,13 +125,13 @@ def error_response(error: Exception, request_id: str, path: str) -> Response:
 
 
 def log_error(error: Exception, request_id: str) -> None:
-    """One log line for each failed request, with a stack trace for internal errors."""
+    """Log one line for a failed request, with a stack trace if the error is internal."""
     kind = _kind_of(error)
     if isinstance(error, ClientGone):
         logger.info("request %s: the client went away", request_id)
     elif kind is _FAILURE:
         logger.error("request %s failed: %s", request_id, traceback_of(error))
-    elif isinstance(error, InvalidRequest):  # its message may quote the request, which no log line shows
+    elif isinstance(error, InvalidRequest):  # not its message, which may quote the request
         code, param = error.code or kind.code, error.param
         logger.info("request %s refused with %d: code %s, param %.100r", request_id, kind.status, code, param)
     else:
@@ -139,11 +139,11 @@ def log_error(error: Exception, request_id: str) -> None:
 
 
 def from_http_exception(error: HTTPException) -> CarouselError:
-    """An error of Starlette's router as one of `app.errors`."""
+    """Convert an error of Starlette's router into one of `app.errors`."""
     if error.status_code == 405:
-        return MethodNotAllowed("this route does not take this HTTP method; see the Allow header")
+        return MethodNotAllowed("this route does not accept this HTTP method; the Allow header lists those it accepts")
     if error.status_code == 404:
-        return NotFound("there is no such route; see /v1/models for what is served")
+        return NotFound("there is no such route; /openapi.json lists the routes and /v1/models the models")
     return InvalidRequest(error.detail)
 
 
@@ -158,7 +158,7 @@ def _headers(error: Exception) -> dict[str, str]:
         return {"x-should-retry": "false", "Retry-After": str(math.ceil(error.retry_after_s))}
     if isinstance(error, Unauthenticated):
         return {"WWW-Authenticate": "Bearer"}
-    if isinstance(error, BodyTooSlow):  # the rest of the body must not be read as another request
+    if isinstance(error, BodyTooSlow):  # the server must not read the rest of the body as another request
         return {"Connection": "close"}
     if isinstance(error, Overloaded):
         return _retry_after(error.retry_after_s)

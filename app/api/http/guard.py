@@ -1,7 +1,7 @@
-"""No request without a valid key passes the guard, which stands behind the few open routes and before all others.
+"""The guard protects all routes except the few open ones: no request passes it without a valid key.
 
-The guard knows no paths. The router of the open routes hands over what none of them matched, so that no second parser
-of URLs could differ from the router's (that class of mistake is CVE-2026-48746 and CVE-2026-49468).
+The guard knows no paths. The router of the open routes passes every request without a match to the guard, so that no
+second URL parser could differ from the router's (CVE-2026-48746 and CVE-2026-49468 are mistakes of that class).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from app.errors import NotPermitted
 
 
 class Guard:
-    """An ASGI application in front of another: finds the account of a request and applies the account's limits."""
+    """ASGI middleware that finds the account of a request and applies the account's limits."""
 
     def __init__(self, app: ASGIApp, authenticator: Authenticator) -> None:
         self.app = app
@@ -40,7 +40,7 @@ class Guard:
 
 
 class AdminsOnly:
-    """An ASGI application in front of one route, which the router has chosen: refuses keys that are not an admin's."""
+    """ASGI middleware of a single route, after routing, that refuses keys without `admin: true`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -56,14 +56,14 @@ class AdminsOnly:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """All routes, by the key that they need. A path that is in none of the lists is not served."""
+    """All routes, grouped by the key that they need. A path in none of the groups is not served."""
 
-    open: Sequence[Route]  # without a key
-    keys: Sequence[Route]  # with any
-    admin: Sequence[Route]  # with an admin's
+    open: Sequence[Route]  # need no key
+    keys: Sequence[Route]  # need any key
+    admin: Sequence[Route]  # need an admin key
 
     def guarded_by(self, authenticator: Authenticator) -> Router:
-        """A router over all, with the guard before all but the open ones, unknown paths included."""
+        """Return a router over all routes. The guard protects unknown paths and all routes that are not open."""
         inside = Router([*self.keys, *map(_for_admins, self.admin)], redirect_slashes=False)
         return Router(self.open, redirect_slashes=False, default=Guard(inside, authenticator))
 
@@ -72,16 +72,16 @@ class Routes:
 
 
 def _for_admins(route: Route) -> Route:
-    # HEAD comes with GET by itself.
+    # Starlette adds HEAD to GET.
     return Route(route.path, route.endpoint, methods=list(route.methods or ()), middleware=[Middleware(AdminsOnly)])
 
 
 def reservation_of(request: Request) -> Reservation:
-    """The reservation of a request behind the guard."""
-    reservation: Reservation = request.scope["state"]["reservation"]  # `request.state` would be made for it
+    """Return the reservation of a request that has passed the guard."""
+    reservation: Reservation = request.scope["state"]["reservation"]  # `request.state` would create an object
     return reservation
 
 
 def owner_of(request: Request) -> str:
-    """The owner of the files and batches of a request: its key's name, "" where no keys are needed."""
+    """Return the owner of a request's files and batches: the name of its key, or "" if the service needs no keys."""
     return reservation_of(request).account.name

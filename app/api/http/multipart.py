@@ -1,4 +1,4 @@
-"""An upload as multipart/form-data, read in pieces with bounded memory."""
+"""Reads a multipart/form-data upload in pieces with bounded memory."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from app.errors import BodyTooLarge, BodyTooSlow, InvalidRequest
 FILE_FIELD = "file"
 MAX_PARTS = 16
 SILENCE_TIMEOUT_S = 60.0
-MIN_BYTES_PER_S = 64 * 1024  # beyond the first minute: an upload has one of few places
+MIN_BYTES_PER_S = 64 * 1024  # after the first minute, because an upload occupies one of few slots
 
 Sink = Callable[[bytes], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The fields of a form beside its file."""
+    """The file name and the other fields of a form."""
 
     filename: str
     fields: dict[str, str]
 
 
 async def read_form(request: Request, *, max_file_bytes: int, sink: Sink) -> Form:
-    """Read a form with one file. The file's content goes to `sink`.
+    """Read a form with one file and pass the file's content to `sink`.
 
-    Raises InvalidRequest for a body that is no such form or has no end, UnsupportedMediaType for one that is packed,
-    BodyTooLarge, BodyTooSlow, and what `sink` raises.
+    Raises InvalidRequest if the body is not such a form or is incomplete, UnsupportedMediaType if it is compressed,
+    BodyTooLarge, BodyTooSlow, and any error that `sink` raises.
     """
     check_encoding(request.headers.get("content-encoding", ""))
     reader = _Reader(_boundary(request.headers.get("content-type", "")))
@@ -55,9 +55,9 @@ async def _pieces(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and (len(declared) > 18 or int(declared) > max_bytes):
         raise _too_large(max_bytes)
-    num_bytes, waited_s = 0, 0.0  # for the client; what the server takes to store pieces is not the client's
+    num_bytes, waited_s = 0, 0.0  # `waited_s` does not include the time in which the server stores pieces
     chunks = request.stream()
-    parsed_at_once = 64 * 1024  # bytes; other requests use the event loop between two of these pieces
+    parsed_at_once = 64 * 1024  # bytes; other requests may use the event loop after each of these pieces
     while True:
         began_at = time.monotonic()
         left_s = SILENCE_TIMEOUT_S + num_bytes / MIN_BYTES_PER_S - waited_s
@@ -73,21 +73,21 @@ async def _pieces(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
 
 
 async def _next(chunks: AsyncIterator[bytes], timeout_s: float, num_bytes: int) -> bytes | None:
-    """The next piece of the body, of which `num_bytes` came before; None at its end."""
+    """Return the next piece of the body after `num_bytes`, or None at its end."""
     try:
         async with asyncio.timeout(timeout_s):
             return await anext(chunks, None)
     except TimeoutError:
         raise BodyTooSlow(
-            f"the upload is too slow ({num_bytes:,} bytes of it arrived): it may be silent {SILENCE_TIMEOUT_S:g} s, "
-            f"and wait that long and one second for every {MIN_BYTES_PER_S:,} bytes in all; send the file again, faster"
+            f"the upload is too slow: {num_bytes:,} bytes arrived; it may pause for {SILENCE_TIMEOUT_S:g} s, and after "
+            f"{SILENCE_TIMEOUT_S:g} s it needs {MIN_BYTES_PER_S:,} bytes a second; send the file again, faster"
         ) from None
     except ClientDisconnect:
         raise ClientGone from None
 
 
 def _too_large(max_bytes: int) -> BodyTooLarge:
-    return BodyTooLarge(f"the upload has more than {max_bytes:,} bytes, which this server accepts with its form")
+    return BodyTooLarge(f"the upload has more than {max_bytes:,} bytes, this server's limit for a file and its form")
 
 
 def _boundary(content_type: str) -> bytes:
@@ -109,7 +109,7 @@ class _Part:
 
 
 class _Reader:
-    """Parses pieces of the body; `content` is the part of the file that was not taken yet."""
+    """Parses pieces of the body. `content` is the file's content since the last `take_content`."""
 
     def __init__(self, boundary: bytes) -> None:
         self.content = bytearray()
@@ -136,22 +136,22 @@ class _Reader:
             raise _invalid(str(error)) from None
 
     def write(self, data: bytes) -> None:
-        """Parse a piece. Raises InvalidRequest."""
+        """Parse a piece of the body. Raises InvalidRequest."""
         if self._has_ended:
-            return  # bytes after the last boundary are ignored
+            return  # ignore bytes after the last boundary
         try:
             self._parser.write(data)
         except FormParserError as error:
             raise _invalid(str(error)) from None
 
     def take_content(self) -> bytes:
-        """The part of the file's content that was not taken yet."""
+        """Return the content of the file since the last call, and forget it."""
         content = bytes(self.content)
         self.content.clear()
         return content
 
     def form(self) -> Form:
-        """The form. Raises InvalidRequest when something is missing."""
+        """Return the form. Raises InvalidRequest if its end or its file is missing."""
         if not self._has_ended:
             raise _invalid("it ends before its last boundary")
         if self._filename is None:
@@ -172,7 +172,7 @@ class _Reader:
         part.header_value.clear()
 
     def _end_headers(self) -> None:
-        # The parser decodes these bytes as latin-1. Encoding them so again restores the client's UTF-8.
+        # The parser treats these bytes as latin-1. Encoding them as latin-1 again restores the client's UTF-8.
         _, options = parse_options_header(self._part.disposition.encode("utf-8").decode("latin-1"))
         name = options.get(b"name", b"")
         max_name_bytes = 128

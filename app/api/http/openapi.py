@@ -1,4 +1,4 @@
-"""The document at /openapi.json: operations from their routes, bodies from typed requests, limits from settings."""
+"""The document at /openapi.json: operations come from routes, bodies from schemas, and limits from settings."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from app.json_pieces import Json
 from app.versions import versions
 
 _REFUSALS = {
-    "400": "something in the request is wrong; `param` says what",
-    "401": "no API key, or none that is known",
+    "400": "the request is invalid; `param` names the field that is wrong",
+    "401": "the request has no API key, or an unknown one",
     "402": "this API key's budget in money is spent",
-    "403": "this API key is not for that model, or no admin's",
+    "403": "this API key may not use that model, or is not an admin key",
     "404": "there is no such model, file or batch",
-    "408": "the body was too slow, or the deadline has passed or cannot be met",
+    "408": "the body arrived too slowly, or the deadline has passed or cannot be met",
     "413": "the body is too large",
     "415": "the body is not declared as JSON",
-    "429": "this API key's limit is reached, or the queues are full; try again after `Retry-After`",
+    "429": "a limit of this API key is reached, or the queues are full; try again after `Retry-After`",
     "500": "the server failed",
-    "503": "no replica can serve now; try again after `Retry-After`",
+    "503": "no replica can serve this request now; try again after `Retry-After`",
 }
 
 _TYPES: dict[type, str] = {str: "string", int: "integer", float: "number", dict: "object"}
@@ -52,7 +52,7 @@ _TEXT_OR_NULL = {"type": ["string", "null"]}
 
 
 def _object(**properties: type | Json) -> Json:
-    """An object that has all of these properties."""
+    """Return the schema of an object that requires all of these properties."""
     schemas = {name: {"type": _TYPES[each]} if isinstance(each, type) else each for name, each in properties.items()}
     return {"type": "object", "properties": schemas, "required": list(properties)}
 
@@ -70,7 +70,7 @@ def _reference(name: str) -> Json:
 
 
 def _computed() -> Iterator[Operation]:
-    """Those of the table of endpoints."""
+    """The operations of the table of endpoints."""
     for each in ENDPOINTS.values():
         media = (EVENTS,) if issubclass(each.schema, GenerationRequest) else ()
         for path in (each.path, *each.aliases):
@@ -97,7 +97,7 @@ BODIES, BATCH_BODIES = _bodies(_FOR_KEYS), _bodies(_OF_BATCHES)
 def openapi_document(
     config: ApiConfig, limits: RequestLimits, *, needs_key: bool = False, has_batches: bool = False
 ) -> Json:
-    """The whole description, as OpenAPI 3.1; `has_batches`: files and batches are served too."""
+    """Return the OpenAPI 3.1 document, including files, batches and stored responses if `has_batches` is true."""
     metrics, batches = _of(MetricsRoutes), _OF_BATCHES if has_batches else ()
     paths: dict[str, Json] = {}
     for caller, operations, of_key in (
@@ -106,7 +106,7 @@ def openapi_document(
         ("admins", _FOR_ADMINS, ("401", "403", "429")),
     ):
         for each in (*operations, *(metrics if config.metrics_for == caller else ())):
-            path = each.path.replace(":path}", "}")  # its name may have slashes
+            path = each.path.replace(":path}", "}")  # Starlette's marker for names with slashes
             paths.setdefault(path, {})[each.method] = _written(each, path, of_key)
     if has_batches:
         form = _object(file={"type": "string", "format": "binary"}, purpose={"const": "batch"})
@@ -123,7 +123,7 @@ def openapi_document(
 
 
 def _written(operation: Operation, path: str, of_key: tuple[str, ...]) -> Json:
-    """As OpenAPI has it; `of_key`: the refusals of its caller's key, none for one that needs none."""
+    """Return an operation as OpenAPI describes it. `of_key` are the refusals for its key, () if it needs no key."""
     as_json = {"application/json": {"schema": _reference(operation.response)}} if operation.response else {}
     texts = {kind: {"schema": _object(data=str) if kind == EVENTS else TEXT} for kind in operation.media}
     errors = {"application/json": {"schema": _reference("AnthropicError" if is_anthropic(path) else "Error")}}
@@ -150,7 +150,7 @@ def _written(operation: Operation, path: str, of_key: tuple[str, ...]) -> Json:
     return written
 
 
-@cache  # it takes 60 ms, and is the same for all applications of a process with these limits
+@cache  # building the schemas takes 60 ms, and all applications with these limits have the same schemas
 def _schemas(limits: RequestLimits, *, has_batches: bool) -> Json:
     bodies = (*BODIES, *_bodies(_FOR_ADMINS), *(BATCH_BODIES if has_batches else ()))
     _, document = models_json_schema(
@@ -161,7 +161,7 @@ def _schemas(limits: RequestLimits, *, has_batches: bool) -> Json:
     for schema in schemas.values():
         _accept_null(schema)
     for body in BODIES:
-        assert issubclass(body, ModelRequest), "what a key may send is for a model"
+        assert issubclass(body, ModelRequest), "every body for a key names a model"
         _leave_out(schemas[body.__name__]["properties"], unavailable(body))
         if issubclass(body, GenerationRequest):
             _publish_limits(schemas[body.__name__]["properties"], limits)
@@ -169,7 +169,7 @@ def _schemas(limits: RequestLimits, *, has_batches: bool) -> Json:
 
 
 def _accept_null(schema: Json) -> None:
-    """`null` is "not given" wherever a field may be left out."""
+    """Allow `null`, which means "not given", for every optional field."""
     notes = ("title", "default", "description")
     for name, value in schema.get("properties", {}).items():
         if name not in schema.get("required", ()):
@@ -178,7 +178,7 @@ def _accept_null(schema: Json) -> None:
 
 
 def _leave_out(properties: Json, unavailable: Mapping[str, RefusedField]) -> None:
-    """Fields that a schema shares with others but that its endpoint takes only where they ask for nothing."""
+    """Restrict shared fields that this endpoint does not support to the values that have no effect."""
     for name in properties.keys() & unavailable.keys():
         harmless = list(unavailable[name].harmless)
         properties[name]["anyOf"] = [*([{"enum": harmless}] if harmless else []), {"type": "null"}]
@@ -195,14 +195,14 @@ def _publish_limits(properties: Json, limits: RequestLimits) -> None:
 
 
 def _restrict(field: Json, kind: str, **limits: int) -> None:
-    """Add limits that depend on the settings to those options of a field that are of this kind."""
+    """Add limits that depend on the settings to the options of a field that have this type."""
     for option in field["anyOf"]:
         if option.get("type") == kind:
             option.update(limits)
 
 
 def _answers() -> Json:
-    """The schemas of responses, with the fields that clients may rely on."""
+    """Return the schemas of responses, with the fields that clients may rely on."""
     usage = _object(prompt_tokens=int, completion_tokens=int, total_tokens=int)
     of_prompts = _object(prompt_tokens=int, total_tokens=int)
     reason = {"enum": ["stop", "length", "tool_calls"]}

@@ -1,4 +1,4 @@
-"""Routes, each described where it is written: /openapi.json and the router read the same lines."""
+"""Routes and their descriptions. The router and /openapi.json read the same declaration of each route."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from app.json_pieces import Json
 
 HandlerT = TypeVar("HandlerT", bound=Callable[..., Awaitable[Response]])
 
-# Statuses with which a request may be refused, beside those of its key.
+# The statuses that may refuse a request, apart from the statuses that concern its key.
 OF_A_MODEL = ("400", "403", "404")
 OF_A_BODY = (*OF_A_MODEL, "408", "413", "415")
 OF_GENERATION = (*OF_A_BODY, "402", "500", "503")
@@ -26,16 +26,16 @@ EVENTS = "text/event-stream"
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One method of one path. As a decorator it makes a method of a `RouteGroup` its handler."""
+    """One HTTP method of one path. Used as a decorator, it makes a method of a `RouteGroup` its handler."""
 
     method: str
     path: str
     summary: str
-    response: str | None = None  # the schema of a JSON response
+    response: str | None = None  # the name of the schema of a JSON response
     refusals: tuple[str, ...] = ()
-    body: tuple[type[Schema], ...] = ()  # one of these
-    media: tuple[str, ...] = ()  # other types of the response, each a text
-    query: Json = field(default_factory=dict)  # parameters by name
+    body: tuple[type[Schema], ...] = ()  # the schemas of the body, which must match one of them
+    media: tuple[str, ...] = ()  # the other media types of the response, which are all text
+    query: Json = field(default_factory=dict)  # query parameters by name
 
     def __call__(self, handler: HandlerT) -> HandlerT:
         vars(handler)["operation"] = self
@@ -43,24 +43,24 @@ class Operation:
 
 
 class RouteGroup:
-    """Routes for the same callers: its methods that are operations, in their order."""
+    """Routes for the same callers. The methods decorated with `Operation` become routes, in their order."""
 
     @classmethod
     def operations(cls) -> dict[str, Operation]:
-        """By the names of the methods."""
+        """Return the operations by the names of their methods."""
         found = {name: getattr(each, "operation", None) for name, each in vars(cls).items()}
         return {name: each for name, each in found.items() if isinstance(each, Operation)}
 
     def routes(self) -> list[Route]:
-        """All of them. An id in a path is one segment, and only looked up."""
+        """Return all routes. An id in a path is a single segment and is only used for look-ups."""
         operations = self.operations().items()
         return [Route(each.path, getattr(self, name), methods=[each.method]) for name, each in operations]
 
 
 def page_query(most: int) -> Json:
-    """The parameters of a list."""
+    """Return the query parameters of a list with at most `most` entries on a page."""
     return {
-        "after": {"schema": TEXT, "description": "the id behind which the page begins"},
+        "after": {"schema": TEXT, "description": "the id of the last entry before the page"},
         "limit": {"schema": {"type": "integer", "minimum": 1, "maximum": most}},
         "order": {"schema": {"enum": ["asc", "desc"]}},
     }

@@ -1,7 +1,7 @@
-"""Which web pages may use the service: the headers Host and Origin, and CORS.
+"""Decides which web pages may use the service, by the Host and Origin headers and by CORS.
 
-A browser sends the requests of every page that it shows to every address, those of this machine included. A service
-without keys would answer them all; CORS alone keeps a page from reading an answer, not from causing one.
+A browser lets every page send requests to every address, including the addresses of this machine. A service without
+keys would answer all of these requests. CORS keeps a page from reading a response, but not from sending a request.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ _HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(:\d*)?")
 
 
 class OriginPolicy:
-    """Checks a request's Host and Origin, answers preflights, gives the CORS headers of answers. Knows no keys."""
+    """Checks the Host and Origin of requests, answers preflights and adds CORS headers. Does not know API keys."""
 
     def __init__(self, allowed_origins: Collection[str], *, loopback_only: bool) -> None:
-        """`loopback_only`: a Host with another name than loopback's is refused.
+        """Refuse every Host that is not a loopback name if `loopback_only` is true.
 
-        That is for services which ask for no key: a page may have its own name point to this machine (DNS rebinding),
-        and its requests then have no foreign Origin.
+        Services without keys need this check: a page may let its own name resolve to this machine (DNS rebinding), and
+        the Origin of its requests then equals their Host.
         """
         self._allowed = frozenset(allowed_origins)
         self._loopback_only = loopback_only
 
     def preflight(self, method: str, headers: Mapping[str, str]) -> Response | None:
-        """The answer to a browser's question whether a page may send a request; None if the request is no such.
+        """Return the response to a CORS preflight of an allowed page, or None for any other request.
 
-        Raises NotPermitted for a Host or an Origin that may not use the service.
+        Raises NotPermitted if the Host or the Origin may not use the service.
 
-        A request without Origin is no page's, or reads something that the page will not see. With the Host itself as
-        its Origin, it is of a page on the service's own address. Forwarding headers are not looked at: any client can
+        A request without Origin is not from a page, or the page cannot see the response. A request whose Origin equals
+        its Host is from a page on the service's own address. Forwarding headers are ignored, because any client can
         send them.
         """
         host, origin = headers.get("host", ""), headers.get("origin")
@@ -49,8 +49,8 @@ class OriginPolicy:
             )
         if origin is not None and not self._allows(origin) and not _is_same(origin, host):
             raise NotPermitted(
-                f"web pages of {origin[:100]!r} may not use this service; the setting api.allowed_origins names those "
-                f"that may",
+                f"web pages of {origin[:100]!r} may not use this service; to allow them, add this origin to the "
+                f"setting api.allowed_origins",
                 code="origin_not_allowed",
             )
         is_preflight = method == "OPTIONS" and "access-control-request-method" in headers
@@ -66,7 +66,7 @@ class OriginPolicy:
         return Response(status_code=204, headers=allowed)
 
     def response_headers(self, headers: Mapping[str, str]) -> dict[str, str]:
-        """What every answer to this request has: for pages that may read it, that they may."""
+        """Return the CORS headers that let an allowed page read the response to this request."""
         if not self._allowed:
             return {}
         origin = headers.get("origin")
@@ -80,14 +80,14 @@ class OriginPolicy:
 
 
 def _is_same(origin: str, host: str) -> bool:
-    """Whether an Origin has the address of a Host header, whatever its scheme: a proxy may have taken TLS off."""
+    """Return whether an Origin and a Host have the same address. Schemes may differ, because a proxy may end TLS."""
     scheme, _, address = origin.partition("://")
     return bool(scheme and address) and address.lower() == host.lower()
 
 
 @lru_cache(maxsize=64)
 def _is_loopback(host: str) -> bool:
-    """Whether the name in a Host header can only be this machine's. Without the header: no browser leaves it out."""
+    """Return whether a Host header names this machine. A missing Host counts, because every browser sends one."""
     match = _HOST.fullmatch(host)
     name = match[1].strip("[]").lower().removesuffix(".") if match else host
     if name in ("", "localhost", "127.0.0.1", "::1") or name.endswith(".localhost"):
@@ -96,4 +96,4 @@ def _is_loopback(host: str) -> bool:
         address = ip_address(name)
     except ValueError:
         return False
-    return address.is_loopback or address.is_unspecified  # 0.0.0.0 reaches this machine, and no page has it as a name
+    return address.is_loopback or address.is_unspecified  # 0.0.0.0 reaches this machine, and no page can use it as name

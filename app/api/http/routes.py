@@ -1,4 +1,4 @@
-"""The HTTP application: all routes, and around them a request id on every response and a response to every error."""
+"""The HTTP application: all routes, with a request id on every response and a response to every error."""
 
 from __future__ import annotations
 
@@ -65,15 +65,15 @@ def build_app(
     cancel: Cancel | None = None,
     ledger: Owner | None = None,
 ) -> Application:
-    """The HTTP application over the handler's models, for the keys that its authenticator knows.
+    """Build the HTTP application over the handler's models, for the keys that the handler's authenticator knows.
 
-    `is_ready` answers whether a request could be served now. `expose` writes the text of /metrics; by default, what
-    this process has measured. `batches` keeps files, batches and responses, where they are served. `collect` asks all
-    processes for the reports that the admin routes show; by default, only this one. `wanted_replicas` says of models
-    with autoscaling how many there should be. `fleets`, by the model's name, are those of the live view and of /load;
-    `switches`, too, change the strategy and policy of their replicas, `adapters` their LoRA adapters. `cancel` ends a
-    request of any process; by default, one of this process's, which are in `running`. `ledger` has what keys have used,
-    where it is kept over restarts; by default, `batches`.
+    `is_ready` tells whether a request could be served now. `expose` writes the text of /metrics; the default writes the
+    measurements of this process. `batches` stores files, batches and responses; without it they are not served.
+    `collect` asks all processes for the reports on the admin routes; the default asks only this process.
+    `wanted_replicas` returns the target number of replicas of each autoscaled model. The mappings have the names of
+    models as keys: `fleets` serve the live view and /load, `switches` change the strategy and policy of replicas, and
+    `adapters` change LoRA adapters. `cancel` ends a request in any process; the default ends requests of this process,
+    which are in `running`. `ledger` has the usage of keys that survives restarts; the default is `batches`.
     """
     config, authenticator = handler.config, handler.authenticator
     collect = collect or only_this_process(authenticator)
@@ -119,7 +119,7 @@ def _routes_of(*groups: RouteGroup) -> list[Route]:
 
 
 class _Computed:
-    """The ASGI application of one endpoint that computes on replicas."""
+    """The ASGI application of one endpoint whose requests run on replicas."""
 
     def __init__(
         self, endpoint: Endpoint, handler: RequestHandler, running: RunningCalls, kept: KeptResponseRoutes | None
@@ -177,7 +177,7 @@ class _Computed:
                     response = await handler.handle(self._endpoint, body, context)
                 finally:
                     scope_state["request_id"] = context.request_id
-                del body  # else it would be in memory until the last token
+                del body  # otherwise the body would stay in memory until the last token
                 context.reservation.release_body()
                 response_headers = partial(response.headers, explain=asks_for(headers, EXPLAIN_HEADER))
                 if response.is_streamed:
@@ -201,7 +201,7 @@ class _Computed:
 
 
 class Application:
-    """The outermost layer: a request id and rate limits on every response, a body and no stack trace on errors."""
+    """The outermost ASGI layer, which adds a request id and rate limits to responses, and answers errors."""
 
     def __init__(self, routes: Routes, authenticator: Authenticator, origins: OriginPolicy) -> None:
         self.router = routes.guarded_by(authenticator)
@@ -212,13 +212,13 @@ class Application:
         self._allow = {route.endpoint: ", ".join(sorted(methods[route.path])) for route in routes}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["app"] = self  # for Starlette's router, which else writes its own 404 and 405
+        scope["app"] = self  # without it, Starlette's router would write its own 404 and 405
         if scope["type"] != "http":
             await self.router(scope, receive, send)
             return
         state = scope.setdefault("state", {})
         request_headers = headers_of(scope)
-        # The client's own id when it is printable, else a new one.
+        # The client's own id is used if it is printable.
         given = request_headers.get("x-request-id", "")
         state["request_id"] = given if _PRINTABLE.fullmatch(given) else uuid.uuid4().hex
         name_task(scope["method"], scope["path"])
@@ -231,13 +231,13 @@ class Application:
                 added = {"x-request-id": state["request_id"]} | rate_limit_headers(state)
                 added |= self._origins.response_headers(request_headers)
                 if is_anthropic(scope["path"]):
-                    added["request-id"] = state["request_id"]  # as the anthropic package reads it
+                    added["request-id"] = state["request_id"]  # the header that the anthropic package reads
                 message["headers"] += [(name.encode(), value.encode()) for name, value in added.items()]
             await send(message)
 
         async def receive_to_end() -> Message:
-            # A connection that cannot be read from is closed: where a client has gone, Serve's own proxy raises the
-            # error of a call that it cancelled.
+            # An error here means that the connection is closed: after a client has gone, the proxy of Ray Serve raises
+            # the error of the call that it cancelled.
             try:
                 return await receive()
             except Exception:
@@ -252,14 +252,14 @@ class Application:
             log_error(error, state["request_id"])
             if not has_started:
                 await error_response(error, state["request_id"], scope["path"])(scope, receive, send_with_id)
-            elif not isinstance(error, ClientGone):  # the server closes the connection, and logs what it gets
+            elif not isinstance(error, ClientGone):  # the HTTP server logs this error and closes the connection
                 raise Failure("this response broke off; the log above has the reason") from None
 
     def _routing_error(self, error: HTTPException, scope: Scope) -> Response:
-        """The router's own 404 and 405 as errors of this API; `Allow` names all methods of the path."""
+        """Return the router's 404 or 405 as an error of this API. `Allow` lists all methods of the path."""
         response = error_response(from_http_exception(error), scope["state"]["request_id"], scope["path"])
         response.headers.update(error.headers or {})
-        if error.status_code == 405:  # the router itself names those of the first route with that path
+        if error.status_code == 405:  # the router lists only the methods of the first route with that path
             response.headers["Allow"] = self._allow[scope["endpoint"]]
         return response
 

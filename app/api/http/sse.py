@@ -1,4 +1,4 @@
-"""A stream of server-sent events that ends when its client goes away."""
+"""A stream of server-sent events that ends when its client disconnects."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from starlette.types import Receive, Scope, Send
 from app.api.http.errors import ClientGone
 
 HEARTBEAT = b": still here\n\n"  # a comment: clients skip it
-# A message that the client's connection has not taken for so long ends the stream: a client that does not read would
-# keep its request on a replica, and all that comes of it in memory.
+# A stream ends when the connection does not accept a message for this long. Otherwise a client that does not read would
+# keep its request running on a replica, and all of its output in memory.
 UNREAD_S = 60.0
-SEND_NOW = "carousel.send_now"  # the extension of ASGI whose value in the scope is a `Connection`
+SEND_NOW = "carousel.send_now"  # an ASGI extension; its value in the scope is a `Connection`
 
 
 class WhileConnected:
-    """`async with` it around work for a client: a client that goes away cancels the work, and ClientGone is raised.
+    """Async context manager that cancels its block and raises ClientGone when the client disconnects.
 
-    The request's body must have been read: afterwards a disconnect is all that `receive` can bring. The work runs in
-    the task that it is in, as under `asyncio.timeout`.
+    The body of the request must have been read, so that `receive` can only return a disconnect. The block runs in the
+    current task, as under `asyncio.timeout`.
     """
 
     def __init__(self, receive: Receive) -> None:
@@ -48,7 +48,8 @@ class WhileConnected:
             if not self._is_gone:
                 raise
         finally:
-            # Its traceback refers to this object: in a circle, all of the request would wait for the garbage collector.
+            # The watcher's traceback refers to this object. The cycle would keep the request in memory until the
+            # garbage collector runs.
             del self._watcher
         if self._is_gone and self._task.uncancel() <= self._num_cancelled:  # nothing else cancelled the task
             raise ClientGone from None
@@ -61,30 +62,30 @@ class WhileConnected:
 
 
 class Connection(Protocol):
-    """Sends events of an `EventStream` without a task, between those that the stream itself sends.
+    """Sends events of an `EventStream` directly, without the stream's task.
 
-    Servers that can have it in the scope of a request, as the extension `SEND_NOW` of ASGI.
+    A server that supports this puts its connection into the scope of a request, as the ASGI extension `SEND_NOW`.
     """
 
-    loop: asyncio.AbstractEventLoop  # that alone may use it
-    is_blocked: bool  # the stream has not begun, sends a comment or has ended
-    sent_at: float  # when an event went out, by the event loop's clock
+    loop: asyncio.AbstractEventLoop  # only code in this loop may use the connection
+    is_blocked: bool  # true before the stream begins, while it sends a comment, and after it ends
+    sent_at: float  # time of the last event, by the event loop's clock
 
     def may_send(self) -> bool:
-        """Whether an event may go out now: the connection is not blocked, and the client has read enough."""
+        """Return whether an event may be sent now: the connection is not blocked, and the client has read enough."""
 
     def send(self, data: bytes) -> None:
-        """Send one event, or more."""
+        """Send one or more events."""
 
 
 def connection_of(scope: Scope) -> Connection | None:
-    """None: the server has no such extension, or it runs in another event loop."""
+    """Return the request's connection, or None if the server lacks the extension or runs in another event loop."""
     connection: Connection | None = scope.get("extensions", {}).get(SEND_NOW)
     return connection if connection is not None and connection.loop is asyncio.get_running_loop() else None
 
 
 class EventStream:
-    """A response of server-sent events, sent as they come."""
+    """A response that sends each server-sent event as soon as the event exists."""
 
     def __init__(
         self,
@@ -95,13 +96,13 @@ class EventStream:
         may_begin: Callable[[], bool],
         connection: Connection | None = None,
     ) -> None:
-        """No byte goes out before the first event, so that an error before it can still have a status of its own.
+        """Send no byte before the first event, so that an earlier error can still set the status of the response.
 
-        After `heartbeat_s` without an event the stream begins all the same where it `may_begin`, for example when the
-        request is queued: the client, and proxies before it, would close a connection that stays silent. From then on a
-        comment goes out whenever nothing else has for `heartbeat_s`. It also finds out clients that have vanished.
-        `headers` are asked for when the stream begins. A client that takes nothing for `UNREAD_S` counts as gone.
-        `connection` may send events while the next of `events` is waited for.
+        After `heartbeat_s` without an event, the stream begins early if `may_begin()`, for example when the request is
+        queued. Otherwise the client or a proxy would close the silent connection. After that, the stream sends a
+        comment whenever it has sent nothing for `heartbeat_s`. Comments also detect clients that have vanished.
+        `headers` is called when the stream begins. A client that accepts no message for `UNREAD_S` counts as gone.
+        `connection` may send events while the stream waits for the next of `events`.
         """
         self._events = events
         self._headers = headers
@@ -109,12 +110,12 @@ class EventStream:
         self._may_begin = may_begin
         self._connection = connection
         self._has_begun = False
-        self._sent_at = 0.0  # when the last message was given to the server, by the event loop's clock
-        self._is_taken = True  # the server has taken it: the client has read enough of those before
-        self._is_unread = False  # the client has not read for too long
+        self._sent_at = 0.0  # when the last message was passed to the server, by the event loop's clock
+        self._is_taken = True  # the server has accepted that message, so the client has read enough earlier messages
+        self._is_unread = False  # the client has not read for `UNREAD_S`
 
     async def send_to(self, send: Send) -> None:
-        """Send all events. Raises what the events raise, and ClientGone when the client does not read any more."""
+        """Send all events. Raises ClientGone if the client stops reading, and any error that the events raise."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None, "requests are served in tasks"
         self._sent_at = loop.time()
@@ -122,15 +123,15 @@ class EventStream:
         self._beating: asyncio.Task[None] | None = None
         self._timer = loop.call_later(self._heartbeat_s, self._beat)
         try:
-            # In a task of its own: what wakes a task passes all coroutines that it waits in, and in the caller's task
-            # those of the HTTP server, Serve and the routers, some twenty, would be passed twice for each event.
+            # Resuming a task re-enters every awaiting coroutine. In the caller's task that would be about twenty
+            # coroutines of the HTTP server, Serve and the routers, twice for each event. A separate task avoids them.
             self._sending = asyncio.create_task(self._send_all(), name=task.get_name())
             await self._sending
-            self._timer.cancel()  # nothing may follow
-            # Here, not in that task: after the last message the server reports a disconnect, which must find this done.
+            self._timer.cancel()  # no heartbeat may follow the last message
+            # The caller's task sends the last message: the server then reports a disconnect, which must find it done.
             async with asyncio.timeout(UNREAD_S):
                 await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-        except OSError as error:  # TimeoutError, and how newer ASGI servers say that a connection is closed
+        except OSError as error:  # a TimeoutError, or the error of newer ASGI servers for a closed connection
             raise ClientGone from error
         except asyncio.CancelledError:
             if self._is_unread and not task.cancelling():
@@ -139,7 +140,7 @@ class EventStream:
         finally:
             self._block_connection(True)
             self._timer.cancel()
-            del self._sending  # else an error's traceback and this object would be in a circle
+            del self._sending  # otherwise an error's traceback and this object would be a reference cycle
             if self._beating is not None:
                 self._beating.cancel()
                 await asyncio.wait({self._beating})
@@ -151,9 +152,8 @@ class EventStream:
                 if not self._has_begun:
                     await self._begin()
                 else:
-                    # All streams that a frame has woken write now, before the first of them sends: their sends, one
-                    # after the other, find the proxy awake, and a send that wakes a process takes several times as
-                    # long.
+                    # Let all streams that the same frame has woken encode their events before the first one sends. The
+                    # proxy is then awake for all later sends. A send that wakes the proxy takes several times longer.
                     await asyncio.sleep(0)
                 if self._beating is not None and not self._beating.done():
                     await asyncio.wait({self._beating})
@@ -185,7 +185,7 @@ class EventStream:
             self._connection.is_blocked = is_blocked
 
     def _beat(self) -> None:
-        """Send a comment if nothing was sent for a while. One timer a heartbeat, whatever goes out meanwhile."""
+        """Send a comment if nothing was sent for `heartbeat_s`. Events do not restart the timer, to save timers."""
         loop = asyncio.get_running_loop()
         if not self._is_taken and loop.time() - self._sent_at >= UNREAD_S:
             self._is_unread = True
@@ -202,7 +202,7 @@ class EventStream:
         self._timer = loop.call_later(wait_s, self._beat)
 
     async def _send_heartbeat(self) -> None:
-        with suppress(OSError):  # the client is gone, which the next event finds out too
+        with suppress(OSError):  # the client is gone; sending the next event raises the same error
             if not self._has_begun:
                 await self._begin()
             await self._send({"type": "http.response.body", "body": HEARTBEAT, "more_body": True})
@@ -211,7 +211,7 @@ class EventStream:
 
 
 class EventResponse(Response):
-    """Events that begin at once. They end when their client goes away."""
+    """A stream of events that may begin at once and ends when its client disconnects."""
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class EventResponse(Response):
         headers: Callable[[], Mapping[str, str]] = dict,
         may_begin: Callable[[], bool] = lambda: True,
     ) -> None:
-        """A client that has not taken them in `timeout_s` counts as gone. See `EventStream` for the others."""
+        """A client that has not accepted all events within `timeout_s` counts as gone. See `EventStream`."""
         super().__init__()
         self._stream = EventStream(events, headers=headers, heartbeat_s=heartbeat_s, may_begin=may_begin)
         self._timeout_s = timeout_s

@@ -1,1 +1,1 @@
-"""What an output must look like (structured output, tools) and how outputs become responses."""
+"""Outputs of models: the form that they must have (structured output, tools), and the responses made from them."""

@@ -1,7 +1,7 @@
-"""An answer while its deltas come: the output of each choice, and its usage.
+"""An answer whose deltas are still arriving: the output of each choice, and the usage.
 
 An answer is either generated now (`ResponseState`) or read from its stored records (`StoredAnswer`). The writers of
-responses and events see only what both have in common.
+responses and events use only their common base class `Answer`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from app.json_pieces import Json
 
 
 class GrowingText(StringIO):
-    """A text in pieces. Adding one costs its own length; a `str` in a field would be copied whole at every token."""
+    """A text that grows in pieces. Adding a piece copies only the piece, while a `str` would copy the whole text."""
 
     __slots__ = ()
     add = StringIO.write
@@ -26,18 +26,18 @@ class GrowingText(StringIO):
 
 @dataclass(slots=True)
 class ChoiceOutput:
-    """The output of one choice by now."""
+    """The output of one choice so far."""
 
     text: GrowingText = field(default_factory=GrowingText)
     reasoning: GrowingText = field(default_factory=GrowingText)
     num_tokens: int = 0
     num_reasoning_tokens: int = 0
     num_cached_tokens: int = 0
-    num_accepted: int = 0  # tokens of its prediction, as drafts
+    num_accepted: int = 0  # draft tokens from the request's prediction
     num_rejected: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    _calls: list[tuple[ToolCallDelta, GrowingText]] = field(default_factory=list)  # the first delta, all arguments
+    _calls: list[tuple[ToolCallDelta, GrowingText]] = field(default_factory=list)  # first delta and all arguments
 
     @property
     def calls(self) -> list[Json]:
@@ -45,7 +45,7 @@ class ChoiceOutput:
         return [tool_call(first._replace(arguments=str(arguments))) for first, arguments in self._calls]
 
     def add(self, piece: ChoiceDelta, *, keep_text: bool) -> None:
-        """Add a delta of this choice. `keep_text`: its text is needed for the full response."""
+        """Add a delta of this choice, and store its text and calls for the full response if `keep_text` is true."""
         self.num_tokens += piece.num_tokens
         if piece.num_reasoning_tokens:
             self.num_reasoning_tokens += piece.num_reasoning_tokens
@@ -62,7 +62,7 @@ class ChoiceOutput:
             self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
 
     def add_calls(self, deltas: Iterable[ToolCallDelta]) -> None:
-        """Add the new parts of its tool calls."""
+        """Add new parts of tool calls."""
         for delta in deltas:
             if delta.name is not None:
                 self._calls.append((delta, GrowingText()))
@@ -71,17 +71,17 @@ class ChoiceOutput:
 
 @dataclass(slots=True, kw_only=True)
 class Answer:
-    """The outputs of all choices by now, and the numbers for `usage`."""
+    """The outputs of all choices so far, and the numbers for `usage`."""
 
     facts: AnswerFacts
     request_id: str
-    outputs: list[ChoiceOutput]  # of each request
-    token_bytes: Callable[[int], bytes]  # the bytes that a token id stands for
+    outputs: list[ChoiceOutput]  # one for each request
+    token_bytes: Callable[[int], bytes]  # returns the bytes of a token id
 
     def usage(self, *, before: ChoiceDelta | None = None) -> Json:
-        """Prompts count once each, generated tokens (end-of-text tokens too) of all choices.
+        """Return `usage`: each prompt counts once, and the tokens of all choices count, including end-of-text tokens.
 
-        `before`: the tokens of this delta do not count yet.
+        The tokens of the delta `before` do not count yet.
         """
         num_completion_tokens = sum(output.num_tokens for output in self.outputs)
         num_reasoning = sum(output.num_reasoning_tokens for output in self.outputs)
@@ -102,7 +102,7 @@ class Answer:
         return usage | self.more_usage()
 
     def usage_of_responses(self) -> Json:
-        """The same by the names of OpenAI's newer endpoints."""
+        """Return `usage` with the field names of OpenAI's Responses API."""
         usage = self.usage()
         return {
             "input_tokens": usage["prompt_tokens"],
@@ -114,17 +114,17 @@ class Answer:
         }
 
     def more_usage(self) -> Json:
-        """The fields of `usage` that OpenAI's API does not have."""
+        """Return the fields of `usage` that OpenAI's API does not have."""
         return {}
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens that were not computed, each prompt counted once."""
+        """Number of prompt tokens that came from the cache. Each prompt counts once."""
         return sum(output.num_cached_tokens for output in self.outputs[:: self.facts.num_samples])
 
 
 def tool_call(delta: ToolCallDelta) -> Json:
-    """A tool call with the arguments of its first delta."""
+    """Return a tool call as JSON, with the arguments of its first delta."""
     if delta.is_custom:
         return {"id": delta.call_id, "type": "custom", "custom": {"name": delta.name, "input": delta.arguments}}
     function = {"name": delta.name, "arguments": delta.arguments}

@@ -1,4 +1,4 @@
-"""A call's choices: the token deltas of each request become text, merged into one stream of choice deltas."""
+"""Converts the token deltas of each request of a call into text, and merges them into one stream of choice deltas."""
 
 from __future__ import annotations
 
@@ -18,52 +18,52 @@ from app.errors import Failure, Unavailable
 from app.metrics import task_name
 from app.text import GeneratedText, TextDelta
 
-MAX_TOKENS_AT_ONCE = 64  # of one delta; 0.3 ms of work with log-probabilities
+MAX_TOKENS_AT_ONCE = 64  # in one delta; this is 0.3 ms of work with log-probabilities
 
 
 class ChoiceDelta(
     Struct, gc=False, omit_defaults=True
-):  # one for every token, never in a circle; a dataclass takes longer to make
-    """What one token delta adds to one choice. The last delta of a choice has its finish reason."""
+):  # every token creates one, and none is part of a cycle; a dataclass would take longer to create
+    """The part that one token delta adds to a choice. The last delta of a choice has the finish reason."""
 
     index: int
     text: str
     num_tokens: int
     num_cached_tokens: int
-    finish_reason: str | None = None  # "stop", "length" or "tool_calls", never anything else
-    stop_reason: str | int | None = None  # the stop string or stop token id that ended it; not for end of text
-    queued: Queued | None = None  # on the first delta, where the replica reports it
+    finish_reason: str | None = None  # "stop", "length" or "tool_calls"
+    stop_reason: str | int | None = None  # the stop string or stop token id that ended the choice; None at end of text
+    queued: Queued | None = None  # on the first delta, if the replica reports it
     calls: tuple[ToolCallDelta, ...] = ()  # the new parts of tool calls
     embedding: bytes | None = None  # on the last delta of a request for an embedding
     times: EngineTimes | None = None  # with the first token
-    details: TokenDetails | None = None  # where the call asks for them
-    reasoning: str = ""  # before the text, as the text is before the calls
-    num_reasoning_tokens: int = 0  # of the tokens
-    num_accepted: int = 0  # of the tokens, those that were drafted from the request's prediction
-    num_rejected: int = 0  # tokens of the prediction that were drafted in vain
-    ignored: tuple[str, ...] = ()  # on the first delta: places of keywords that the grammar does not keep
+    details: TokenDetails | None = None  # if the call asks for details
+    reasoning: str = ""  # precedes the text, as the text precedes the calls
+    num_reasoning_tokens: int = 0  # part of `num_tokens`
+    num_accepted: int = 0  # part of `num_tokens`: accepted drafts from the request's prediction
+    num_rejected: int = 0  # rejected drafts from the request's prediction
+    ignored: tuple[str, ...] = ()  # on the first delta: paths of schema keywords that the grammar does not enforce
 
     @property
     def says_nothing(self) -> bool:
-        """Whether it is before the first token: the request is queued."""
+        """Whether this delta precedes the first token, because the request is queued."""
         return not (self.num_tokens or self.text or self.calls) and self.finish_reason is None
 
 
 class KeptDeltas:
-    """The deltas of an answer that is read as a whole before it goes out: those of one choice put together.
+    """Stores the deltas of an answer that is read completely before it is sent, and joins deltas of the same choice.
 
-    Each keeps at most `MAX_TOKENS_AT_ONCE` tokens, so a token takes little more than its text.
+    A joined delta has up to `MAX_TOKENS_AT_ONCE` tokens, so a token needs little more memory than its text.
     """
 
     def __init__(self) -> None:
         self._deltas: list[ChoiceDelta] = []
-        self._last: dict[int, ChoiceDelta] = {}  # of each choice
+        self._last: dict[int, ChoiceDelta] = {}  # by choice
 
     def __len__(self) -> int:
         return len(self._deltas)
 
     def add(self, delta: ChoiceDelta) -> None:
-        """Take the next delta of a choice, which is the last one's from now on."""
+        """Add the next delta of a choice. The caller must not use the delta afterwards."""
         last = self._last.get(delta.index)
         if last is not None and _may_join(last, delta):
             _join(last, delta)
@@ -72,25 +72,25 @@ class KeptDeltas:
             self._last[delta.index] = delta
 
     async def replayed(self) -> AsyncGenerator[ChoiceDelta, None]:
-        """All of them once more. Other tasks take their turns between two."""
+        """Yield all stored deltas. Other tasks may run after each delta."""
         for delta in self._deltas:
             yield delta
             await asyncio.sleep(0)
 
 
 def _may_join(last: ChoiceDelta, delta: ChoiceDelta) -> bool:
-    """Whether both are short, and their parts in the order that one delta has: reasoning, text, calls."""
+    """Return whether the two deltas are short, and joining them keeps the order reasoning, text, calls."""
     is_in_order = not (last.calls and (delta.text or delta.reasoning)) and not (last.text and delta.reasoning)
     return is_in_order and _size(last) + _size(delta) <= MAX_TOKENS_AT_ONCE
 
 
 def _size(delta: ChoiceDelta) -> int:
-    """Tokens, with those of the prompt of which it has the scores."""
+    """Return the number of tokens in a delta, including prompt tokens with log-probabilities."""
     return delta.num_tokens + (0 if delta.details is None else len(delta.details.prompt_logprobs))
 
 
 def _join(last: ChoiceDelta, delta: ChoiceDelta) -> None:
-    """Make one of two deltas of a choice, in `last`."""
+    """Append `delta` to `last`, which belongs to the same choice."""
     last.text += delta.text
     last.reasoning += delta.reasoning
     last.num_tokens += delta.num_tokens
@@ -111,10 +111,10 @@ def _join(last: ChoiceDelta, delta: ChoiceDelta) -> None:
 
 
 class DirectPath:
-    """How the middle of an answer goes to its client: from the frame of a replica to the connection, in one call.
+    """Sends the middle of an answer to its client in one call, from the frame of a replica to the connection.
 
-    A task for each stream, which wakes up for each token and passes all generators between, takes twice as long. The
-    task of the stream sends the beginning and the end, and everything while the client's connection takes no more.
+    Waking a task of each stream for each token, through all generators, would take twice as long. The stream's task
+    sends the first and the last events, and all events while the client's connection accepts no more.
     """
 
     __slots__ = ("_add", "_connection", "_write")
@@ -130,19 +130,19 @@ class DirectPath:
         add: Callable[[ChoiceDelta], object],
         write: Callable[[ChoiceDelta], Iterable[bytes]],
     ) -> None:
-        """Each delta is from now on given to `add`, and the events that `write` makes of it to the connection."""
+        """Pass each following delta to `add`, and send the events that `write` makes of the delta to `connection`."""
         self._connection, self._add, self._write = connection, add, write
 
     def close(self) -> None:
-        """Take nothing more, and keep nothing of the answer."""
+        """Accept no more deltas, and drop all references to the answer."""
         self._connection, self._add, self._write = None, _passed_over, _passed_over
 
     def may_take(self) -> bool:
-        """Whether the client takes an event now."""
+        """Return whether the client's connection accepts an event now."""
         return self._connection is not None and self._connection.may_send()
 
     def take(self, piece: ChoiceDelta) -> None:
-        """Send a delta on its way, if `may_take`."""
+        """Send the events of a delta. `may_take()` must be true."""
         assert self._connection is not None
         self._add(piece)
         for written in self._write(piece):
@@ -154,12 +154,11 @@ def _passed_over(piece: ChoiceDelta) -> tuple[()]:
 
 
 def generate_choices(prepared: PreparedRequest, direct: DirectPath | None = None) -> AsyncGenerator[ChoiceDelta, None]:
-    """Run all requests of a call and yield their deltas as they come.
+    """Run all requests of a call and yield their deltas as soon as they arrive.
 
-    Close it to abort those that still run. The first error of any choice ends all of them and is raised here.
-
-    Deltas that `direct` takes are not yielded. Those are the deltas in the middle of the only choice of a call, when
-    only its last token can end it.
+    Closing the generator aborts the requests that still run. The first error of any choice ends all choices and is
+    raised here. Deltas that `direct` takes are not yielded: `direct` may take deltas in the middle of a call's only
+    choice, if only the engine can end that choice.
     """
     if prepared.tools is None and len(prepared.requests) == 1:
         return _choice_pieces(prepared, 0, direct)
@@ -177,18 +176,18 @@ async def _choice_pieces(
 ) -> AsyncGenerator[ChoiceDelta, None]:
     choice = _Choice(prepared, index)
     async with token_deltas(prepared.model.generate, choice.request) as deltas:
-        # A fleet's streams can deliver; of other iterators all deltas are read.
+        # Only the streams of a fleet can deliver deltas directly. The deltas of other iterators are all read here.
         deliver_to = getattr(deltas, "deliver_to", None)
         if direct is not None and deliver_to is not None and not choice.text.may_end_itself:
             deliver_to(partial(choice.pass_on, direct))
         async for whole in deltas:
             for delta in (whole,) if _is_short(whole) else _parts(whole):
                 if delta is not whole:
-                    await asyncio.sleep(0)  # what has accumulated may be a context's worth of work
+                    await asyncio.sleep(0)  # the accumulated tokens may fill a whole context, which is a lot of work
                 if delta.finish_reason is FinishReason.ABORT:
                     raise Unavailable("the server stopped this generation before its end; try again")
                 piece = choice.piece_of(delta)
-                is_last = piece.finish_reason is not None  # whoever gets the piece may change it
+                is_last = piece.finish_reason is not None  # read before `yield`: the receiver may change the piece
                 yield piece
                 if is_last:
                     return
@@ -196,7 +195,7 @@ async def _choice_pieces(
 
 
 class _Choice:
-    """Makes text of the deltas of one request."""
+    """Converts the token deltas of one request into text."""
 
     __slots__ = ("_collector", "_index", "request", "text")
 
@@ -217,14 +216,14 @@ class _Choice:
         self._collector = None if options is None else LogprobsCollector(prepared, options, index)
 
     def pass_on(self, direct: DirectPath, delta: TokenDelta) -> bool:
-        """Whether a delta in the middle of the choice has gone the direct path."""
+        """Send a delta in the middle of the choice over the direct path, and return whether that was possible."""
         if not direct.may_take() or not _is_short(delta):
             return False
         direct.take(self.piece_of(delta))
         return True
 
     def piece_of(self, delta: TokenDelta) -> ChoiceDelta:
-        """What a delta adds to the choice."""
+        """Return the part that a delta adds to the choice."""
         added = self.text.push(delta)
         piece = ChoiceDelta(self._index, added.text, added.num_tokens, delta.num_cached_tokens)
         if added.num_reasoning_tokens or added.reasoning:
@@ -243,7 +242,7 @@ def _is_short(delta: TokenDelta) -> bool:
 
 
 def _parts(delta: TokenDelta) -> Iterator[TokenDelta]:
-    """The delta in parts: its prompt tokens' scores, then its tokens. The end is in the last."""
+    """Split a delta: first the log-probabilities of prompt tokens, then the tokens. The last part ends the choice."""
     for at in range(0, len(delta.prompt_logprobs), MAX_TOKENS_AT_ONCE):
         scores = delta.prompt_logprobs[at : at + MAX_TOKENS_AT_ONCE]
         yield TokenDelta(
@@ -273,16 +272,16 @@ def _with_details(piece: ChoiceDelta, collector: LogprobsCollector, delta: Token
 
 
 def _end(piece: ChoiceDelta, delta: TokenDelta, added: TextDelta, request: Request) -> None:
-    """Add what only the last delta of a choice has."""
+    """Add the fields that only the last delta of a choice has."""
     stop_token_id = delta.stop_token_id if delta.stop_token_id in request.sampling.stop_token_ids else None
     piece.finish_reason = None if added.finish_reason is None else added.finish_reason.value
     piece.stop_reason = stop_token_id if added.stop_string is None else added.stop_string
     piece.embedding = delta.embedding
-    piece.num_accepted = min(delta.num_accepted, added.num_tokens)  # a stop string may have ended it before
+    piece.num_accepted = min(delta.num_accepted, added.num_tokens)  # a stop string may have cut tokens off
 
 
 async def _with_calls(pieces: AsyncGenerator[ChoiceDelta, None], tools: ToolUse) -> AsyncGenerator[ChoiceDelta, None]:
-    """The deltas with tool calls taken out of their texts. They end with the first call where only one is allowed."""
+    """Move tool calls from the texts of deltas to `calls`. If only one call is allowed, end after the first call."""
     parser = tools.make_parser()
     async with aclosing(pieces):
         async for piece in pieces:
@@ -296,7 +295,7 @@ async def _with_calls(pieces: AsyncGenerator[ChoiceDelta, None], tools: ToolUse)
 
 
 def _in_parts(piece: ChoiceDelta, parts: Sequence[tuple[str, tuple[ToolCallDelta, ...]]]) -> Iterator[ChoiceDelta]:
-    """The delta with the first of these texts and calls, then one without tokens for each other; the last ends it."""
+    """Yield a delta for each part. The first delta has the tokens, and the last delta has the finish reason."""
     piece.text, piece.calls = parts[0] if parts else ("", ())
     finish_reason, stop_reason, others = piece.finish_reason, piece.stop_reason, parts[1:]
     if others:
@@ -311,9 +310,10 @@ def _in_parts(piece: ChoiceDelta, parts: Sequence[tuple[str, tuple[ToolCallDelta
 
 @asynccontextmanager
 async def token_deltas(generate: Generate, request: Request) -> AsyncGenerator[AsyncIterator[TokenDelta], None]:
-    """The deltas of `generate`, closed at the end of the block. A cancellation inside `generate` becomes Unavailable.
+    """Return the deltas of `generate` and close them at the end of the block.
 
-    A context manager around the loop, as another generator in it would cost time for every token.
+    A cancellation inside `generate` is raised as Unavailable. This is a context manager around the loop, because
+    another generator inside the loop would cost time for every token.
     """
     deltas = generate(request)
     try:
@@ -322,10 +322,10 @@ async def token_deltas(generate: Generate, request: Request) -> AsyncGenerator[A
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        # This task was not cancelled: the generation was, which the client sees as a failure.
+        # Only the generation was cancelled, not this task. The client must see a failure.
         raise Unavailable("this generation was cancelled by the server; try again") from None
     finally:
-        # Generators have `aclose`; other iterators need none.
+        # Iterators without `aclose` need not be closed.
         aclose = getattr(deltas, "aclose", None)
         if aclose is not None:
             await aclose()
@@ -334,9 +334,9 @@ async def token_deltas(generate: Generate, request: Request) -> AsyncGenerator[A
 async def _merge(
     sources: Sequence[AsyncGenerator[ChoiceDelta, None]], *, at_once: int, first_goes_ahead: bool
 ) -> AsyncGenerator[ChoiceDelta, None]:
-    """The deltas of all sources as they come. All sources are closed when this generator ends, also by an error.
+    """Yield the deltas of all sources as soon as they arrive. Close all sources at the end, with or without an error.
 
-    Not a TaskGroup, which must not span a `yield`.
+    This is not a TaskGroup, because a TaskGroup must not span a `yield`.
     """
     queue: asyncio.Queue[ChoiceDelta | Exception | None] = asyncio.Queue(maxsize=len(sources))
     slots, num_left = asyncio.Semaphore(at_once), len(sources)

@@ -1,4 +1,4 @@
-"""Writes responses and chunks of chats and completions, as OpenAI's clients read them. Plain dicts, cheap to encode."""
+"""Writes responses and chunks of chats and completions in OpenAI's format, as plain dicts, which encode fast."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from app.json_pieces import DONE, Json, as_json, event, event_pieces, joined
 
 
 class Format(Protocol):
-    """How one endpoint writes its choices."""
+    """The format of one endpoint's choices."""
 
     object: str
     chunk_object: str
     logprobs: LogprobsForm
 
     def choice(self, index: int, output: ChoiceOutput) -> Json:
-        """A finished choice."""
+        """Return a finished choice as JSON."""
 
     def chunk_choices(self, piece: ChoiceDelta, *, is_first: bool, details: Json | None = None) -> list[Json]:
-        """The choices of the chunks for a delta, one chunk each; none for a delta without content.
+        """Return the choices for a delta, each for a separate chunk; [] for a delta without content.
 
-        `details` are fields of the choice that has the text.
+        `details` are additional fields of the choice that has the text.
         """
 
     def with_prompt(self, body: Json, choice: Json, prompt: Json) -> None:
@@ -38,7 +38,7 @@ class Format(Protocol):
 
 
 class ChatFormat:
-    """/v1/chat/completions."""
+    """The format of /v1/chat/completions."""
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
@@ -72,7 +72,7 @@ class ChatFormat:
 
 
 def _reasoning(text: str) -> Json:
-    """By DeepSeek's name and by vLLM's: clients read one or the other."""
+    """Return the reasoning under DeepSeek's and vLLM's field names, because clients read either of them."""
     return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
@@ -86,7 +86,7 @@ def _call_delta(piece: ToolCallDelta) -> Json:
 
 
 class CompletionFormat:
-    """/v1/completions."""
+    """The format of /v1/completions."""
 
     object = "text_completion"
     chunk_object = "text_completion"
@@ -111,7 +111,7 @@ def _ending(finish_reason: str | None, stop_reason: str | int | None) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceWriter(Writer):
-    """Responses that are lists of choices, streamed as chunks that end with [DONE]."""
+    """Writes responses with a list of choices, and their streams of chunks, which end with [DONE]."""
 
     form: Format
 
@@ -126,7 +126,7 @@ class ChoiceWriter(Writer):
 
 
 class ChoicesBuilder:
-    """A list of choices under construction. The texts are in the answer; the details of tokens are kept here."""
+    """Builds a list of choices. The answer holds the texts, and this builder holds the details of tokens."""
 
     def __init__(self, answer: Answer, form: Format) -> None:
         self._answer = answer
@@ -137,12 +137,12 @@ class ChoicesBuilder:
         )
 
     def add(self, piece: ChoiceDelta) -> None:
-        """Add a delta that the answer has, with its text."""
+        """Add a delta. The answer must already have its text."""
         if self._details is not None and piece.details is not None:
             self._details.keep(piece.index, piece.details)
 
     def as_json(self) -> Json:
-        """The response by now."""
+        """Return the response so far."""
         answer, form, details = self._answer, self._form, self._details
         body = _envelope(answer.facts, form.object) | {"choices": [], "usage": answer.usage()}
         for request in range(len(answer.outputs)) if details is None else _best(answer.facts, details):
@@ -155,7 +155,7 @@ class ChoicesBuilder:
 
 
 def _best(facts: AnswerFacts, details: DetailsWriter) -> list[int]:
-    """The samples that the response has, by index: the likeliest of each prompt, in this order."""
+    """Return the indexes of the samples for the response: the likeliest samples of each prompt, likeliest first."""
     chosen: list[int] = []
     for first in range(0, facts.num_requests, facts.num_samples):
         samples: list[int] = list(range(first, first + facts.num_samples))
@@ -166,7 +166,7 @@ def _best(facts: AnswerFacts, details: DetailsWriter) -> list[int]:
 
 
 class ChunkWriter:
-    """The chunks of one streamed response."""
+    """Writes the chunks of one streamed response."""
 
     __slots__ = ("_answer", "_around_text", "_begun", "_details", "_envelope", "_events_differ", "_facts", "_form")
 
@@ -176,7 +176,7 @@ class ChunkWriter:
         self._facts = answer.facts
         self._envelope = _envelope(answer.facts, form.chunk_object)
         self._begun: set[int] = set()
-        # What stands around the text in the events in the middle of a choice, by choice, once it has a second text.
+        # The bytes before and after the text of an event in the middle of a choice, by choice.
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
         options = self._facts.detail_options
         self._details = (
@@ -200,14 +200,14 @@ class ChunkWriter:
         if self._details is not None:
             return self._detailed_events(piece, self._details)
         if piece.says_nothing:
-            return ()  # the request is queued; nothing is sent before the first token
+            return ()  # nothing is sent while the request is queued
         choices = self._form.chunk_choices(piece, is_first=is_first)
         if choices:
             self._begun.add(piece.index)
         return (b"".join([event(self._chunk(choice, piece)) for choice in choices]),) if choices else ()
 
     def _detailed_events(self, piece: ChoiceDelta, details: DetailsWriter) -> Iterable[bytes]:
-        """The events of a call that asks for details."""
+        """Return the events for a delta of a call that asks for details."""
         if piece.details is None and piece.says_nothing:
             return ()  # the request is queued
         is_first = piece.index not in self._begun
@@ -222,22 +222,22 @@ class ChunkWriter:
         return joined(map(event, chunks))
 
     def _around_text_of(self, index: int) -> tuple[bytes, bytes]:
-        """What stands before and after the text in the events of a choice that differ in their text only.
+        """Return the bytes before and after the text in events of a choice that differ only in their text.
 
-        Such an event is encoded once, with a mark for the text: to build and encode a chunk for every token costs eight
-        times as much.
+        The event is encoded once, with a marker in place of the text. Building and encoding a chunk for every token
+        would cost eight times as much.
         """
         text = "\0"
         marked = ChoiceDelta(index, text, num_tokens=1, num_cached_tokens=0)
         [choice] = self._form.chunk_choices(marked, is_first=False)
-        # The last mark: nothing that follows the text is a string, but a name before it might be the mark.
+        # Use the last marker: no string follows the text, but the model's name before it could equal the marker.
         before, mark, after = event(self._chunk(choice, marked)).rpartition(as_json(text))
-        assert mark, "the text of an event is in it"
+        assert mark, "an event contains its text"
         self._around_text[index] = before, after
         return before, after
 
     def _chunk(self, choice: Json, piece: ChoiceDelta) -> Json:
-        """A chunk for a delta. One that only says the role has none of its tokens."""
+        """Return a chunk for a delta. The usage of a chunk with only the role excludes the tokens of the delta."""
         chunk = self._envelope | {"choices": [choice]}
         if self._facts.include_usage:
             chunk["usage"] = None

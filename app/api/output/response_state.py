@@ -1,4 +1,4 @@
-"""The state of a response while it is generated: its deltas as they come, its metrics, and where it runs."""
+"""The state of a response during generation: its deltas, its metrics and its replica."""
 
 from __future__ import annotations
 
@@ -28,25 +28,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class ResponseState(Answer):
-    """A request that is checked and has its tokens reserved, and its outputs by now.
-
-    Its generation begins when they are read.
-    """
+    """A checked request with reserved tokens, and its outputs so far. Reading the outputs starts the generation."""
 
     prepared: PreparedRequest
     metrics: CallMetrics
     pieces: AsyncGenerator[ChoiceDelta, None]
-    direct: DirectPath = field(default_factory=DirectPath)  # takes some of the pieces once it is open
-    queued: Queued | None = None  # the place of the first request
-    times: EngineTimes | None = None  # of the request with the first token
-    extra_usage: Callable[[], Json] = dict  # further fields of `usage`, by now
-    trace: RequestTrace | None = None  # where traces are sent
-    is_open: bool = False  # the headers were sent before the first token, so no error can have a status of its own
-    writer: Writer | None = None  # of the endpoint; None: the client does not see it
-    is_streamed: bool = False  # as the body asks
-    shows_loads: bool = False  # to an admin only
+    direct: DirectPath = field(default_factory=DirectPath)  # takes some of the pieces while it is open
+    queued: Queued | None = None  # the queue position of the first request
+    times: EngineTimes | None = None  # the times of the request with the first token
+    extra_usage: Callable[[], Json] = dict  # returns additional fields of `usage`
+    trace: RequestTrace | None = None  # None if no traces are sent
+    is_open: bool = False  # the headers may be sent before the first token, so an error can no longer set the status
+    writer: Writer | None = None  # the endpoint's writer, or None if the client does not see this response
+    is_streamed: bool = False  # the body asks for a stream
+    shows_loads: bool = False  # only for an admin
     pipeline_headers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    ignored: tuple[str, ...] = ()  # names of what has no effect; then keywords of schemas that are not kept
+    ignored: tuple[str, ...] = ()  # fields without effect, then schema keywords that the grammar does not enforce
 
     @classmethod
     def begin(
@@ -57,9 +54,9 @@ class ResponseState(Answer):
         *,
         pieces: AsyncGenerator[ChoiceDelta, None] | None = None,
     ) -> ResponseState:
-        """The response to a request that begins now. What it uses counts for the account.
+        """Create the response to a request that starts now, and charge its usage to the account.
 
-        `pieces` are those of an answer that has been generated, and counted, already.
+        `pieces` are the deltas of an answer that was already generated and charged.
         """
         of_call = CallMetrics(
             metrics.model(prepared.model.base),
@@ -88,17 +85,17 @@ class ResponseState(Answer):
         return state
 
     async def full_response(self) -> Json:
-        """The response as one object."""
-        assert self.writer is not None, "a client sees it"
+        """Return the response as one object."""
+        assert self.writer is not None, "a client sees this response"
         return await self.writer.full_response(self)
 
     async def events(self, connection: Connection | None = None) -> AsyncGenerator[bytes, None]:
-        """The response as server-sent events.
+        """Yield the response as server-sent events.
 
-        An error before the first event is raised, so that it can have a status of its own; a later one becomes an
-        event. In the middle of the answer, events go to `connection` when their tokens come, while it may send.
+        Raises an error that occurs before the first event, so that the response can have its status. A later error
+        becomes an event. Events in the middle of the answer go directly to `connection` while it may send.
         """
-        assert self.writer is not None, "a client sees it"
+        assert self.writer is not None, "a client sees this response"
         writer = self.writer.event_writer(self)
         if connection is not None:
             self.direct.open(connection, self.add, writer.write)
@@ -119,15 +116,15 @@ class ResponseState(Answer):
                 self.trace.error = error
             last = writer.fail(error)
         finally:
-            self.direct.close()  # it refers to this response
+            self.direct.close()  # drop its references to this response
         for written in last:
             yield written
 
     def headers(self, *, explain: bool) -> dict[str, str]:
-        """Where the request went and how long that took, as far as it is known by now.
+        """Return headers with the replica of the first request, its queue position, and the timings known so far.
 
-        That is the replica of the first request and its place in the queue; `explain`: and why this replica. An admin
-        sees the loads of all replicas too, which other clients' requests cause.
+        If `explain` is true, a header says why this replica was chosen. Only an admin sees the loads of all replicas,
+        because loads reveal the requests of other clients.
         """
         own = {} if self.writer is None else self.writer.headers
         headers, queued = {**own, **self.pipeline_headers, **ignored_header(self.ignored)}, self.queued
@@ -139,19 +136,19 @@ class ResponseState(Answer):
             if explain and queued.why_there:
                 loads = f": {queued.loads_there}" if self.shows_loads and queued.loads_there else ""
                 headers["x-carousel-why"] = queued.why_there + loads
-        if self.times is not None and self.times.settings:  # of the replica that the timings belong to
+        if self.times is not None and self.times.settings:  # the settings of the replica with these timings
             headers["x-carousel-settings"] = self.times.settings
         return headers | {f"x-carousel-{name.replace('_', '-')}": str(ms) for name, ms in self.timings().items()}
 
     def add(self, piece: ChoiceDelta, *, keep_text: bool = False) -> None:
-        """Add a delta. `keep_text`: its text is needed for the full response."""
+        """Add a delta, and store its text for the full response if `keep_text` is true."""
         if piece.queued is not None or piece.times is not None:
             self._note_replica(piece)
         self.outputs[piece.index].add(piece, keep_text=keep_text)
         if piece.num_tokens:
             self.metrics.tokens(piece.index, piece.num_tokens)
         if piece.finish_reason is not None:
-            # The engine sees tool calls as text.
+            # The engine sees tool calls as text that ends with "stop".
             reason = "stop" if piece.finish_reason == "tool_calls" else piece.finish_reason
             self.metrics.finished(piece.index, reason)
             if self.trace is not None:
@@ -172,7 +169,7 @@ class ResponseState(Answer):
                 self.trace.first_token(piece.index, piece.times)
 
     async def read(self, take: Callable[[ChoiceDelta], object], *, keep_text: bool = False) -> None:
-        """Add all deltas and hand each to `take`."""
+        """Add all deltas and pass each to `take`."""
         with self.metrics:
             async with aclosing(self.pieces):
                 async for piece in self.pieces:
@@ -180,12 +177,12 @@ class ResponseState(Answer):
                     take(piece)
 
     def open_if_queued(self) -> bool:
-        """Whether the headers may be sent before the first token: only once a replica has accepted the request."""
+        """Return whether headers may precede the first token: only after a replica has accepted the request."""
         self.is_open = self.queued is not None
         return self.is_open
 
     def used(self) -> CallUsage:
-        """What was computed by now."""
+        """Return the usage so far, with its cost."""
         prepared, num_generated = self.prepared, sum(output.num_tokens for output in self.outputs)
         used, model = Used(), prepared.model
         if num_generated or self.queued or any(output.finish_reason for output in self.outputs):
@@ -197,11 +194,11 @@ class ResponseState(Answer):
         return CallUsage(model.name, prepared.requests[0].is_background, used)
 
     def more_usage(self) -> Json:
-        """The fields of `usage` that OpenAI's API does not have."""
+        """Return the fields of `usage` that OpenAI's API does not have."""
         return self.extra_usage() | ({"timings": self.timings()} if self.prepared.wants_timings else {})
 
     def timings(self) -> dict[str, float]:
-        """Milliseconds, as far as they are known: queue and prefill on the replica, the first token and all others."""
+        """Return the timings known so far, in milliseconds: replica queue, fetch, prefill, first token and decode."""
         times, first_token_s, decode_s = self.times, self.metrics.first_token_s, self.metrics.decode_s
         known = {
             "queue_ms": None if times is None else times.queue_s,
@@ -213,7 +210,7 @@ class ResponseState(Answer):
         return {name: round(1000 * seconds, 1) for name, seconds in known.items() if seconds is not None}
 
     def trace_attributes(self) -> dict[str, str | int | float]:
-        """What a trace says of the response, by OpenTelemetry's names for generative models."""
+        """Return the response's attributes for a trace, named by OpenTelemetry's conventions for generative AI."""
         usage = self.usage()
         return {
             "gen_ai.request.model": self.prepared.model.name,
@@ -226,7 +223,7 @@ class ResponseState(Answer):
         """Log the end of the response."""
         usage = self.usage()
         logger.info(
-            # `deployments.plan` reads it.
+            # `deployments.plan` parses this line.
             "request %s finished after %.3f s: model %s, %d choices, %d prompt tokens, %d completion tokens, answer %s",
             self.request_id,
             self.metrics.elapsed_s,
@@ -243,31 +240,31 @@ class EventWriter(Protocol):
 
     @property
     def has_begun(self) -> bool:
-        """Whether there was an event."""
+        """Whether an event was written."""
 
     def write(self, piece: ChoiceDelta) -> Iterable[bytes]:
-        """The events for a delta that the state has, in pieces; none for one without content."""
+        """Return the events for a delta that was added to the state, in pieces. Empty for a delta without content."""
 
     def end(self) -> Iterable[bytes]:
-        """The events after the last delta."""
+        """Return the events after the last delta."""
 
     def fail(self, error: Exception) -> Iterable[bytes]:
-        """The events after an error."""
+        """Return the events after an error."""
 
 
 class Writer(ABC):
     """Writes the responses of one endpoint."""
 
-    headers: ClassVar[Mapping[str, str]] = MappingProxyType({})  # of all of them
+    headers: ClassVar[Mapping[str, str]] = MappingProxyType({})  # on every response
 
     @abstractmethod
     async def full_response(self, state: ResponseState) -> Json:
-        """Wait for the end of all choices and write one response."""
+        """Wait for the end of all choices and return the response."""
 
     def event_writer(self, state: ResponseState) -> EventWriter:
-        """For the bodies of the endpoint that can ask for a stream."""
+        """Return the writer of a stream. Only endpoints whose bodies can ask for a stream override this method."""
         raise AssertionError("no body of this endpoint asks for a stream")
 
     def facts(self, state: ResponseState) -> AnswerFacts:
-        """Everything that is needed to write the response once more, from its stored deltas."""
+        """Return the facts that are needed to write the response again from its stored deltas."""
         return state.facts

@@ -1,6 +1,6 @@
-"""The grammar of an output, from the fields of a request for structured output.
+"""Builds the grammar of an output from the structured-output fields of a request.
 
-Only shape and size are checked here. Schemas, regular expressions and grammars are compiled beside the engine.
+Only types and sizes are checked here. The replica compiles schemas, regular expressions and grammars.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from app.errors import InvalidRequest
 from app.json_input import read_json
 from app.json_pieces import Json
 
-Content = list[Any]  # the parts of a tag, as app/grammar/tags.py describes them
+Content = list[Any]  # the parts of a tag (see app/grammar/tags.py)
 
 
 class NamedSchema(NamedTuple):
     """A schema of a tag's content."""
 
     schema: Json
-    is_lenient: bool  # keywords that cannot be kept are passed over, and the answer names them
-    name: str  # before their places
+    is_lenient: bool  # ignore keywords that cannot be enforced; the response lists their paths
+    name: str  # the prefix of these paths
 
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
 def grammar_of(body: GenerationRequest) -> Grammar | None:
-    """The grammar of a request's output; None for free text. Raises InvalidRequest."""
+    """Return the grammar of a request's output, or None for free text. Raises InvalidRequest."""
     asked: dict[str, Grammar | None] = {}
     if body.response_format is not None:
         asked[body.format_param] = _of_format(body.response_format, body.format_param)
@@ -44,17 +44,17 @@ def grammar_of(body: GenerationRequest) -> Grammar | None:
     grammars = {name: grammar for name, grammar in asked.items() if grammar is not None}
     if len(grammars) > 1:
         raise InvalidRequest(
-            f"{' and '.join(grammars)} each say what the output must look like; send one of them",
+            f"{' and '.join(grammars)} each define the form of the output; send one of them",
             param=list(grammars)[1],
         )
     return next(iter(grammars.values()), None)
 
 
-# Fields of a body that are parts of `structured_outputs` by other names, and those parts.
+# Fields of a body that are other names for parts of `structured_outputs`, each with the name of its part.
 _OTHER_NAMES = (("regex", "regex"), ("ebnf", "grammar"), ("grammar", "grammar"), ("json_schema", "json"))
 
 
-# The other fields of a format, by its type.
+# The fields that a format may have beside `type`, by its type.
 _OF_TYPE = {
     "text": (), "json_object": ("schema",), "json_schema": ("json_schema", "schema"),
     "structural_tag": ("structures", "triggers"),
@@ -62,13 +62,13 @@ _OF_TYPE = {
 
 
 def _of_format(given: ResponseFormat, param: str) -> Grammar | None:
-    """OpenAI's field. Without `strict` its schema is best effort: keywords that cannot be kept are passed over."""
+    """Convert OpenAI's field. Without `strict`, schema keywords that cannot be enforced are ignored."""
     foreign = given.uncopied().keys() - {"type", *_OF_TYPE[given.type]}
     if foreign or (given.schema_ is not None and given.json_schema is not None):
         name = min(foreign, default="schema")
-        beside = "" if foreign else " with a json_schema"
+        beside = "" if foreign else " and a json_schema"
         raise InvalidRequest(
-            f"{param}.{name} is not for the type {given.type}{beside}; leave it out", param=f"{param}.{name}"
+            f"{param}.{name} is not allowed with the type {given.type}{beside}; leave it out", param=f"{param}.{name}"
         )
     if given.type == "text":
         return None
@@ -79,13 +79,13 @@ def _of_format(given: ResponseFormat, param: str) -> Grammar | None:
     if given.type == "json_object":
         return schema_grammar(_ANY_OBJECT, param=param)
     if given.json_schema is None:
-        raise InvalidRequest(f"{param}.json_schema is required with the type json_schema", param=f"{param}.json_schema")
+        raise InvalidRequest(f"{param}.json_schema is required by the type json_schema", param=f"{param}.json_schema")
     schema = given.json_schema.schema_ or {}
     return schema_grammar(schema, param=param, is_lenient=not given.json_schema.strict)
 
 
 def _of_vendor(given: StructuredOutputs) -> Grammar | None:
-    """vLLM's field: exactly one of its parts."""
+    """Convert vLLM's field, which must have at most one part. Raises InvalidRequest."""
     named = {field.alias or name: getattr(given, name) for name, field in StructuredOutputs.model_fields.items()}
     named = {name: value for name, value in named.items() if value is not None}
     if len(named) > 1:
@@ -98,7 +98,7 @@ def _of_vendor(given: StructuredOutputs) -> Grammar | None:
 
 
 def _of_part(name: str, value: Any, param: str) -> Grammar:
-    """One part of vLLM's field, which came in the field `param`. It has no `strict`, so its schema is best effort."""
+    """Convert one part of vLLM's field, which came in `param`. The field has no `strict`, so schemas are lenient."""
     match name:
         case "json":
             return schema_grammar(_object(value, param), param=param, is_lenient=True)
@@ -115,7 +115,7 @@ def _of_part(name: str, value: Any, param: str) -> Grammar:
 
 
 def _object(given: dict[str, Any] | str, param: str) -> dict[str, Any]:
-    """An object as it is, or as JSON in a string."""
+    """Return an object that is given directly or as JSON in a string. Raises InvalidRequest."""
     if isinstance(given, dict):
         return given
     if len(given) > MAX_GRAMMAR_CHARACTERS:
@@ -130,13 +130,13 @@ def _object(given: dict[str, Any] | str, param: str) -> dict[str, Any]:
 
 
 def structural_tag_grammar(given: StructuralTag, param: str) -> Grammar:
-    """Free text in which a trigger begins a structure. Raises InvalidRequest where they do not match."""
+    """Return a grammar of free text in which triggers start structures. Raises InvalidRequest for one without other."""
     structures = given.structures
     for number, structure in enumerate(structures):
         if not any(structure.begin.startswith(trigger) for trigger in given.triggers):
             raise InvalidRequest(
-                f"{param}.structures[{number}].begin is {structure.begin[:60]!r}, which begins with none of the "
-                f"triggers; add its beginning to them",
+                f"{param}.structures[{number}].begin is {structure.begin[:60]!r} and starts with no trigger; "
+                f"add its prefix to the triggers",
                 param=f"{param}.structures",
             )
     tags = [
@@ -148,7 +148,7 @@ def structural_tag_grammar(given: StructuralTag, param: str) -> Grammar:
     idle = set(given.triggers) - {each["trigger"] for each in tags}
     if idle:
         raise InvalidRequest(
-            f"{param}.triggers has {min(idle)[:60]!r}, with which no structure begins; leave it out",
+            f"{param}.triggers has {min(idle)[:60]!r}, but no structure starts with it; leave it out",
             param=f"{param}.triggers",
         )
     schemas = [NamedSchema(each.schema_ or {}, True, f"structures.{number}") for number, each in enumerate(structures)]
@@ -156,17 +156,16 @@ def structural_tag_grammar(given: StructuralTag, param: str) -> Grammar:
 
 
 def schema_grammar(schema: dict[str, Any], *, param: str, is_lenient: bool = False) -> Grammar:
-    """JSON documents of a schema, which came in the field `param`.
+    """Return the grammar of JSON documents that match a schema, which came in the field `param`.
 
-    `is_lenient`: keywords that cannot be kept are passed over, and the answer names them.
-
-    Raises InvalidRequest when it is too long.
+    With `is_lenient`, keywords that cannot be enforced are ignored and the response lists them. Raises InvalidRequest
+    if the schema is too long.
     """
     return checked_grammar(GrammarKind.JSON_SCHEMA, _written(schema, param), param=param, is_lenient=is_lenient)
 
 
 def tag(trigger: str, content: Content, *, is_opening: bool = False, is_last: bool = False) -> Json:
-    """The content after a trigger in free text. `app/grammar/tags.py` describes its parts."""
+    """Return a tag: a content that follows a trigger in free text (see app/grammar/tags.py)."""
     return {"trigger": trigger, "is_opening": is_opening, "content": content, "is_last": is_last}
 
 
@@ -177,9 +176,9 @@ def tags_grammar(
     param: str,
     larks: Sequence[Json | None] = (),
 ) -> Grammar:
-    """Free text with tags. `schemas` and `larks` are those that contents name by number; a lark has `lark` and `name`.
+    """Return a grammar of free text with tags. Contents refer to `schemas` and `larks` by their indexes.
 
-    Raises InvalidRequest when it is too long.
+    A lark has a `lark` and a `name`. Raises InvalidRequest if the grammar is too long.
     """
     written = [schema._asdict() for schema in schemas]
     return checked_grammar(
@@ -188,14 +187,14 @@ def tags_grammar(
 
 
 def checked_grammar(kind: GrammarKind, text: str, *, param: str, is_lenient: bool = False) -> Grammar:
-    """A grammar that came in the field `param`. Raises InvalidRequest when it is too long."""
+    """Return a grammar that came in the field `param`. Raises InvalidRequest if its text is too long."""
     if len(text) > MAX_GRAMMAR_CHARACTERS:
         raise _too_long(f"{len(text):,}", param)
     return Grammar(kind, text, is_lenient=is_lenient, param=param)
 
 
 def _written(value: Any, param: str) -> str:
-    """A value as JSON. Raises InvalidRequest before it writes what is too long in any case."""
+    """Return a value as JSON. Raises InvalidRequest without encoding a value that is certainly too long."""
     if is_longer(value, MAX_GRAMMAR_CHARACTERS):
         raise _too_long(f"more than {MAX_GRAMMAR_CHARACTERS:,}", param)
     return json.dumps(value)

@@ -1,4 +1,4 @@
-"""Details of tokens beside their text: ids, log-probabilities, offsets; collected and written as OpenAI and vLLM do."""
+"""Collects the ids, log-probabilities and offsets of tokens, and writes them in the formats of OpenAI and vLLM."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from app.engine.request import TokenDelta, TokenLogprobs
 from app.json_pieces import Json, Rows
 from app.text import TokenOffsets
 
-LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
+LEAST_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot represent
 
 
 class TokenLogprob(NamedTuple):
-    """A token in the text of a choice, which includes the prompt's tokens where the prompt is echoed."""
+    """A token in the text of a choice. An echoed prompt is part of this text."""
 
     token_id: int
-    logprobs: TokenLogprobs | None  # None for a prompt's first token, which has no prediction
-    offset: int  # in characters of the choice's text
+    logprobs: TokenLogprobs | None  # None for the first token of a prompt, which no logits predict
+    offset: int  # in the choice's text, in characters
 
 
 @dataclass(slots=True)
 class TokenDetails:
-    """Details of the tokens of one `ChoiceDelta`."""
+    """The details of the tokens of one `ChoiceDelta`."""
 
-    token_ids: tuple[int, ...]  # that were generated
-    text_logprobs: list[TokenLogprob]  # of the tokens in its text: of an echoed prompt, then the generated ones
-    logprobs: tuple[TokenLogprobs, ...]  # of `token_ids`
-    prompt_logprobs: tuple[TokenLogprob, ...]  # of the prompt's next tokens
-    token_bytes: dict[int, bytes] = field(default_factory=dict)  # of tokens that a stored answer names here first
+    token_ids: tuple[int, ...]  # generated tokens only
+    text_logprobs: list[TokenLogprob]  # tokens in the delta's text: first the echoed prompt, then generated tokens
+    logprobs: tuple[TokenLogprobs, ...]  # one for each of `token_ids`
+    prompt_logprobs: tuple[TokenLogprob, ...]  # the next tokens of the prompt
+    token_bytes: dict[int, bytes] = field(default_factory=dict)  # tokens that a stored answer names first in this delta
 
     def named_tokens(self) -> Iterator[int]:
-        """The ids of all tokens that have a name in the answer."""
+        """Yield the ids of all tokens whose names appear in the answer."""
         for token in chain(self.text_logprobs, self.prompt_logprobs):
             yield token.token_id
             if token.logprobs is not None:
                 yield from token.logprobs.top_token_ids
 
     def joined(self, following: TokenDetails | None) -> TokenDetails:
-        """Its details and those that follow."""
+        """Return these details joined with the details that follow."""
         if following is None:
             return self
         return TokenDetails(
@@ -56,10 +56,10 @@ class TokenDetails:
 
 
 class LogprobsCollector:
-    """Collects the details of one choice, delta by delta. An echoed prompt is part of the first delta with details."""
+    """Collects the details of one choice, delta by delta. The first delta with details includes an echoed prompt."""
 
     def __init__(self, prepared: PreparedRequest, options: TokenDetailOptions, index: int) -> None:
-        """`index` is that of the choice's request."""
+        """`index` is the index of the choice's request."""
         tokenizer = prepared.model.tokenizer
         self._detail_options = options
         is_scored = options.echo or options.prompt_logprobs is not None
@@ -67,13 +67,13 @@ class LogprobsCollector:
         self._prompt_text, self._num_unseen = prepared.echo(index)
         self._has_echoed = not options.echo
         self._num_prompt_tokens = 0
-        self._prompt_offsets = TokenOffsets(tokenizer, skip_special_tokens=False)  # the prompt is echoed as it is
+        self._prompt_offsets = TokenOffsets(tokenizer, skip_special_tokens=False)  # an echo shows special tokens
         self._offsets = TokenOffsets(tokenizer, skip_special_tokens=prepared.skip_special_tokens)
 
     def push(self, delta: TokenDelta, *, num_tokens: int, has_ended: bool) -> tuple[str, TokenDetails] | None:
-        """The text that goes before the delta's own, and the details of its first `num_tokens` tokens.
+        """Return the echoed text to put before the delta's text, and the details of the first `num_tokens` tokens.
 
-        None for a delta without tokens that is not the last.
+        Returns None for a delta without tokens or prompt log-probabilities, unless the delta is the last one.
         """
         if not (num_tokens or has_ended or delta.prompt_logprobs):
             return None
@@ -87,7 +87,7 @@ class LogprobsCollector:
         return echoed, TokenDetails(token_ids, text_logprobs, delta.logprobs[:num_tokens], prompt)
 
     def _prompt_tokens(self, logprobs: tuple[TokenLogprobs, ...]) -> tuple[TokenLogprob, ...]:
-        """The next tokens of the prompt. Its first has no prediction, and comes with the first delta."""
+        """Return the next tokens of the prompt. The first token has no log-probability, and is in the first delta."""
         first, most = self._num_prompt_tokens, len(self._prompt_text)
         found = logprobs if first else (None, *logprobs)
         token_ids = self._prompt[first : first + len(found)]
@@ -109,7 +109,7 @@ class LogprobsCollector:
 
 
 class TokenNames:
-    """The names of tokens in responses: their text, or their bytes where the text ends within a character."""
+    """The names of tokens in responses: a token's text, or its bytes if they are not valid UTF-8 by themselves."""
 
     def __init__(self, bytes_of: Callable[[int], bytes], *, are_ids: bool = False) -> None:
         self._bytes_of = bytes_of
@@ -120,11 +120,11 @@ class TokenNames:
         return f"token_id:{token_id}" if self._are_ids else self.text(token_id)
 
     def text(self, token_id: int) -> str:
-        """Its text or bytes, whatever `are_ids` says. Two tokens may have the same."""
+        """Return a token's text, or its bytes, regardless of `are_ids`. Two tokens may have the same text."""
         return (self._known.get(token_id) or self._found(token_id))[0]
 
     def bytes(self, token_id: int) -> list[int]:
-        """Its bytes; not to be changed."""
+        """Return a token's bytes as a shared list, which the caller must not change."""
         return (self._known.get(token_id) or self._found(token_id))[1]
 
     def _found(self, token_id: int) -> tuple[str, list[int]]:
@@ -133,7 +133,7 @@ class TokenNames:
             text = found.decode()
         except UnicodeDecodeError:
             text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
-        max_known_names = 10_000  # of one call: some 2 MB
+        max_known_names = 10_000  # for one call; about 2 MB
         if len(self._known) == max_known_names:
             self._known.clear()
         self._known[token_id] = text, list(found)
@@ -141,13 +141,13 @@ class TokenNames:
 
 
 def chat_entry(token: TokenLogprob, names: TokenNames, num_top: int) -> Json:
-    """The entry of a token in a chat, with so many of the likeliest."""
+    """Return the entry of a token in a chat, with the `num_top` likeliest tokens."""
 
     def entry(token_id: int, logprob: float) -> Json:
         return {"token": names(token_id), "logprob": _finite(logprob), "bytes": names.bytes(token_id)}
 
     token_id, found, _ = token
-    assert found is not None, "no prompt is echoed in a chat"
+    assert found is not None, "chats do not echo prompts"
     top = [entry(*each) for each in list(zip(found.top_token_ids, found.top_logprobs, strict=True))[:num_top]]
     return entry(token_id, found.logprob) | {"top_logprobs": top}
 
@@ -157,7 +157,7 @@ def _logprob(token: TokenLogprob, names: TokenNames, num_top: int) -> float | No
 
 
 def _top_map(token: TokenLogprob, names: TokenNames, num_top: int) -> dict[str, float] | None:
-    """The likeliest tokens and the token itself; of tokens with the same name, the less likely ones have their ids."""
+    """Map the likeliest tokens and the token itself to log-probabilities. A repeated name is replaced by a token id."""
     found = token.logprobs
     if found is None:
         return None
@@ -172,7 +172,7 @@ def _top_map(token: TokenLogprob, names: TokenNames, num_top: int) -> dict[str, 
 
 
 Entry = Callable[[TokenLogprob, TokenNames, int], Any]
-# How an endpoint writes log-probabilities: lists with one entry for each token, and fields that are always null.
+# An endpoint's format of log-probabilities: lists with one entry for each token, and fields that are always null.
 LogprobsForm = Mapping[str, Entry | None]
 CHAT_LOGPROBS: LogprobsForm = {"content": chat_entry, "refusal": None}
 COMPLETION_LOGPROBS: LogprobsForm = {
@@ -184,7 +184,7 @@ COMPLETION_LOGPROBS: LogprobsForm = {
 
 
 def write_logprobs(form: LogprobsForm, tokens: list[TokenLogprob], names: TokenNames, *, num_top: int) -> Json:
-    """`logprobs` of a few tokens, each with so many of the likeliest."""
+    """Return the field `logprobs` for a few tokens, each with the `num_top` likeliest tokens."""
     return {
         name: None if entry is None else [entry(token, names, num_top) for token in tokens]
         for name, entry in form.items()
@@ -192,7 +192,7 @@ def write_logprobs(form: LogprobsForm, tokens: list[TokenLogprob], names: TokenN
 
 
 class PackedLogprobs:
-    """The log-probabilities of many tokens, in some 15 bytes each until the answer is written."""
+    """The log-probabilities of many tokens, packed into about 15 bytes each until the response is written."""
 
     def __init__(self) -> None:
         self._packed: list[bytes] = []
@@ -201,21 +201,21 @@ class PackedLogprobs:
         return bool(self._packed)
 
     def add(self, tokens: Sequence[TokenLogprob]) -> None:
-        """Add the next tokens, a few of them."""
+        """Add the next few tokens."""
         if tokens:
             self._packed.append(_pack(tokens))
 
     def rows(self, entry: Entry, names: TokenNames, num_top: int) -> Rows:
-        """The entries of all of them, some at a time."""
+        """Return the entries of all tokens, made a few at a time."""
         return Rows(lambda: ([entry(token, names, num_top) for token in some] for some in self._some_at_a_time()))
 
     def written(self, form: LogprobsForm, names: TokenNames, *, num_top: int) -> Json:
-        """As `write_logprobs` has them."""
+        """Return the same field as `write_logprobs`, with `Rows` in place of lists."""
         return {name: None if entry is None else self.rows(entry, names, num_top) for name, entry in form.items()}
 
     def _some_at_a_time(self) -> Iterator[list[TokenLogprob]]:
         tokens: list[TokenLogprob] = []
-        tokens_at_once = 32  # written in one go: 0.5 ms with the top 20
+        tokens_at_once = 32  # encoding them takes 0.5 ms with 20 top log-probabilities each
         for packed in self._packed:
             tokens += _unpack(packed)
             if len(tokens) >= tokens_at_once:
@@ -230,7 +230,7 @@ _unpack = msgspec.msgpack.Decoder(list[TokenLogprob]).decode
 
 
 def _ranked(token: TokenLogprob, names: TokenNames, num_top: int) -> Json | None:
-    """An entry of `prompt_logprobs` as vLLM has it: a map of ids, the token's own among them."""
+    """Return an entry of `prompt_logprobs` in vLLM's format: a map by token id, which includes the token itself."""
     token_id, found, _ = token
     if found is None:
         return None
@@ -249,7 +249,7 @@ def _finite(logprob: float) -> float:
 
 @dataclass(slots=True)
 class ChoiceDetails:
-    """The details of one choice by now."""
+    """The details of one choice so far."""
 
     token_ids: array[int] = field(default_factory=lambda: array("l"))
     sum_logprobs: float = 0.0
@@ -279,12 +279,12 @@ class DetailsWriter:
             kept.prompt_logprobs.add(details.prompt_logprobs)
 
     def mean_logprob(self, index: int) -> float:
-        """The mean over the generated tokens of one of the requests."""
+        """Return the mean log-probability of the generated tokens of a request."""
         kept = self._kept[index]
         return kept.sum_logprobs / len(kept.token_ids) if kept.token_ids else 0.0
 
     def of_choice(self, index: int) -> Json:
-        """The fields of a finished choice."""
+        """Return the detail fields of a finished choice."""
         kept, fields, num_top = self._kept[index], Json(), self._detail_options.logprobs
         if num_top is not None:
             fields["logprobs"] = kept.logprobs.written(self._form, self._names, num_top=num_top)
@@ -293,7 +293,7 @@ class DetailsWriter:
         return fields
 
     def of_chunk(self, details: TokenDetails | None) -> Json:
-        """The fields of a chunk's choice."""
+        """Return the detail fields of a chunk's choice."""
         fields, num_top = Json(), self._detail_options.logprobs
         if details is None:
             return fields
@@ -304,12 +304,12 @@ class DetailsWriter:
         return fields
 
     def of_prompt(self, index: int) -> Json:
-        """The fields about the prompt of one of the requests."""
+        """Return the fields about the prompt of a request."""
         fields, num_top = Json(), self._detail_options.prompt_logprobs
         if self._detail_options.token_ids:
             fields["prompt_token_ids"] = Rows.of(self._facts.prompt_token_ids[index])
         if num_top is not None:
-            first_sample = index - index % self._facts.num_samples  # the only one that has them
+            first_sample = index - index % self._facts.num_samples  # the only sample with `prompt_logprobs`
             logprobs = self._kept[first_sample].prompt_logprobs
             fields["prompt_logprobs"] = logprobs.rows(_ranked, self._names, num_top)
         return fields

@@ -1,4 +1,4 @@
-"""The tools of a request: how the model's tool calls are taken out of its text."""
+"""The tools of a request, and the extraction of tool calls from the model's text."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from app.text.tool_calls import LIST, ArgumentsParser, CallParser, InputParser, 
 
 
 class ToolCallDelta(NamedTuple):
-    """What is new of one tool call. The first delta has the id and the name, later ones have more of the arguments."""
+    """A new part of one tool call. The first delta has the id and the name; later deltas add arguments."""
 
-    number: int  # of the call, from 0
+    number: int  # the index of the call in its choice
     call_id: str
     name: str | None
-    arguments: str  # of a custom tool, its input
+    arguments: str  # for a custom tool: its input
     is_custom: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """How tool calls are found in the texts of one request."""
+    """The parser and the grammar for the tool calls of one request."""
 
     make_parser: Callable[[], CallParser]
     form: ToolFormat
-    token_ids: frozenset[int] = frozenset()  # special tokens of the format, which the parser must see
-    grammar: Grammar | None = None  # of an output with forced or strict calls
+    token_ids: frozenset[int] = frozenset()  # special tokens of the format, whose text the parser needs
+    grammar: Grammar | None = None  # for an output with forced or strict calls
 
     def read(self, parser: CallParser, text: str, *, is_last: bool) -> list[tuple[str, tuple[ToolCallDelta, ...]]]:
-        """Add text of a choice to its parser: in its order text outside calls, and after it what is new of calls."""
+        """Parse more text of a choice. Return parts in order: text outside calls, and the call deltas after it."""
         parsed = parser.push(text)
         if is_last and not parser.is_done:
             parsed += parser.flush()
@@ -69,9 +69,9 @@ class ToolUse:
 
 
 def tool_use(body: ChatRequest, tokenizer: Tokenizer, form: ToolFormat | None) -> ToolUse | None:
-    """The tools of a chat that has some; None when it offers none. Raises InvalidRequest when they cannot be served.
+    """Return the tools of a chat, or None if `tool_choice` is none. Raises InvalidRequest if they cannot be served.
 
-    `form` is how the model writes free calls. Forced calls have one form for all models.
+    `form` is the model's own format of calls. Forced calls have the same format for all models.
     """
     if body.tool_choice == "none":
         return None
@@ -102,12 +102,12 @@ def tool_use(body: ChatRequest, tokenizer: Tokenizer, form: ToolFormat | None) -
         )
     if form is None:
         raise InvalidRequest(
-            "it is not known how this model writes tool calls; its operator can say so with the setting tool_parser, "
+            "the format of this model's tool calls is unknown; its operator can name it in the setting tool_parser, "
             "or send tool_choice none",
             param="tools",
         )
     texts = {name: texts_of(parameters_of(each)) for name, each in allowed.items()}
-    # Of some of the tools only, a grammar alone keeps the model from calling another.
+    # If only some of the tools are allowed, only a grammar keeps the model from calling the others.
     is_strict = len(allowed) < len(offered) or any(each.strict for each in allowed.values())
     return ToolUse(
         make_parser=lambda: reading_inputs(
@@ -120,7 +120,7 @@ def tool_use(body: ChatRequest, tokenizer: Tokenizer, form: ToolFormat | None) -
 
 
 def texts_of(parameters: Json) -> frozenset[str]:
-    """The arguments that can only be texts, or null, by the schema of a function's parameters."""
+    """Return the names of the arguments that can only be strings or null, by the schema of the parameters."""
     properties = parameters.get("properties")
     kinds = (
         {name: _kinds(schema) - {"null"} for name, schema in properties.items()} if isinstance(properties, dict) else {}
@@ -129,7 +129,7 @@ def texts_of(parameters: Json) -> frozenset[str]:
 
 
 def _kinds(schema: Any) -> set[str]:
-    """The types that a schema names, and those that its choices name; `any` for a choice that names none."""
+    """Return the types that a schema and its choices name. A schema or choice without a type gives `any`."""
     if not isinstance(schema, dict):
         return {"any"}
     named = schema.get("type")
@@ -142,7 +142,7 @@ def _kinds(schema: Any) -> set[str]:
 def _free_calls_grammar(
     functions: Sequence[Definition], form: ToolFormat, document: Grammar | None, *, is_strict: bool
 ) -> Grammar | None:
-    """The grammar of an output with free calls; None where only the request's own grammar applies."""
+    """Return the grammar of an output with free calls, or None if no grammar beside the request's own is needed."""
     if document is not None and document.kind is GrammarKind.JSON_SCHEMA:
         return document_or_calls_grammar(
             json.loads(document.text), functions, form, param=document.param, is_lenient=document.is_lenient

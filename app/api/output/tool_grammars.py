@@ -1,4 +1,4 @@
-"""Grammars of outputs with tool calls: calls that are forced, and free calls that keep to their schemas."""
+"""Grammars of outputs with tool calls: forced calls, and free calls that must match their schemas."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ ANY_ARGUMENTS: Json = {"type": "object"}
 
 
 def arguments_grammar(function: Definition) -> Grammar | None:
-    """A document of this function's arguments, or the input of a custom tool; None where that may be any text.
+    """Return the grammar of a function's arguments or of a custom tool's input; None if the input may be any text.
 
-    Raises InvalidRequest when the schema or grammar is too long.
+    Raises InvalidRequest if the schema or grammar is too long.
     """
     if isinstance(function, FunctionDefinition):
         return schema_grammar(parameters_of(function), param="tools", is_lenient=not function.strict)
@@ -42,14 +42,14 @@ def arguments_grammar(function: Definition) -> Grammar | None:
 
 
 def calls_grammar(functions: Sequence[Definition], *, only_one: bool) -> Grammar:
-    """A list of at least one call: `[{"name": "f", "arguments": {…}}]`. Raises InvalidRequest when it is too long."""
+    """Return the grammar of a list of one or more calls: `[{"name": "f", "arguments": {…}}]`. Raises InvalidRequest."""
     tags = [tag("", content, is_last=True) for content in _marked(LIST, functions, only_one=only_one)]
     schemas = [NamedSchema(parameters_of(each), not each.strict, each.name) for each in functions]
     return tags_grammar(tags, schemas, param="tools", larks=_larks(functions))
 
 
 def call_schema(function: Definition, number: int) -> Json:
-    """A call as an object, in a schema that defines its arguments by this number."""
+    """Return the schema of a call as an object. Definition `number` of the enclosing schema defines the arguments."""
     return {
         "type": "object",
         "properties": {"name": {"const": function.name}, "parameters": {"$ref": f"#/$defs/{number}"}},
@@ -59,12 +59,12 @@ def call_schema(function: Definition, number: int) -> Json:
 
 
 def parameters_of(function: Definition) -> Json:
-    """The schema of its arguments, which are an object whatever it says."""
+    """Return the schema of a function's arguments. The arguments are an object, regardless of the schema's type."""
     return {**(function.parameters or {}), **ANY_ARGUMENTS}
 
 
 def moved(schema: Any, place: str) -> Any:
-    """The schema rewritten for `place` inside another schema: its references point into itself."""
+    """Return the schema rewritten for `place` inside another schema, so that its references still point into it."""
 
     def pointed(one: Json, _: Place) -> Json:
         ref = one.get("$ref")
@@ -74,14 +74,14 @@ def moved(schema: Any, place: str) -> Any:
 
 
 def strict_calls_grammar(functions: Sequence[Definition], form: ToolFormat) -> Grammar:
-    """Free text in which every call, as this format writes them, is one of these functions'.
+    """Return a grammar of free text in which every call in this format calls one of `functions`.
 
-    Its arguments are a document of the function's schema where that is strict, else any object. Raises InvalidRequest
-    when the schemas are too long.
+    The arguments of a strict function match its schema; other arguments are any object. Raises InvalidRequest if the
+    schemas are too long.
     """
     is_last = not form.end or any(_larks(functions))
     tags = [tag(form.begin, content, is_last=is_last) for content in _marked(form, functions)]
-    if form.may_begin_bare:  # one call: a grammar with all of them after each would take too long to compile
+    if form.may_begin_bare:  # allow one call only: allowing all functions after each call compiles too slowly
         tags += [
             tag(f'{{"name":"{each.name}"', _arguments(form, number, each), is_opening=True, is_last=True)
             for number, each in enumerate(functions)
@@ -92,10 +92,10 @@ def strict_calls_grammar(functions: Sequence[Definition], form: ToolFormat) -> G
 def document_or_calls_grammar(
     schema: Json, functions: Sequence[Definition], form: ToolFormat, *, param: str, is_lenient: bool
 ) -> Grammar:
-    """A document of the schema, which came in the field `param`, or calls and nothing else, as above.
+    """Return a grammar of either one document of `schema`, which came in the field `param`, or only calls.
 
-    Where nothing marks a call there may be one: it and the document are objects, distinguished by their schemas. Raises
-    InvalidRequest as above.
+    If the format does not mark calls, it allows one call. The call and the document are then both objects, and only
+    their schemas distinguish them. Raises InvalidRequest if the schemas are too long or cannot be distinguished.
     """
     contents: list[Content] = [[{"schema": len(functions)}]]
     larks = _larks(functions)
@@ -106,14 +106,14 @@ def document_or_calls_grammar(
     if form.may_begin_bare:
         if named := [each["name"] for each in larks if each]:
             raise InvalidRequest(
-                f"tools has the Lark grammar of {named[0]!r} beside {param}: nothing marks a call of this model, "
-                f"so schemas alone tell calls from documents; leave out one of them",
+                f"the Lark grammar of the tool {named[0]!r} cannot be used with {param}: this model does not mark "
+                f"calls, so only schemas distinguish calls from documents; leave out one of the two",
                 param="tools",
             )
         schema = _document_or_call(schema, schemas, functions)
         is_lenient = is_lenient or any(each.is_lenient for each in schemas)
     tags = [tag("", content, is_last=True) for content in contents]
-    # Only strict functions have schemas of their own that may be wrong.
+    # Name `tools` in errors only if a function is strict: the schemas of other functions are always valid.
     param = "tools" if any(each.strict for each in functions) else param
     return tags_grammar(tags, [*schemas, NamedSchema(schema, is_lenient, "")], param=param, larks=larks)
 
@@ -133,16 +133,16 @@ def _schemas(functions: Sequence[Definition]) -> list[NamedSchema]:
 
 
 def _larks(functions: Sequence[Definition]) -> list[Json | None]:
-    """The Lark grammar of each input that has one."""
+    """Return the Lark grammar of each function's input, or None for a function without one."""
     return [None if each.lark is None else {"lark": each.lark, "name": each.name} for each in functions]
 
 
 def _marked(form: ToolFormat, functions: Sequence[Definition], *, only_one: bool = False) -> list[Content]:
-    """The contents that may follow the marker before calls: objects, in the marks of any format.
+    """Return the contents that may follow the marker before calls: calls as objects, in the brackets of the format.
 
-    An input by a Lark grammar may be any text, which nothing can end but the end of the output: so where there is such
-    a tool, there is one call. In a JSON string two terminals may begin with a backslash, and llguidance looks one byte
-    ahead.
+    An input with a Lark grammar may be any text, which only the end of the output can end. Therefore, functions with
+    such an input allow only one call. The input is not a JSON string, because two terminals could then start with a
+    backslash, and llguidance looks only one byte ahead.
     """
     numbered = [(number, each) for number, each in enumerate(functions) if each.lark is None]
     first = [_MAYBE_SPACE, "[", _MAYBE_SPACE] if form.lead else [_MAYBE_SPACE]
@@ -164,13 +164,13 @@ def _marked(form: ToolFormat, functions: Sequence[Definition], *, only_one: bool
 
 
 def _call(form: ToolFormat, number: int, function: Definition) -> Content:
-    """A call as an object."""
+    """Return a call as an object."""
     name = re.escape(function.name)
     return [{"pattern": rf'\{{{_SPACE}"name"{_SPACE}:{_SPACE}"{name}"'}, *_arguments(form, number, function)]
 
 
 def _arguments(form: ToolFormat, number: int, function: Definition) -> Content:
-    """The rest of such an object after the name, and the input that follows empty arguments."""
+    """Return the rest of the call's object after the name. A Lark input follows empty arguments."""
     key = rf'{_SPACE},{_SPACE}"{form.arguments_key}"{_SPACE}:{_SPACE}'
     if function.lark is not None:
         return [{"pattern": key}, "{}}\n", {"lark": number}]
@@ -178,7 +178,7 @@ def _arguments(form: ToolFormat, number: int, function: Definition) -> Content:
 
 
 def _more(form: ToolFormat, calls: Json) -> Content:
-    """More calls after the first, where something separates calls."""
+    """Return the calls after the first one, or [] if the format does not separate calls."""
     if not form.separators:
         return []
     return [{"repeat": [{"pattern": rf"{_SPACE}{re.escape(form.separators[0])}{_SPACE}"}, calls]}]

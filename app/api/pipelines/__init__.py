@@ -1,4 +1,4 @@
-"""Several steps under one name: the last one answers, those before it choose what the answer is based on."""
+"""Several steps under one name: the last step answers, and the earlier steps choose the documents for the answer."""
 
 from app.api.pipelines.pipeline import Pipeline, fill_indexes, pipelines_of
 from app.api.pipelines.run import PendingAnswer, PipelineRun

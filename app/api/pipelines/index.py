@@ -1,4 +1,4 @@
-"""Documents of a file, found by the cosines of their embeddings, which are computed once and kept on the disk."""
+"""Finds documents of a file by the cosines of their embeddings, which are computed once and stored on disk."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 MAX_INDEX_BYTES = 64 * 1024 * 1024
 MAX_INDEX_DOCUMENTS = 20_000
-# The cosine of vectors of one text that the same weights have made, in different batches, in bfloat16 too.
+# The lowest cosine of two vectors of a text that the same weights compute in different batches, even in bfloat16.
 _SAME = 0.9995
 _HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
 
@@ -39,7 +39,7 @@ class IndexedDocument:
     """One line of an index."""
 
     text: str
-    source: Json  # what a client knows it by: its number, and its id if it has one
+    source: Json  # identifies the document for clients: its index, and its id if it has one
 
 
 class DocumentIndex:
@@ -54,7 +54,7 @@ class DocumentIndex:
         self._lock = asyncio.Lock()
 
     async def best(self, question: Vector, top_n: int) -> list[tuple[IndexedDocument, float]]:
-        """The documents with the highest cosines, the highest first. Raises Unavailable while there are no vectors."""
+        """Return the documents with the highest cosines, highest first. Raises Unavailable until vectors exist."""
         if self._matrix is None and self._lock.locked():
             raise Unavailable(
                 f"the vectors of {Path(self._path).name} are being computed: {self._num_computed:,} of "
@@ -65,9 +65,9 @@ class DocumentIndex:
         return [(self.documents[at], float(scores[at])) for at in order.tolist()]
 
     async def matrix(self) -> Matrix:
-        """The vectors: those that are kept, where the model still makes them, else new ones.
+        """Return the stored vectors if the model still gives these vectors, and otherwise compute new ones.
 
-        Of several processes one computes and the others wait.
+        If several processes need them, one process computes and the others wait.
         """
         async with self._lock:
             if self._matrix is None:
@@ -82,7 +82,7 @@ class DocumentIndex:
         return self._matrix
 
     def _place(self) -> Path:
-        """Where the vectors are kept, under a digest of the documents and of what is known of the model."""
+        """Return the path of the stored vectors. The file name is a digest of the documents and the model info."""
         folder = cache_folder() / "indexes"
         folder.mkdir(parents=True, exist_ok=True)
         digest = hashlib.sha256(f"{self._model.name}\n{self._model.pooling}\n{self._model.facts}\n".encode())
@@ -91,17 +91,17 @@ class DocumentIndex:
         return folder / f"{digest.hexdigest()[:32]}.npy"
 
     async def _kept(self, kept: Path) -> Matrix | None:
-        """What is kept, unless the model makes other vectors now: its weights may have changed under its name."""
+        """Return the stored vectors, or None if there are none or the model's weights have changed since."""
         try:
             matrix: Matrix = await asyncio.to_thread(np.load, kept, allow_pickle=False)
-        except (OSError, ValueError):  # there is none, or it is broken
+        except (OSError, ValueError):  # the file is missing or broken
             return None
         some = sorted({0, len(self.documents) // 2, len(self.documents) - 1})
         vectors = await own_vectors([self.documents[at].text for at in some], self._model, is_background=True)
         if matrix.shape != (len(self.documents), len(vectors[0])):
             return None
         if min(float(matrix[at] @ each) for at, each in zip(some, vectors, strict=True)) < _SAME:
-            logger.info("index %s: %s has other weights now, vectors are computed anew", self._path, self._model.name)
+            logger.info("index %s: %s has other weights now; computing new vectors", self._path, self._model.name)
             return None
         return matrix
 
@@ -119,7 +119,7 @@ class DocumentIndex:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexStep:
-    """Takes the best documents of an index."""
+    """Adds the best documents of an index to the request."""
 
     name: str
     model: ServedModel
@@ -128,14 +128,14 @@ class IndexStep:
     kind: str = "embed"
 
     async def ranked(self, run: PipelineRun) -> PipelineRun:
-        """The run with the documents that are found, the best first.
+        """Return the run with the documents that were found, best first.
 
-        Raises InvalidRequest for a request with documents of its own, and Unavailable.
+        Raises InvalidRequest if the request has its own documents, and Unavailable until the index has vectors.
         """
         body = run.body
         assert isinstance(body, GenerationRequest), "pipelines are for endpoints that generate"
         if body.documents:
-            raise InvalidRequest(f"{body.model} takes its documents from an index; leave yours out", param="documents")
+            raise InvalidRequest(f"{body.model} takes documents from an index; leave documents out", param="documents")
         question, report = await question_vector(run, self.model, self)
         best = await self.index.best(question, self.top_n)
         report.end(kept=[document.source | {"score": score} for document, score in best])
@@ -145,7 +145,7 @@ class IndexStep:
 
 
 def read_index(path: str) -> list[IndexedDocument]:
-    """The documents of a file. Raises InvalidSetup with the place of what is wrong."""
+    """Read the documents of a file. Raises InvalidSetup with the line that is wrong."""
     file = Path(path).expanduser()
     try:
         num_bytes = file.stat().st_size
@@ -177,9 +177,9 @@ def _documents(path: str, content: str) -> Iterator[IndexedDocument]:
             raise InvalidSetup(f'{path}:{number} should be an object like {{"text": "...", "id": "..."}} with a text')
         own_id = value.get("id")
         if not isinstance(own_id, str | int | None):
-            raise InvalidSetup(f"{path}:{number} has an id that is neither text nor a number")
+            raise InvalidSetup(f"{path}:{number} has an id that is neither a text nor an integer")
         if len(str(own_id)) > MAX_ID_LENGTH:
             raise InvalidSetup(f"{path}:{number} has an id of {len(str(own_id)):,} characters; at most {MAX_ID_LENGTH}")
         if _HALF_OF_A_PAIR.search(f"{text}{own_id}"):
-            raise InvalidSetup(f"{path}:{number} has half of a surrogate pair, which is no character")
+            raise InvalidSetup(f"{path}:{number} has half of a surrogate pair, which is not a character")
         yield IndexedDocument(text, {"index": index} | ({} if own_id is None else {"id": own_id}))

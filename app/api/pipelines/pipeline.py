@@ -1,4 +1,4 @@
-"""A pipeline: the steps of one name, made of the config and the served models."""
+"""Pipelines: steps under one name, built from the config and the served models."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ RankingStep = RerankStep | IndexStep
 
 
 class AnsweringStep(Protocol):
-    """The last step."""
+    """The last step of a pipeline."""
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """What may answer."""
+        """The models and pipelines that may answer."""
 
     async def answer(self, run: PipelineRun) -> PendingAnswer:
-        """The answer, with all done that must be done before its first token."""
+        """Do all work before the first token of the answer, and return the pending answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +56,14 @@ class Pipeline:
     answering: AnsweringStep
 
     async def answer(self, run: PipelineRun) -> PendingAnswer:
-        """Run all steps that come before the first token of the answer."""
+        """Run all steps before the first token of the answer, and return the pending answer."""
         for step in self.ranking:
             run = await step.ranked(run)
         return await self.answering.answer(run)
 
     @cached_property
     def answering_models(self) -> tuple[ServedModel, ...]:
-        """The models that may answer, those of pipelines that it names too, each once."""
+        """The models that may answer, including those of named pipelines, without duplicates."""
         return _each_once(
             model
             for target in self.answering.targets
@@ -72,7 +72,7 @@ class Pipeline:
 
     @cached_property
     def models(self) -> tuple[ServedModel, ...]:
-        """All models that may run, each once."""
+        """All models that may run, without duplicates."""
         aside = [step.model for step in self.ranking]
         if isinstance(self.answering, RouteStep):
             aside += self.answering.others
@@ -84,16 +84,16 @@ class Pipeline:
         return _each_once((*aside, *of_targets))
 
     def is_for(self, account: Account) -> bool:
-        """Whether the account may use all of its models."""
+        """Return whether the account may use all models of the pipeline."""
         return all(account.may_use(model.base) for model in self.models)
 
     def check_account(self, account: Account) -> None:
-        """Raises NotPermitted where the account may not use one of the models."""
+        """Raise NotPermitted if the account may not use one of the models."""
         for model in self.models:
             account.check_model(model.base)
 
     def entry(self) -> Json:
-        """Its entry in /v1/models: the context is the smallest of the models that may answer."""
+        """Return the pipeline's entry in /v1/models, with the shortest context of the models that may answer."""
         models = self.answering_models
         longest = min(model.facts.max_model_len for model in models)
         return models[0].entry(self.name) | {"max_model_len": longest}
@@ -104,9 +104,9 @@ def _each_once(models: Iterable[ServedModel]) -> tuple[ServedModel, ...]:
 
 
 def pipelines_of(config: ApplicationConfig, models: Iterable[ServedModel]) -> list[Pipeline]:
-    """The pipelines over these models, which are those of the config.
+    """Build the configured pipelines from `models`, which must be the models of the config.
 
-    Raises InvalidSetup for a model that cannot do what a step asks of it.
+    Raises InvalidSetup if a model is not suitable for its step.
     """
     known = by_any_name(models)
     adapters = {
@@ -119,7 +119,7 @@ def pipelines_of(config: ApplicationConfig, models: Iterable[ServedModel]) -> li
 
 
 async def fill_indexes(pipelines: Iterable[Pipeline]) -> None:
-    """Have the vectors of all indexes computed, as far as they are not kept. Requests may come meanwhile."""
+    """Compute the vectors of all indexes that have no valid stored vectors. Requests may arrive meanwhile."""
     for pipeline in pipelines:
         for step in pipeline.ranking:
             if isinstance(step, IndexStep):
@@ -130,16 +130,16 @@ async def fill_indexes(pipelines: Iterable[Pipeline]) -> None:
 
 
 class _Builder:
-    """Makes each pipeline once, those that it names before it."""
+    """Builds each pipeline once, after the pipelines that it names."""
 
     def __init__(self, configs: Sequence[PipelineConfig], models: Mapping[str, ServedModel]) -> None:
-        """`models`: by all their names. Of an adapter the content is looked up when a request comes."""
+        """`models` has each model under all of its names. The files of adapters are found when a request arrives."""
         self._configs = configs
         self._models = models
         self._built: dict[str, Pipeline] = {}
 
     def pipeline(self, name: str) -> Pipeline:
-        """The pipeline of this name."""
+        """Return the pipeline with this name. Raises InvalidSetup."""
         if name not in self._built:
             index, config = next((at, each) for at, each in enumerate(self._configs) if each.name == name)
             for place, step in enumerate(config.steps):
@@ -205,18 +205,18 @@ class _Builder:
 
 
 def _why_not(step: PipelineStepConfig, named: NamedByStep, model: ServedModel) -> str:
-    """What keeps a model from what a step asks of it; "" where nothing does."""
+    """Return the reason why a model is not suitable for a step, or "" if the model is suitable."""
     if named.answers:
-        return "" if model.facts.generates else "is an encoder, which answers nothing"
+        return "" if model.facts.generates else "is an encoder, which cannot generate an answer"
     if isinstance(step, RerankStepConfig) and model.facts.scores_pairs:
         return ""
     if isinstance(step, RouteStepConfig) and step.by == "decision":
         chats = model.facts.generates and model.tokenizer.has_chat_template
-        return "" if chats else "has no chat template, so it answers no questions"
+        return "" if chats else "has no chat template, so it cannot answer questions"
     if isinstance(step, RouteStepConfig) and step.has_labels:
         wrong = {value for case in step.cases for value in case.values} - {*model.facts.labels}
         return f"has no label {min(wrong)!r}: it has {', '.join(model.facts.labels) or 'none'}" if wrong else ""
     if not model.gives_embeddings:
         return "gives neither embeddings nor scores" if isinstance(step, RerankStepConfig) else "gives no embeddings"
     keeps_vectors = isinstance(step, RouteStepConfig) or (isinstance(step, EmbedStepConfig) and step.index is not None)
-    return "is an adapter, which may change, and its vectors would be kept" if model.parent and keeps_vectors else ""
+    return "is an adapter, which may change after its vectors are stored" if model.parent and keeps_vectors else ""

@@ -1,4 +1,4 @@
-"""The first case that a request fits says which model answers, before anything of the answer is queued."""
+"""Route steps: the first case that matches a request selects the model, before any part of the answer is queued."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from app.errors import ContextTooLong
 
 
 class Chosen(NamedTuple):
-    """The case that a request takes."""
+    """The case that was chosen for a request."""
 
     case: int
-    report: StepReport  # which says why
-    prepared: PreparedRequest | None = None  # what its model would be asked, where that is known by now
+    report: StepReport  # says why the case was chosen
+    prepared: PreparedRequest | None = None  # the request to the case's model, if the chooser has prepared it
 
 
 class Chooser(Protocol):
@@ -35,7 +35,7 @@ class Chooser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RouteCase:
-    """What answers, on replicas with which preset."""
+    """A model or pipeline that may answer, and the preset of its replicas."""
 
     target: Target
     preset: str = ""
@@ -43,7 +43,7 @@ class RouteCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteStep:
-    """Cases, and what chooses among them."""
+    """The step that chooses one of several cases, which then answers."""
 
     name: str
     cases: tuple[RouteCase, ...]
@@ -56,11 +56,11 @@ class RouteStep:
 
     @property
     def others(self) -> tuple[ServedModel, ...]:
-        """Models that run and do not answer."""
+        """Models that run but do not answer."""
         return (self.chooser.model,) if isinstance(self.chooser, ByExample | ByLabel | ByDecision) else ()
 
     async def answer(self, run: PipelineRun) -> PendingAnswer:
-        """Choose, then as the case's target answers."""
+        """Choose a case and return the answer of its target."""
         chosen = await self.chooser.choose(run, self)
         case, run = self.cases[chosen.case], run.behind(chosen.report)
         if case.preset:
@@ -72,12 +72,12 @@ class RouteStep:
 
 @dataclass(frozen=True, slots=True)
 class ByLength:
-    """The first case with room for the prompt; a model that cannot hold prompt and output has none."""
+    """Chooses the first case whose token limit and whose model's context are large enough, or else the last case."""
 
-    max_prompt_tokens: Sequence[int]  # of all cases but the last
+    max_prompt_tokens: Sequence[int]  # one for each case but the last
 
     async def choose(self, run: PipelineRun, step: RouteStep) -> Chosen:
-        known: dict[str, PreparedRequest | None] = {}  # by the model's name; None: it cannot hold the request
+        known: dict[str, PreparedRequest | None] = {}  # by the model's name; None if its context is too short
         for index, most in enumerate(self.max_prompt_tokens):
             target = step.cases[index].target
             model = target if isinstance(target, ServedModel) else target.answering_models[0]
@@ -100,10 +100,10 @@ async def _fitting(run: PipelineRun, model: ServedModel) -> PreparedRequest | No
 
 @dataclass(frozen=True, slots=True)
 class ByHeader:
-    """The first case that has the value of a header."""
+    """Chooses the first case that lists the value of a header, or else the last case."""
 
     header: str
-    values: Sequence[Sequence[str]]  # of all cases but the last
+    values: Sequence[Sequence[str]]  # for each case but the last
 
     async def choose(self, run: PipelineRun, step: RouteStep) -> Chosen:
         given = run.context.headers.get(self.header, "").strip()
@@ -113,10 +113,10 @@ class ByHeader:
 
 @dataclass(frozen=True, slots=True)
 class ByLabel:
-    """The first case that names the label with the highest score for the last text of the user."""
+    """Chooses the first case that lists the label with the highest score for the user's last text, or the last case."""
 
     model: ServedModel
-    labels: Sequence[Sequence[str]]  # of all cases but the last
+    labels: Sequence[Sequence[str]]  # for each case but the last
 
     async def choose(self, run: PipelineRun, step: RouteStep) -> Chosen:
         scores, report = await question_scores(run, self.model, step)
@@ -129,10 +129,10 @@ class ByLabel:
 
 @dataclass(frozen=True, slots=True)
 class ByDecision:
-    """The case with the description that a model chooses for the last text of the user."""
+    """Lets a model choose the case whose description fits the user's last text best."""
 
     model: ServedModel
-    descriptions: Sequence[str]  # of all cases
+    descriptions: Sequence[str]  # one for each case
 
     async def choose(self, run: PipelineRun, step: RouteStep) -> Chosen:
         question = Choice(
@@ -152,14 +152,14 @@ class ByDecision:
 
 @dataclass(slots=True)
 class ByExample:
-    """The case with the example that the last text of the user is nearest to, by the cosine of their embeddings.
+    """Chooses the case with the example that is nearest to the user's last text, by the cosine of their embeddings.
 
     The vectors of the examples are computed once.
     """
 
     model: ServedModel
-    examples: Sequence[Sequence[str]]  # of all cases
-    _vectors: Matrix | None = None  # of all examples: [num_examples, embedding_size]
+    examples: Sequence[Sequence[str]]  # for each case
+    _vectors: Matrix | None = None  # all examples: [num_examples, embedding_size]
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def choose(self, run: PipelineRun, step: RouteStep) -> Chosen:

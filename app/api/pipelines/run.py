@@ -1,4 +1,4 @@
-"""One request on its way through the steps of a pipeline: what each computes, what time is left, what it reports."""
+"""A request that passes through the steps of a pipeline: the requests of the steps, their deadlines and reports."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from app.errors import DeadlineMissed, InvalidRequest
 from app.json_pieces import Json
 from app.metrics import RequestMetrics
 
-MAX_DOCUMENTS_HEADER = 4096  # characters of the ids of documents in a header
-_PLAIN = " !#$&'()*+-./:;=?@[]^_`{|}~"  # beside letters and digits, what an id has there as it is
+MAX_DOCUMENTS_HEADER = 4096  # characters of the header with the ids of documents
+_PLAIN = " !#$&'()*+-./:;=?@[]^_`{|}~"  # characters, beside letters and digits, that are not percent-encoded in it
 
-_REPLICA_HEADERS = (GROUP_HEADER, PRESET_HEADER)  # which replicas of the model that answers
+_REPLICA_HEADERS = (GROUP_HEADER, PRESET_HEADER)  # they choose replicas of the answering model only
 
 
 class Step(Protocol):
@@ -33,37 +33,37 @@ class Step(Protocol):
 
     @property
     def name(self) -> str:
-        """The pipeline's and the place in it, as `rag[0]`."""
+        """The name of the pipeline and the index of the step in it, such as `rag[0]`."""
 
     @property
     def kind(self) -> str:
-        """As in the config."""
+        """The kind of the step in the config."""
 
 
 class OtherPipeline(Protocol):
-    """A pipeline as the steps that name it see it."""
+    """The interface of a pipeline for steps that name it."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def models(self) -> Sequence[ServedModel]:
-        """All models that may run, each once."""
+        """All models that may run, without duplicates."""
 
     @property
     def answering_models(self) -> Sequence[ServedModel]:
-        """Those that may answer, each once."""
+        """The models that may answer, without duplicates."""
 
     async def answer(self, run: PipelineRun) -> PendingAnswer:
-        """Run all steps that come before the first token of the answer."""
+        """Run all steps before the first token of the answer, and return the pending answer."""
 
 
-Target = ServedModel | OtherPipeline  # what a step may name as what answers
+Target = ServedModel | OtherPipeline  # a step names targets, which answer
 
 
 @dataclass(slots=True, kw_only=True)
 class StepReport:
-    """What one step has done: its time, its decision."""
+    """The times and the decision of one step."""
 
     step: Step
     began_at: float  # by the monotonic clock
@@ -71,7 +71,7 @@ class StepReport:
     decided: Json = field(default_factory=dict)
 
     def end(self, **decided: object) -> None:
-        """The step has its result."""
+        """End the step with its result."""
         self.decided |= decided
         if self.ended_at is None:
             self.ended_at = time.monotonic()
@@ -87,10 +87,10 @@ class StepReport:
 
 @dataclass(slots=True, kw_only=True)
 class ModelStepReport(StepReport):
-    """The same with the model that ran, and its tokens."""
+    """The report of a step that runs a model, with the model and its tokens."""
 
     state: ResponseState
-    times: PipelineStepTimes | None  # where traces are sent
+    times: PipelineStepTimes | None  # None if no traces are sent
 
     def end(self, **decided: object) -> None:
         if self.ended_at is None and self.times is not None:
@@ -107,35 +107,35 @@ class ModelStepReport(StepReport):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineRun:
-    """A checked body, and what has become of it by now."""
+    """A checked body, and the results of the steps so far."""
 
     endpoint: Endpoint
     body: QueuedRequest
     context: RequestContext
-    prepare: Callable[..., Awaitable[PreparedRequest]]  # checks a body for a model, and reserves what it may need
+    prepare: Callable[..., Awaitable[PreparedRequest]]  # checks a body for a model, and reserves its maximum of tokens
     metrics: RequestMetrics
-    size: int  # of the body, see `size_of`
-    sources: Sequence[Json] | None = None  # of the documents in the body, where a step has chosen them
-    is_judged: bool = False  # it is of interest how sure a model is of its answer
-    reports: list[StepReport] = field(default_factory=list)  # of all branches, in the order in which they began
-    way: tuple[StepReport, ...] = ()  # those that have led here
+    size: int  # size of the body, by `size_of`
+    sources: Sequence[Json] | None = None  # sources of the documents in the body, if a step has chosen them
+    is_judged: bool = False  # measure the confidence of the models that answer
+    reports: list[StepReport] = field(default_factory=list)  # reports of all branches, in order of their start
+    way: tuple[StepReport, ...] = ()  # reports of the steps that have led to this run
 
     def behind(self, report: StepReport) -> PipelineRun:
-        """The same run after one more step, which has its result."""
+        """Return this run after one more step, which has ended."""
         return replace(self, way=(*self.way, report))
 
     def judged(self) -> PipelineRun:
-        """The same run, of which it is of interest how sure models are of their answers."""
+        """Return this run with `is_judged`, which measures the confidence of the models that answer."""
         return replace(self, is_judged=True)
 
     def with_documents(self, documents: Sequence[str], sources: Sequence[Json]) -> PipelineRun:
-        """The same run with other documents in its body; `sources`: of each, what the client knows it by."""
+        """Return this run with new documents in its body. `sources` identify the documents for the client."""
         body = self.body.model_copy(update={"documents": list(documents)})
         size = self.size + sum(map(len, documents))
         return replace(self, body=body, size=size, sources=sources)
 
     def with_preset(self, preset: str) -> PipelineRun:
-        """The same run for replicas with this preset, unless the client has chosen some."""
+        """Return this run for replicas with this preset, unless the client's headers choose replicas."""
         headers = self.context.headers
         if any(headers.get(name) for name in _REPLICA_HEADERS):
             return self
@@ -143,12 +143,12 @@ class PipelineRun:
 
     @property
     def question(self) -> str:
-        """The last text of the user. Raises InvalidRequest where there is none."""
+        """The last text of the user. Raises InvalidRequest if there is none."""
         assert isinstance(self.body, GenerationRequest), "pipelines are for endpoints that generate"
         return self.body.question
 
     async def answer(self, pipeline: OtherPipeline) -> PendingAnswer:
-        """The answer of a pipeline, with all done that must be done before its first token."""
+        """Run a pipeline up to the first token, and return the pending answer, whose usage lists the steps."""
         pending = await pipeline.answer(self)
         pending.state.extra_usage = partial(self._usage, pipeline.name)
         return pending
@@ -156,9 +156,9 @@ class PipelineRun:
     async def prepared(
         self, target: Target, step: Step, *, known: PreparedRequest | None = None
     ) -> Callable[[], Awaitable[PendingAnswer]]:
-        """A function that starts an answer. What a model computes is checked and reserved before, so at once.
+        """Return a function that starts the answer of a target. The request to a model is checked and reserved first.
 
-        known: what the body asks of a model, where it was checked before and not reserved.
+        `known` is the request to the model, if that request was already checked but not reserved.
         """
         if not isinstance(target, ServedModel):
             return partial(target.answer, self)
@@ -172,14 +172,14 @@ class PipelineRun:
     async def request_for(
         self, model: ServedModel, *, reserves: bool = True, known: PreparedRequest | None = None
     ) -> PreparedRequest:
-        """What the body asks of a model, checked, and what it may need reserved."""
+        """Return the checked request for a model, and reserve its maximum of tokens if `reserves` is true."""
         of_body = (self.endpoint, self.body, model, self.context, self.size)
         return await self.prepare(*of_body, reserves=reserves, known=known)
 
     async def request_aside(
         self, endpoint: Endpoint, model: ServedModel, *, question_param: str, **fields: object
     ) -> PreparedRequest:
-        """What a step asks that does not answer, for the same tenant, in the same class, with the same deadline.
+        """Return the request of a step that does not answer, with the tenant, priority and deadline of the body.
 
         `fields` are checked values of the endpoint's body. An error about `question_param` names the client's field.
         """
@@ -196,28 +196,28 @@ class PipelineRun:
             raise
 
     def note(self, step: Step, **decided: object) -> StepReport:
-        """A step has decided something without a model."""
+        """Add and return the report of a step that has made a decision without a model."""
         now = time.monotonic()
         self.reports.append(StepReport(step=step, began_at=now, ended_at=now, decided=dict(decided)))
         return self.reports[-1]
 
     def begin(self, prepared: PreparedRequest, step: Step) -> ModelStepReport:
-        """A step begins now, with the time that the steps before have left; the report has its response.
+        """Start a step with the time that earlier steps have left, and return its report, which has its response.
 
-        What it uses counts for the key, whether its output is shown or not. Raises DeadlineMissed.
+        The key is charged for the step even if the client does not see its output. Raises DeadlineMissed.
         """
         trace, now = self.context.trace, time.monotonic()
         if self.reports:
             prepared = _with_less_time(prepared, now - self.reports[0].began_at)
         state = ResponseState.begin(prepared, self.context, self.metrics)
-        state.trace = None  # of all that is computed, the trace has the attempts at the answer
+        state.trace = None  # a trace shows attempts only for the answer, not for other steps
         times = None if trace is None else trace.step(f"{step.kind} {step.name}", prepared.model.name)
         report = ModelStepReport(step=step, began_at=now, state=state, times=times)
         self.reports.append(report)
         return report
 
     def generated(self, prepared: PreparedRequest, step: Step) -> PendingAnswer:
-        """The output of a model, which begins when it is read."""
+        """Return a model's answer, whose generation starts when the answer is read."""
         confidence = None
         if self.is_judged:
             confidence = Confidence(prepared.model.generate)
@@ -228,7 +228,7 @@ class PipelineRun:
         return PendingAnswer(state=report.state, way=(*self.way, report), confidence=confidence)
 
     def again(self, answer: ReadAnswer) -> PendingAnswer:
-        """An answer that was read, once more. It was measured when it was generated."""
+        """Return an answer that was already read, to be read again. The metrics do not count the answer twice."""
         prepared = answer.of.state.prepared
         state = ResponseState.begin(prepared, self.context, RequestMetrics(), pieces=answer.deltas.replayed())
         return replace(answer.of, state=state)
@@ -239,30 +239,30 @@ class PipelineRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingAnswer:
-    """An answer that begins when it is read."""
+    """An answer whose generation starts when the answer is read."""
 
     state: ResponseState
-    way: tuple[StepReport, ...]  # the steps that have led to it, and last the one that gives it
-    confidence: Confidence | None = None  # where the run is judged
+    way: tuple[StepReport, ...]  # reports of the steps that have led to the answer; the last step gives the answer
+    confidence: Confidence | None = None  # if the run is judged
 
     @property
     def report(self) -> StepReport:
-        """Of the step that gives it."""
+        """The report of the step that gives the answer."""
         return self.way[-1]
 
     async def read(self) -> ReadAnswer:
-        """Wait for all of it. Raises what its generation raises."""
+        """Wait for the whole answer. Raises the errors of its generation."""
         deltas = KeptDeltas()
         await self.state.read(deltas.add, keep_text=True)
         self.report.end()
         return ReadAnswer(self, deltas)
 
     def behind(self, report: StepReport) -> PendingAnswer:
-        """The same answer after one more step before the others."""
+        """Return this answer with the report of one more step before the others."""
         return replace(self, way=(report, *self.way))
 
     def headers(self) -> dict[str, str]:
-        """What the steps on its way have decided, as far as it is known before the first token."""
+        """Return headers with the decisions of the steps on `way` that are known before the first token."""
         headers = {"x-carousel-pipeline-model": self.state.prepared.model.name}
         for report in self.way:
             if "mean_logprob" in report.decided:
@@ -276,30 +276,30 @@ class PendingAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ReadAnswer:
-    """An answer of a judged run that has ended."""
+    """A finished answer of a judged run."""
 
     of: PendingAnswer
     deltas: KeptDeltas
 
     @property
     def mean_logprob(self) -> float:
-        assert self.of.confidence is not None, "its run is judged"
+        assert self.of.confidence is not None, "the run of a read answer is judged"
         return self.of.confidence.mean_logprob
 
     @property
     def texts(self) -> tuple[object, ...]:
-        """Of each choice, what it says and calls; equal for answers that say the same."""
+        """The text and the calls of each choice. Answers with equal content have equal values."""
         outputs = self.of.state.outputs
         calls = [[{**call, "id": ""} for call in output.calls] for output in outputs]
         return tuple((str(output.text).strip(), str(called)) for output, called in zip(outputs, calls, strict=True))
 
     def decided(self, **decided: object) -> None:
-        """Note what has come of it."""
+        """Add the mean log-probability and a decision about this answer to its report."""
         self.of.report.decided |= {"mean_logprob": self.mean_logprob, **decided}
 
 
 class Confidence:
-    """The mean log-probability of what a model generates, over all requests that go through here."""
+    """Wraps a model's `generate`, and measures the mean log-probability of the tokens of all its requests."""
 
     def __init__(self, generate: Generate) -> None:
         self._generate = generate
@@ -308,11 +308,11 @@ class Confidence:
 
     @property
     def mean_logprob(self) -> float:
-        """0, which means certain, for a model that generated nothing."""
+        """The mean so far. A model that generated nothing has 0, which means certain."""
         return self._sum / self._num_tokens if self._num_tokens else 0.0
 
     async def generate(self, request: Request) -> AsyncIterator[TokenDelta]:
-        """The model's `generate`, with log-probabilities even if the request asks for none."""
+        """Call the model's `generate`, with log-probabilities even if the request asks for none."""
         if request.sampling.logprobs is None:
             request = replace(request, sampling=replace(request.sampling, logprobs=0))
         async with token_deltas(self._generate, request) as deltas:
@@ -323,7 +323,7 @@ class Confidence:
 
 
 def _document_ids(kept: Sequence[Json]) -> str:
-    """Ids or numbers of documents as one header, percent-encoded, so many as fit: proxies take some kilobytes."""
+    """Return a header with the first percent-encoded ids or indexes of documents. Proxies limit the size of headers."""
     ids, room = list[str](), MAX_DOCUMENTS_HEADER
     for document in kept:
         written = quote(str(document.get("id", document["index"])), safe=_PLAIN)
@@ -335,13 +335,13 @@ def _document_ids(kept: Sequence[Json]) -> str:
 
 
 def _with_less_time(prepared: PreparedRequest, elapsed_s: float) -> PreparedRequest:
-    """The call with its deadlines shortened by `elapsed_s`. Raises DeadlineMissed when no time is left."""
+    """Return the call with its deadlines shortened by `elapsed_s`. Raises DeadlineMissed if no time is left."""
     deadlines = [request.deadline_s for request in prepared.requests if request.deadline_s is not None]
     if not deadlines:
         return prepared
     if min(deadlines) <= elapsed_s:
         raise DeadlineMissed(
-            f"the deadline of {min(deadlines):g} s has passed while the steps before {prepared.model.name} ran"
+            f"the deadline of {min(deadlines):g} s passed while the steps before {prepared.model.name} ran"
         )
     return replace(
         prepared,

@@ -1,4 +1,4 @@
-"""The steps of pipelines but routing: those that rank documents before the answer, and those in which models answer."""
+"""The steps of pipelines except route and index steps: steps that generate answers, and the rerank step."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class GenerateStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CascadeStep:
-    """A small model answers where it was confident, else a large one.
+    """A small model answers if it is confident; otherwise a large model answers.
 
-    Confidence is the mean log-probability of the small model's tokens, over all choices of a request. Nothing of its
-    output is sent before it is known. (The idea is that of FrugalGPT, Chen et al., 2023, with the small model as its
-    own judge.)
+    The confidence is the mean log-probability of the small model's tokens, over all choices of a request. No output of
+    the small model is sent before the confidence is known. (The idea is from FrugalGPT, Chen et al., 2023; here the
+    small model judges itself.)
     """
 
     name: str
@@ -54,11 +54,11 @@ class CascadeStep:
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """What may answer."""
+        """The models or pipelines that may answer."""
         return self.small, self.large
 
     async def answer(self, run: PipelineRun) -> PendingAnswer:
-        """Run the small one and decide. The large one has not begun then. Raises what the small one's run raises."""
+        """Run the small model, then decide whether to start the large model. Raises the errors of the small model."""
         small = await run.judged().prepared(self.small, self)
         large = await run.prepared(self.large, self)
         tried = await (await small()).read()
@@ -70,7 +70,7 @@ class CascadeStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnsembleStep:
-    """Models or pipelines all answer, and one of their answers is chosen once all have ended."""
+    """All models or pipelines answer, and one answer is chosen after all have finished."""
 
     name: str
     targets: tuple[Target, ...]
@@ -78,7 +78,7 @@ class EnsembleStep:
     kind: str = "ensemble"
 
     async def answer(self, run: PipelineRun) -> PendingAnswer:
-        """Run all and choose. The first error of any ends the others and is raised."""
+        """Run all targets and choose an answer. The first error of a target ends the other targets and is raised."""
         judged = run.judged()
         starts = [await judged.prepared(target, self) for target in self.targets]
         answers = await _all_read(starts)
@@ -108,7 +108,7 @@ async def _all_read(starts: Sequence[Callable[[], Awaitable[PendingAnswer]]]) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RerankStep:
-    """Keeps the best documents of the request, by the scores of a model."""
+    """Keeps the documents of the request that a model scores highest."""
 
     name: str
     kind: str
@@ -116,12 +116,12 @@ class RerankStep:
     top_n: int
 
     async def ranked(self, run: PipelineRun) -> PipelineRun:
-        """The run with the documents that are kept, the best first. Raises InvalidRequest where there are none."""
+        """Return the run with its `top_n` documents, best first. Raises InvalidRequest if the request has none."""
         body = run.body
         assert isinstance(body, GenerationRequest), "pipelines are for endpoints that generate"
         documents = body.documents
         if not documents:
-            raise InvalidRequest(f"documents is required: {body.model} ranks them; send texts", param="documents")
+            raise InvalidRequest(f"{body.model} ranks documents; send texts in documents", param="documents")
         prepared = await run.request_aside(
             ENDPOINTS["/v1/rerank"],
             self.model,
@@ -129,7 +129,7 @@ class RerankStep:
             query=run.question,
             documents=documents,
             top_n=self.top_n,
-            max_tokens_per_doc=self.model.facts.max_model_len,  # a longer one is cut
+            max_tokens_per_doc=self.model.facts.max_model_len,  # longer documents are truncated
         )
         report = run.begin(prepared, self)
         best = await best_documents(len(documents), self.top_n, report.state)

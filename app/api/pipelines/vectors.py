@@ -1,4 +1,4 @@
-"""What models say of the last text of the user, and vectors of a pipeline's own texts, such as examples and indexes."""
+"""Vectors and scores of the user's last text, and vectors of a pipeline's own texts (examples and indexes)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Matrix = npt.NDArray[np.float32]
 
 
 async def question_vector(run: PipelineRun, model: ServedModel, step: Step) -> tuple[Vector, StepReport]:
-    """The vector of the last text of the user, of length 1; the report of the step, which has not ended."""
+    """Return the vector of the user's last text, with length 1, and the report of the step, which has not ended."""
     prepared = await run.request_aside(_VECTORS, model, question_param="input", input=[run.question])
     report = run.begin(prepared, step)
     [vector] = await vectors_of(report.state)
@@ -36,18 +36,18 @@ async def question_vector(run: PipelineRun, model: ServedModel, step: Step) -> t
 
 
 async def question_scores(run: PipelineRun, model: ServedModel, step: Step) -> tuple[Vector, StepReport]:
-    """The score of each label of a classifier for the last text of the user. Raises Failure for one that is none."""
+    """Return the score of each label for the user's last text, and the report. Raises Failure for an infinite score."""
     prepared = await run.request_aside(_VECTORS, model, question_param="input", input=[run.question])
     report = run.begin(prepared, step)
     [scores] = await results_of(report.state, lambda index, numbers: numbers)
     if not np.isfinite(scores).all():
-        raise Failure(f"{model.name} gave the scores {scores.tolist()}")
+        raise Failure(f"{model.name} gave scores that are not finite: {scores.tolist()}")
     return scores, report
 
 
 async def cosines(matrix: Matrix, vector: Vector) -> Vector:
-    """Of a vector with each row of a matrix [num_vectors, embedding_size], all of length 1: [num_vectors]."""
-    products_on_the_loop = 1_000_000  # computed in a millisecond
+    """Return the cosines [num_vectors] of `vector` with the rows [num_vectors, embedding_size], all of length 1."""
+    products_on_the_loop = 1_000_000  # they take a millisecond
     if matrix.size <= products_on_the_loop:
         return matrix @ vector
     return await asyncio.to_thread(np.matmul, matrix, vector)
@@ -60,14 +60,14 @@ async def own_vectors(
     is_background: bool,
     on_progress: Callable[[int], object] = lambda number: None,
 ) -> list[Vector]:
-    """The vectors of texts of the service's own, of length 1, which no key pays for.
+    """Return the vectors, with length 1, of texts that belong to the service. No key is charged for them.
 
-    Where the replicas are full, it waits and tries again. `on_progress` is told how many there are.
+    Waits and retries while the replicas are full. `on_progress` is called with the number of vectors so far.
     """
     vectors: list[Vector] = []
     account = Account(None, time.monotonic)
     context = RequestContext(reservation=Reservation(account), request_id=uuid.uuid4().hex)
-    at_once = 32  # own texts in one call
+    at_once = 32  # texts in one call
     while len(vectors) < len(texts):
         some: list[str | list[int]] = [*texts[len(vectors) : len(vectors) + at_once]]
         body = EmbeddingsRequest.model_construct(input=some, service_tier="flex" if is_background else "auto")
@@ -75,19 +75,19 @@ async def own_vectors(
         try:
             vectors += await vectors_of(ResponseState.begin(prepared, context, RequestMetrics()))
         except Overloaded as error:
-            longest_pause_s = 1.0  # what is refused is told when a full queue should have passed
+            longest_pause_s = 1.0  # because `retry_after_s` is the time for a full queue to empty
             await asyncio.sleep(min(error.retry_after_s, longest_pause_s))
         on_progress(len(vectors))
     return vectors
 
 
 def _prepare_vectors(body: EmbeddingsRequest, model: ServedModel, context: RequestContext) -> PreparedRequest:
-    """As for /v1/embeddings, but texts are cut to what the model reads, and a classifier gives its scores."""
+    """Prepare as for /v1/embeddings, but truncate texts to the model's context, and ask a classifier for its scores."""
     longest = model.facts.max_model_len
     texts = [text for text in body.input or () if isinstance(text, str)]
     prompts = model.tokenizer.texts(texts, max_tokens=longest, longest=longest).encoded()
     if not all(prompt.token_ids for prompt in prompts):
-        raise InvalidRequest("there is a text without tokens; give each at least one", param="input")
+        raise InvalidRequest("a text has no tokens; send texts of at least one token", param="input")
     pooling = Pooling.SCORE if model.facts.labels else model.pooling
     return prepare_pooling("embd-", body, model, context, prompts, pooling)
 

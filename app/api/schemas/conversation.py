@@ -1,4 +1,4 @@
-"""A conversation: its messages, the calls in them, and the tools on offer."""
+"""A conversation: messages, tool calls in messages, and the tools that the model may call."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ from app.api.schemas.fields import (
 )
 from app.text.tool_calls import INPUT_KEY
 
-UNSEEN_IMAGE = "[An image, which this model cannot see.]"  # in its place in the result of a call
+UNSEEN_IMAGE = "[An image, which this model cannot see.]"  # replaces an image in the result of a call
 
-# Of what is no custom tool: the error about another type names both.
+# The type of everything that is not a custom tool. The error for a wrong type then names both types.
 FunctionType = Annotated[Literal["function", "custom"], WithJsonSchema({"const": "function"})]
 
 
 def by_type(value: Any) -> str:
-    """The tag of a part of a union."""
+    """Return the tag that selects the member of a union for a value."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return f"#{kind}" if kind in ("custom", "allowed_tools") else "#function"
 
 
 class CalledFunction(Schema):
     name: str = Field(max_length=MAX_ID_LENGTH)
-    arguments: str  # JSON, as the model wrote it
+    arguments: str  # JSON, exactly as the model wrote it
 
 
 class CalledCustom(Schema):
@@ -57,7 +57,7 @@ class CalledCustom(Schema):
 
 
 class MessageToolCall(Schema):
-    """A call that the model made in an earlier turn."""
+    """A function call that the model made in an earlier turn."""
 
     id: str = Field(max_length=MAX_ID_LENGTH)
     type: FunctionType = "function"
@@ -65,7 +65,7 @@ class MessageToolCall(Schema):
 
 
 class MessageCustomCall(Schema):
-    """Such a call of a custom tool."""
+    """A call of a custom tool that the model made in an earlier turn."""
 
     id: str = Field(max_length=MAX_ID_LENGTH)
     type: Literal["custom"]
@@ -73,7 +73,7 @@ class MessageCustomCall(Schema):
 
     @cached_property
     def function(self) -> CalledFunction:
-        """The call of the function that templates see in its place."""
+        """The equivalent function call for chat templates."""
         arguments = json.dumps({INPUT_KEY: self.custom.input}, ensure_ascii=False)
         return CalledFunction(name=self.custom.name, arguments=arguments)
 
@@ -88,7 +88,7 @@ class FunctionDefinition(Schema):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None  # a JSON schema
-    strict: bool | None = None  # calls keep to the schema; forced calls always do
+    strict: bool | None = None  # calls must match the schema; forced calls always match
     lark: ClassVar[str | None] = None
 
     def for_template(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class CustomGrammar(Schema):
 
 
 class CustomFormat(Schema):
-    """Which texts a custom tool takes: any, or those of a grammar."""
+    """The inputs that a custom tool accepts: any text, or texts that match a grammar."""
 
     model_config = ConfigDict(
         json_schema_extra={"if": {"properties": {"type": {"const": "grammar"}}}, "then": {"required": ["grammar"]}}
@@ -122,7 +122,7 @@ class CustomFormat(Schema):
 
 
 class CustomDefinition(Schema):
-    """A tool that takes a text. For models and templates it is a strict function with one argument."""
+    """A tool whose input is a text. Models and templates see it as a strict function with one argument."""
 
     name: FunctionName
     description: str | None = None
@@ -131,13 +131,13 @@ class CustomDefinition(Schema):
 
     @property
     def lark(self) -> str | None:
-        """The Lark grammar of its input."""
+        """The Lark grammar of the input, if any."""
         grammar = self.format.grammar
         return grammar.definition if grammar is not None and grammar.syntax == "lark" else None
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """The schema of the function's arguments, of which a Lark grammar is no part."""
+        """The schema of the function's arguments. A Lark grammar appears only in a description."""
         text: dict[str, Any] = {"type": "string"}
         if self.lark is not None:
             text["description"] = f"A text by this Lark grammar:\n{self.lark}"
@@ -171,7 +171,7 @@ class Tool(Schema):
 
 
 class CustomTool(Schema):
-    """A tool of which the client gives the input's form, and not the arguments'."""
+    """A tool whose input is a text and not a JSON object of arguments."""
 
     type: Literal["custom"]
     custom: CustomDefinition
@@ -182,7 +182,7 @@ class CustomTool(Schema):
 
 
 class VendorTool(Schema):
-    """A tool that only its vendor can run, or whose calls only its vendor's models know. It is not offered."""
+    """A tool that only its vendor can run, or that only the vendor's models can call. Models here do not see it."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -205,7 +205,7 @@ class _OneTool(Schema):
 
 
 class NamedTool(_OneTool):
-    """`tool_choice` as an object: this function and no other."""
+    """`tool_choice` as an object: the model must call this function."""
 
     type: FunctionType
     function: ChosenFunction
@@ -216,7 +216,7 @@ class NamedTool(_OneTool):
 
 
 class NamedCustomTool(_OneTool):
-    """The same of a custom tool."""
+    """`tool_choice` as an object: the model must call this custom tool."""
 
     type: Literal["custom"]
     custom: ChosenFunction
@@ -236,7 +236,7 @@ class AllowedTools(Schema):
 
 
 class AllowedToolsChoice(Schema):
-    """`tool_choice` as an object: no tools but these. The prompt has all of them, so its prefix stays the same."""
+    """`tool_choice` as an object: only these tools. The prompt still has all tools, so its prefix stays cached."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -278,9 +278,9 @@ class Message(Schema):
             json_schema_input_type=str | list[TextPart | RefusalPart] | None,
         ),
     ] = Field(None, validate_default=True)
-    refusal: str | None = None  # what the assistant said in an earlier turn in place of its content
-    reasoning_content: str | None = None  # of an earlier turn, for templates that take it
-    reasoning: str | None = None  # another name for it
+    refusal: str | None = None  # the assistant's refusal in an earlier turn, in place of its content
+    reasoning_content: str | None = None  # the reasoning of an earlier turn, for templates that read it
+    reasoning: str | None = None  # another name for `reasoning_content`
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: ListOf[AnyToolCall] | None = Field(None, max_length=128)
@@ -302,9 +302,9 @@ class Message(Schema):
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """A conversation as chat templates expect it: only keys that have a value, and `content` always.
+    """Return the messages as chat templates expect them: `content` is always present, other keys if they have a value.
 
-    Some templates need the function's name in the result of a call.
+    The result of a call has the function's name, because some templates need it.
     """
     names: dict[str, str] = {}
     written = []
@@ -329,7 +329,7 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def template_tools(tools: Sequence[Tool | CustomTool]) -> list[dict[str, Any]]:
-    """The tools as chat templates expect them."""
+    """Return the tools as chat templates expect them."""
     return [{"type": "function", "function": tool.definition.for_template()} for tool in tools]
 
 
@@ -337,7 +337,7 @@ Messages = Annotated[ListOf[Message], Field(min_length=1, max_length=MAX_MESSAGE
 
 
 class Conversation(Schema):
-    """What a chat template makes a prompt of."""
+    """The fields that a chat template renders into a prompt."""
 
     messages: Messages
     tools: Annotated[ListOf[AnyTool], not_larger(MAX_TOOLS_SIZE)] = Field(default_factory=list, max_length=MAX_TOOLS)
@@ -347,5 +347,5 @@ class Conversation(Schema):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """Extra names for the chat template."""
+        """Additional variables for the chat template."""
         return self.chat_template_kwargs

@@ -1,4 +1,4 @@
-"""The typed request of /v1/decisions: questions about one input, in the shape of OpenAI's Decisions API."""
+"""The typed request of /v1/decisions: questions about one input, in the format of OpenAI's Decisions API."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from app.api.schemas.requests import QueuedRequest
 
 MAX_QUESTIONS, MAX_CHOICES, MAX_LEVELS = 200, 255, 10
 
-_REFUSING_OTHERS = ConfigDict(extra="forbid")  # a field that is not known may be one that changes the answers
+_REFUSING_OTHERS = ConfigDict(extra="forbid")  # an unknown field might be meant to change the answers
 
 
 def _numbering(least: int, most: int) -> BeforeValidator:
-    """Refuses a list with fewer or more items before it looks at any."""
+    """Return a validator that refuses a list with too few or too many items before the items are validated."""
 
     def check(value: Any) -> Any:
         if isinstance(value, list) and not least <= len(value) <= most:
@@ -26,7 +26,7 @@ def _numbering(least: int, most: int) -> BeforeValidator:
 
 
 class UserText(Schema):
-    """A part of a text."""
+    """A part of the user's text."""
 
     type: Literal["input_text"]
     text: str
@@ -49,7 +49,7 @@ class UserMessage(Schema):
 
 
 def _input(value: Any) -> Any:
-    """Messages as one text."""
+    """Join messages into one text."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or len(value) > MAX_MESSAGES:
@@ -59,7 +59,7 @@ def _input(value: Any) -> Any:
 
 
 class Question(Schema):
-    """What the kinds of questions have in common."""
+    """The fields that all kinds of questions share."""
 
     model_config = _REFUSING_OTHERS
 
@@ -89,7 +89,7 @@ class Option(Schema):
 
 
 def _differ(choices: list[Option]) -> list[Option]:
-    """`true` and "true" are two values."""
+    """Raise ValueError if two options have the same value. `true` and "true" are different values."""
     places: dict[tuple[type, str | bool], int] = {}
     for place, choice in enumerate(choices):
         first = places.setdefault((type(choice.value), choice.value), place)
@@ -99,7 +99,7 @@ def _differ(choices: list[Option]) -> list[Option]:
 
 
 class Choice(Question):
-    """Which value fits the input."""
+    """Which of several values fits the input best."""
 
     type: Literal["choice"]
     choices: Annotated[
@@ -111,7 +111,7 @@ class Choice(Question):
 
 
 class ScoreLevel(Schema):
-    """A step of a scale."""
+    """A level of a scale."""
 
     model_config = _REFUSING_OTHERS
 
@@ -120,7 +120,7 @@ class ScoreLevel(Schema):
 
 
 class Score(Question):
-    """Which level of a scale, from its lowest on, fits the input."""
+    """Which level of a scale fits the input best. The levels start with the lowest."""
 
     type: Literal["score"]
     levels: Annotated[ListOf[ScoreLevel], Field(min_length=2, max_length=MAX_LEVELS), _numbering(2, MAX_LEVELS)]
@@ -148,9 +148,9 @@ class DecisionsRequest(QueuedRequest):
     questions: Annotated[
         ListOf[AnyQuestion], Field(min_length=1, max_length=MAX_QUESTIONS), _numbering(1, MAX_QUESTIONS)
     ]
-    safety_identifier: str | None = Field(None, max_length=128)  # this and the next: without effect
+    safety_identifier: str | None = Field(None, max_length=128)  # this field and the next have no effect
     prompt_cache_key: str | None = Field(None, max_length=MAX_ID_LENGTH)
 
     def encoded_size(self, size: int) -> int:
-        """The input is part of every prompt."""
+        """Return the number of characters to encode. The input is a part of every prompt."""
         return size + len(self.input) * len(self.questions)

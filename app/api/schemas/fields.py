@@ -1,7 +1,7 @@
-"""The types of fields, their checks, and the errors about them.
+"""The types of request fields, their validators, and the errors of validation.
 
-No validator here knows a model or a limit. Where one accepts more than the type behind it, its `json_schema_input_type`
-or `WithJsonSchema` says what.
+No validator here knows models or configured limits. If a validator accepts more values than its type, the parameter
+`json_schema_input_type` or `WithJsonSchema` describes these values in the OpenAPI document.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_ALLOWED_TOKEN_IDS = 16_384
 MAX_STRUCTURES, MAX_MARKER_LENGTH = 128, 1024
 MAX_TRIGGERS, MAX_TRIGGER_LENGTH = 16, 128
 MAX_ID_LENGTH = 256
-# More than any model reads. Without these limits the validation of one body could stop all other requests.
+# No model can read as much as these limits allow. Without limits, validating one body could block all other requests.
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 MAX_PROMPTS = 10_000
@@ -44,31 +44,31 @@ TOOL_CHOICES = ("none", "auto", "required")
 
 
 def as_int(value: Any) -> Any:
-    """`1.0` as 1: in JSON they are the same number, and some languages write only the first. Lists item by item."""
+    """Convert `1.0` to 1, also in lists: in JSON both are the same number, and some languages write only `1.0`."""
     if type(value) is float and value.is_integer():
         return int(value)
     return [as_int(item) for item in value] if isinstance(value, list) and float in set(map(type, value)) else value
 
 
 def _unless_false(value: Any) -> Any:
-    """`logprobs` of a completion: false, as in a chat, is not given."""
+    """Convert `logprobs` of a completion: false, as in a chat, means "not given"."""
     return None if value is False else as_int(value)
 
 
 def _unless_unlimited(value: Any) -> Any:
-    """`max_tokens` of a chat: -1 asks for as many tokens as fit, which is the default."""
+    """Convert `max_tokens` of a chat: -1 asks for all tokens that fit, which is the default."""
     return None if as_int(value) == -1 else value
 
 
 def _some_are_kept(value: int | None) -> int | None:
-    """`truncate_prompt_tokens`."""
+    """Check `truncate_prompt_tokens`."""
     if value == 0:
-        raise ValueError("is 0, which leaves no prompt; it must be at least 1, or -1 for as many as fit")
+        raise ValueError("is 0, which leaves no prompt; it must be at least 1, or -1 for all tokens that fit")
     return value
 
 
 def _texts(value: Any) -> Any:
-    """`stop`: one string stands for a list of one."""
+    """Check `stop`, and convert a string to a list."""
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise ValueError("should be a string or a list of strings")
@@ -78,7 +78,7 @@ def _texts(value: Any) -> Any:
 
 
 def _prompts(value: Any) -> Any:
-    """The four forms of `prompt` as one: a list of strings or of lists of token ids."""
+    """Convert the four forms of `prompt` to a list of strings or of lists of token ids."""
     if isinstance(value, str):
         return [value]
     value = as_int(value)
@@ -96,13 +96,13 @@ def _prompts(value: Any) -> Any:
 
 
 def check_number(texts: list[Any]) -> None:
-    """Raise ValueError for more texts than anything reads."""
+    """Raise ValueError for more than `MAX_PROMPTS` texts."""
     if len(texts) > MAX_PROMPTS:
         raise ValueError(f"holds {len(texts):,} texts; at most {MAX_PROMPTS:,} are accepted")
 
 
 def _one_or_many(value: Any) -> Any:
-    """One string stands for a list of one."""
+    """Check a list of strings, and convert a string to a list."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
@@ -114,7 +114,7 @@ def _one_or_many(value: Any) -> Any:
 
 
 def _document_texts(value: Any) -> Any:
-    """Strings and `{"text": ...}` as strings. A list is not looked at when it is too long."""
+    """Convert strings and `{"text": ...}` to strings. The length of the list is checked before its items."""
     if not isinstance(value, list):
         raise ValueError('should be a list of strings or of objects like {"text": "..."}')
     check_number(value)
@@ -124,14 +124,14 @@ def _document_texts(value: Any) -> Any:
     return texts
 
 
-# What parts without text hold, by a word in the names of their types, as in `image_url` and `input_image`.
+# The contents of parts without text, by a word in the names of their types, such as `image_url` and `input_image`.
 _NO_TEXT = {"image": "an image", "audio": "audio", "video": "a video", "file": "a file"}
 
 
 def refuse_media(kind: str, number: int) -> None:
-    """Raise ValueError for a part of a type that holds an image, audio, a video or a file: no model reads these here.
+    """Raise ValueError if a type of part holds an image, audio, a video or a file, because no model here reads them.
 
-    number: the place of the part in its list.
+    `number` is the index of the part in its list.
     """
     for word in kind[:60].split("_"):
         if word in _NO_TEXT:
@@ -142,7 +142,7 @@ def refuse_media(kind: str, number: int) -> None:
 
 
 def joined_text(fields: Mapping[str, str]) -> Callable[[Any], Any]:
-    """Makes one text of a string or of parts, joined by newlines. `fields` names the field of each type's text."""
+    """Return a validator that joins text parts by newlines. `fields` maps types of parts to their text fields."""
 
     def text_of(number: int, part: Any) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
@@ -150,7 +150,7 @@ def joined_text(fields: Mapping[str, str]) -> Callable[[Any], Any]:
         if not isinstance(text, str):
             refuse_media(str(kind), number)
             example = f'{{"type": "{next(iter(fields))}", "text": "..."}}'
-            raise ValueError(f"should hold only parts like {example}; other parts are not supported")
+            raise ValueError(f"should hold only parts like {example}; other types of parts are not supported")
         return text
 
     def join(value: Any) -> Any:
@@ -166,7 +166,7 @@ def joined_text(fields: Mapping[str, str]) -> Callable[[Any], Any]:
 
 
 def _bias(value: Any) -> Any:
-    """`logit_bias` as OpenAI has it: keys are token ids in strings, values are clamped to ±100."""
+    """Check OpenAI's `logit_bias`: keys are token ids as strings, and values are clamped to ±100."""
     if not isinstance(value, dict):
         raise ValueError("should be an object of token ids and biases")
     if len(value) > MAX_LOGIT_BIAS_ENTRIES:
@@ -175,12 +175,12 @@ def _bias(value: Any) -> Any:
         if not (key.isascii() and key.isdigit() and len(key) <= 10):
             raise ValueError(f"has the key {key[:40]!r}, which is not a token id")
         if type(bias) not in (int, float) or bias != bias:
-            raise ValueError(f"has no number for token {key}")
+            raise ValueError(f"has a bias for token {key} that is not a number")
     return {int(key): float(min(100, max(-100, bias))) for key, bias in value.items()}
 
 
 def _tool_choice(value: Any) -> Any:
-    """Checks before the union does: the union's own error would name all of its parts."""
+    """Check a value before its union does, because the error of the union would name all members."""
     if isinstance(value, str) and value not in TOOL_CHOICES:
         raise ValueError(f"should be {', '.join(TOOL_CHOICES)} or an object that names a function; got {value[:40]!r}")
     if not isinstance(value, str | dict):
@@ -192,13 +192,13 @@ T = TypeVar("T")
 
 
 class _FirstError(FailFast):
-    """Hashable, as parts of unions have to be."""
+    """A hashable FailFast, because members of unions must be hashable."""
 
     def __hash__(self) -> int:
         return hash(self.fail_fast)
 
 
-# A list that ends its validation at the first mistake: to build an error for each of a million items takes seconds.
+# A list whose validation ends at the first mistake. Building an error for each of a million items would take seconds.
 ListOf = Annotated[list[T], _FirstError()]
 NonEmpty = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -216,7 +216,7 @@ LengthOfChat = Annotated[
     NumTokens | None, BeforeValidator(_unless_unlimited, json_schema_input_type=NumTokens | Literal[-1] | None)
 ]
 TokenBudget = Annotated[int, Field(ge=0, le=MAX_TOKENS), AsInt]
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]  # as OpenAI names them
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]  # OpenAI's names
 ToolChoice = Annotated[Literal["none", "auto", "required"] | T, BeforeValidator(_tool_choice)]
 TemplateVariables = Annotated[dict[str, Any], Field(max_length=64)]
 
@@ -225,8 +225,8 @@ def _short_metadata(metadata: dict[str, str]) -> dict[str, str]:
     for key, value in metadata.items():
         if len(key) > MAX_KEY_LENGTH or len(value) > MAX_VALUE_LENGTH:
             raise ValueError(
-                f"may have keys of {MAX_KEY_LENGTH} and values of {MAX_VALUE_LENGTH} characters; "
-                f"{key[:40]!r} has {len(key):,} and {len(value):,}"
+                f"has the key {key[:40]!r} of {len(key):,} characters with a value of {len(value):,}; "
+                f"keys may have {MAX_KEY_LENGTH} characters and values {MAX_VALUE_LENGTH}"
             )
     return metadata
 
@@ -235,7 +235,7 @@ Metadata = Annotated[dict[str, str], Field(max_length=MAX_METADATA), AfterValida
 
 
 class TextObject(BaseModel):
-    """A document as Cohere's v1 and Jina write it."""
+    """A document as an object, the form of Cohere's v1 API and of Jina."""
 
     text: str
 
@@ -248,25 +248,25 @@ Texts = Annotated[
 
 
 def not_larger(max_size: int) -> BeforeValidator:
-    """Refuses a value with more characters and values."""
+    """Return a validator that refuses a value with more than `max_size` characters and values."""
 
     def check(value: Any) -> Any:
         if is_longer(value, max_size):
-            raise ValueError(f"has more than {max_size:,} characters and values, which is the most that is accepted")
+            raise ValueError(f"has more characters and values than the accepted maximum of {max_size:,}")
         return value
 
     return BeforeValidator(check)
 
 
 class TextPart(BaseModel):
-    """A part of a message's content."""
+    """A text as a part of a message's content."""
 
     type: Literal["text"]
     text: str
 
 
 class RefusalPart(BaseModel):
-    """A part of a message of the assistant, who has refused something."""
+    """A refusal as a part of an assistant message."""
 
     type: Literal["refusal"]
     refusal: str
@@ -276,7 +276,7 @@ JoinedText = Annotated[str, BeforeValidator(joined_text({"text": "text"}), json_
 
 
 class Schema(BaseModel):
-    """Base of all bodies: no coercion (`"5"` is no number), unknown fields are ignored."""
+    """Base of all bodies. Values are not coerced (`"5"` is not a number), and unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
 
@@ -288,16 +288,16 @@ class Schema(BaseModel):
         return value
 
     def uncopied(self) -> dict[str, Any]:
-        """Its fields, by their names in JSON, without those that are None. What they hold is not copied.
+        """Return the fields that are not None, by their JSON names, without copying the values.
 
-        Pydantic's copy of a large schema holds the interpreter lock until it is done.
+        Copying a large schema with Pydantic would hold the GIL for a long time.
         """
         fields = type(self).model_fields.items()
         return {field.alias or name: value for name, field in fields if (value := getattr(self, name)) is not None}
 
     @classmethod
     def checked(cls, value: Any, *, within: str | None = None) -> Self:
-        """The typed value. Raises InvalidRequest for its first mistake; `within` is the field around it."""
+        """Return the typed value. Raises InvalidRequest for the first mistake. `within` is the enclosing field."""
         try:
             return cls.model_validate(value)
         except ValidationError as error:
@@ -305,10 +305,10 @@ class Schema(BaseModel):
 
 
 def from_validation_error(error: ValidationError, *, within: str | None = None) -> InvalidRequest:
-    """The first mistake, as one sentence that starts with the field's name; `within` is the field around it."""
+    """Describe the first mistake in a sentence that starts with the field's name. `within` is the enclosing field."""
     first, message = _first_mistake(error)
     location = first["loc"]
-    if first["type"] == "extra_forbidden":  # its name is the client's, and may look like anything
+    if first["type"] == "extra_forbidden":  # the client chose the name, so it may have any form
         param = ".".join(filter(None, (_field_path(location[:-1], within), str(location[-1]))))[:100]
         return InvalidRequest(f"there is no field {param}; leave it out", param=param)
     param = _field_path(location, within)
@@ -323,7 +323,7 @@ _OBJECT = re.compile(r"a valid dictionary( or instance of \w+)?")
 
 
 def _first_mistake(error: ValidationError) -> tuple[ErrorDetails, str]:
-    """The first error and its message. Of a value that may be of several kinds, pydantic has an error for each kind."""
+    """Return the first error and its message. Pydantic reports an error for each member type of a union."""
     errors = error.errors(include_url=False, include_context=False)
     first = errors[0]
     at = next((index for index, part in enumerate(first["loc"]) if _is_kind(part)), None)
@@ -331,14 +331,14 @@ def _first_mistake(error: ValidationError) -> tuple[ErrorDetails, str]:
         return first, first["msg"]
     of_value = [each for each in errors if each["loc"][:at] == first["loc"][:at]]
     inside = max(of_value, key=lambda each: len(each["loc"]))
-    if len(inside["loc"]) > at + 1:  # a mistake within one kind says more than that the value is of no other
+    if len(inside["loc"]) > at + 1:  # an error inside a member type is more helpful than a list of types
         return inside, inside["msg"]
     kinds = [each["msg"].removeprefix("Input should be ") for each in of_value]
     return first, f"Input should be {' or '.join(dict.fromkeys(kinds))}"
 
 
 def _is_kind(part: int | str) -> bool:
-    """Whether a part of a location is a kind that a value may have, as pydantic writes it, and not a field or index."""
+    """Return whether a part of a Pydantic location is a member type of a union, and not a field or index."""
     return isinstance(part, str) and _KIND.fullmatch(part) is not None
 
 
@@ -346,7 +346,7 @@ _KIND = re.compile(r"str|bool|int|float|constrained-str|[A-Z]\w*|.*\[.*", re.DOT
 
 
 def _field_path(location: tuple[int | str, ...], within: str | None = None) -> str:
-    """`("messages", 0, "role")` as `messages[0].role`, without the kind that was tried of several (`#…`)."""
+    """Convert `("messages", 0, "role")` to `messages[0].role`, without the member types of unions (`#…`)."""
     path = within or ""
     for part in location:
         if not (str(part).startswith("#") or _is_kind(part)):

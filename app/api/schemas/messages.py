@@ -1,4 +1,4 @@
-"""The bodies of POST /v1/messages and /v1/messages/count_tokens, Anthropic's API, and the chat that they ask for."""
+"""The bodies of Anthropic's API, POST /v1/messages and /v1/messages/count_tokens, and their conversion to chats."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from app.api.schemas.requests import ChatRequest, GenerationRequest, without_use
 from app.engine.request import MAX_TENANT_LENGTH
 from app.errors import InvalidRequest
 
-_ROLES: Mapping[str, tuple[str, ...]] = {  # of the messages that may have a block of each type
+_ROLES: Mapping[str, tuple[str, ...]] = {  # by the type of block: the roles of messages that may have the block
     "text": ("user", "assistant", "system"),
     "document": ("user",),
     "search_result": ("user",),
@@ -38,7 +38,7 @@ _ROLES: Mapping[str, tuple[str, ...]] = {  # of the messages that may have a blo
     "tool_result": ("user",),
     "thinking": ("assistant",),
     "redacted_thinking": ("assistant",),
-    # Tools that Anthropic runs, in the history of a conversation that went on there.
+    # Tools that Anthropic runs, in the history of a conversation that started there.
     "server_tool_use": ("assistant",),
     "web_search_tool_result": ("assistant",),
     "web_fetch_tool_result": ("assistant",),
@@ -49,13 +49,13 @@ _ROLES: Mapping[str, tuple[str, ...]] = {  # of the messages that may have a blo
     "mcp_tool_use": ("assistant",),
     "mcp_tool_result": ("assistant",),
 }
-_OF_RESULTS = ("text", "document", "search_result", "tool_reference", "image")  # the types of blocks in a result
+_OF_RESULTS = ("text", "document", "search_result", "tool_reference", "image")  # types of blocks in results of calls
 _OF_VENDOR = tuple(kind for kind in _ROLES if kind.startswith(("server_", "mcp_")) or kind.endswith("_tool_result"))
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class CacheControl(Schema):
-    """A mark, which has no effect: all prefixes are cached."""
+    """A marker without effect, because all prefixes are cached."""
 
     type: str = Field("ephemeral", max_length=MAX_ID_LENGTH)
     ttl: str | None = Field(None, max_length=MAX_ID_LENGTH)
@@ -77,12 +77,10 @@ def _tag(block: Any) -> str:
 
 
 def _has_text(value: Any) -> Any:
-    """Checks before the union does: the union's own error would not say that the server reads no files."""
+    """Check a value before its union does, because the error of the union would not say that files are unsupported."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind not in ("text", "content"):
-        raise ValueError(
-            'should have the type "text" or "content"; this server reads no PDF files, images or addresses'
-        )
+        raise ValueError('should have the type "text" or "content"; this server reads no PDF files, images or URLs')
     return value
 
 
@@ -105,7 +103,7 @@ class ContentSource(Schema):
 
 
 class DocumentBlock(ContentBlock):
-    """A document with a text. The model reads its title, its context and the text, each on lines of its own."""
+    """A document with a text. The model reads its title, its context and its text, each on separate lines."""
 
     type: Literal["document"]
     source: Annotated[
@@ -122,7 +120,7 @@ class DocumentBlock(ContentBlock):
 
 
 class SearchResultBlock(ContentBlock):
-    """What a search has found. The model reads its title, its source and its text, each on lines of its own."""
+    """A result of a search. The model reads its title, its source and its text, each on separate lines."""
 
     type: Literal["search_result"]
     source: str
@@ -135,7 +133,7 @@ class SearchResultBlock(ContentBlock):
 
 
 class ToolReferenceBlock(ContentBlock):
-    """A tool that a client's search for tools has found. The model reads its name."""
+    """A tool that the client's tool search has found. The model reads its name."""
 
     type: Literal["tool_reference"]
     tool_name: str
@@ -146,7 +144,7 @@ class ToolReferenceBlock(ContentBlock):
 
 
 class ImageBlock(ContentBlock):
-    """An image in the result of a call. No model here sees it, and the model is told so."""
+    """An image in the result of a call. Models here cannot see it, and read a note about that instead."""
 
     type: Literal["image"]
     text: ClassVar[str] = UNSEEN_IMAGE
@@ -161,13 +159,13 @@ class ToolUseBlock(ContentBlock):
     input: dict[str, Any]
 
     def for_chat(self) -> dict[str, Any]:
-        """One call of a message of the assistant."""
+        """Return the call as a part of an assistant message."""
         function = {"name": self.name, "arguments": json.dumps(self.input, ensure_ascii=False)}
         return {"id": self.id, "type": "function", "function": function}
 
 
 def _blocks_of(kinds: Sequence[str]) -> Callable[[Any], Any]:
-    """Checks blocks of these types. A text stands for a block."""
+    """Return a validator for blocks of these types, which also converts a string to a text block."""
 
     def check(value: Any) -> Any:
         if isinstance(value, str):
@@ -181,7 +179,7 @@ def _blocks_of(kinds: Sequence[str]) -> Callable[[Any], Any]:
             if not isinstance(kind, str) or kind not in kinds:
                 refuse_media(str(kind), number)
                 shown = f"a block of type {kind[:60]!r}" if isinstance(kind, str) else "no block with a type"
-                raise ValueError(f"has {shown} at {number}; this server takes {', '.join(kinds)}")
+                raise ValueError(f"has {shown} at {number}; this server accepts {', '.join(kinds)}")
         return value
 
     return check
@@ -198,7 +196,7 @@ ResultBlock = Annotated[
 
 
 class ToolResultBlock(ContentBlock):
-    """The result of such a call. Chat templates have no place for `is_error`."""
+    """The result of a call. `is_error` is not passed on, because chat templates have no variable for it."""
 
     type: Literal["tool_result"]
     tool_use_id: str = Field(max_length=MAX_ID_LENGTH)
@@ -214,7 +212,7 @@ class ToolResultBlock(ContentBlock):
 
 
 class ThinkingBlock(Schema):
-    """The reasoning of an earlier turn. It is not signed here, so the signature is not read."""
+    """The reasoning of an earlier turn. This server does not sign reasoning and ignores the signature."""
 
     type: Literal["thinking"]
     thinking: str
@@ -222,14 +220,14 @@ class ThinkingBlock(Schema):
 
 
 class RedactedThinkingBlock(Schema):
-    """Reasoning that only Anthropic can read. It is left out of the prompt."""
+    """Reasoning that only Anthropic can read. The prompt does not include it."""
 
     type: Literal["redacted_thinking"]
     data: str = ""
 
 
 class VendorBlock(Schema):
-    """A call of a tool that Anthropic runs, or its result. It is left out of the prompt."""
+    """A call of a tool that Anthropic runs, or the result of such a call. The prompt does not include it."""
 
     type: str
 
@@ -277,7 +275,7 @@ class AnthropicMessage(Schema):
     def _blocks_are_of_role(self) -> AnthropicMessage:
         for block in self.content:
             if self.role not in _ROLES[block.type]:
-                raise ValueError(f"has the role {self.role}, which has no {block.type} blocks")
+                raise ValueError(f"has the role {self.role}, which may not have {block.type} blocks")
         return self
 
 
@@ -297,7 +295,7 @@ class AnthropicTool(Schema):
 
 
 def _tool_tag(tool: Any) -> str:
-    """The tools of Anthropic's own have a type and no schema."""
+    """Return the tag of a tool. Anthropic's own tools have a type and no schema."""
     if not isinstance(tool, dict):
         return "#vendor" if isinstance(tool, VendorTool) else "#custom"
     kind = tool.get("type") or "custom"
@@ -331,7 +329,7 @@ class AnthropicMetadata(Schema):
 
 
 class AnthropicFormat(Schema):
-    """The form of the text: a JSON document of a schema."""
+    """The format of the text: a JSON document that matches a schema."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
@@ -339,7 +337,7 @@ class AnthropicFormat(Schema):
 
 class OutputConfig(Schema):
     format: AnthropicFormat | None = None
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None  # of reasoning
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None  # the effort of reasoning
 
     def for_chat(self) -> dict[str, Any] | None:
         if self.format is None:
@@ -348,14 +346,14 @@ class OutputConfig(Schema):
 
 
 class Thinking(Schema):
-    """Whether the model reasons, where its chat template has `enable_thinking`, and for how many tokens."""
+    """Whether the model reasons (if its chat template has `enable_thinking`), and for how many tokens."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: NumTokens | None = None
 
 
 class ContextEdit(Schema):
-    """A part of the conversation that Anthropic would leave out. All of it stays here."""
+    """A rule that removes parts of the conversation at Anthropic. This server removes nothing."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -372,7 +370,7 @@ class ContextManagement(Schema):
 
 
 class AnthropicPrompt(Schema):
-    """What a prompt is made of."""
+    """The fields that make up a prompt."""
 
     messages: ListOf[AnthropicMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: JoinedText = ""
@@ -385,7 +383,7 @@ class AnthropicPrompt(Schema):
     context_management: ContextManagement = ContextManagement()
 
     def chat_fields(self) -> dict[str, Any]:
-        """The fields of the chat with the same prompt."""
+        """Return the fields of the chat that has the same prompt."""
         return {
             "messages": self._chat_messages(),
             "tools": [tool.for_chat() for tool in self.tools if isinstance(tool, AnthropicTool)],
@@ -393,18 +391,18 @@ class AnthropicPrompt(Schema):
         }
 
     def _template_variables(self) -> dict[str, Any]:
-        """Those of the body go before what `thinking` says."""
+        """Return the variables for the chat template. The variables in the body override `thinking`."""
         asked = {} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
         return asked | self.chat_template_kwargs
 
     @property
     def is_continued(self) -> bool:
-        """Whether the answer goes on with the last message, which is the assistant's."""
+        """Whether the last message is from the assistant, so that the answer continues this message."""
         return self.messages[-1].role == "assistant"
 
     def _chat_messages(self) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
-        # Messages of one role after another are one turn, as at Anthropic: many templates refuse them.
+        # Join consecutive messages of one role, as Anthropic does, because many templates refuse such messages.
         for role, turn in groupby(self.messages, key=lambda message: message.role):
             blocks = [block for message in turn for block in message.content]
             if role == "system":
@@ -415,7 +413,7 @@ class AnthropicPrompt(Schema):
 
 
 def _text_of(blocks: Sequence[AnyBlock]) -> str | None:
-    """The texts, joined as the parts of a chat message are; None where there are none."""
+    """Join the texts of blocks like the parts of a chat message. Returns None if no block has a text."""
     texts = [block.text for block in blocks if isinstance(block, TextBlock | DocumentBlock | SearchResultBlock)]
     return "\n".join(texts) if texts else None
 
@@ -434,7 +432,7 @@ def _answer(blocks: Sequence[AnyBlock]) -> dict[str, Any]:
 
 
 class _MessageFields:
-    """The names of this endpoint's fields in errors of `GenerationRequest` and `ChatRequest`."""
+    """The field names of this endpoint for errors of `GenerationRequest` and `ChatRequest`."""
 
     prompt_param: ClassVar[str] = "messages"
     format_param: ClassVar[str] = "output_config.format"
@@ -444,7 +442,7 @@ class _MessageFields:
 
 
 class CountTokensRequest(_MessageFields, AnthropicPrompt, GenerationRequest):
-    """The body of POST /v1/messages/count_tokens: that of the message, whose prompt is counted."""
+    """The body of POST /v1/messages/count_tokens: the body of a message whose prompt tokens are counted."""
 
     stop_sequences: ListOf[NonEmpty] = Field(default_factory=list)
     metadata: AnthropicMetadata = AnthropicMetadata()
@@ -460,7 +458,7 @@ class CountTokensRequest(_MessageFields, AnthropicPrompt, GenerationRequest):
 
     @property
     def _chat_effort(self) -> ReasoningEffort | None:
-        """The effort as chats name it. It is that of reasoning, so it counts only where the body asks for reasoning."""
+        """The effort of reasoning under its name in chats, or None if the body does not ask for reasoning."""
         effort = self.output_config.effort
         if self.thinking is None or self.thinking.type == "disabled":
             return None
@@ -479,7 +477,7 @@ class CountTokensRequest(_MessageFields, AnthropicPrompt, GenerationRequest):
             yield self.effort_param
 
     def as_chat(self) -> ChatRequest:
-        """The chat with the same answer. Raises InvalidRequest when fields or messages disagree."""
+        """Return the chat with the same answer. Raises InvalidRequest if fields or messages disagree."""
         own = {
             **self.chat_fields(),
             "stop": self.stop_sequences,

@@ -1,4 +1,4 @@
-"""Fields that the schemas do not have: not supported here, without effect, or unknown; and what has no effect."""
+"""Fields that are not in the schemas (unsupported, without effect, or unknown), and the report of ignored fields."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ RequestT = TypeVar("RequestT", bound=ModelRequest)
 
 @dataclass(frozen=True, slots=True)
 class RefusedField:
-    """A field that asks for something that this version does not do, or that has another name here."""
+    """A field for a feature that this version does not have, or that has another name here."""
 
-    harmless: tuple[Any, ...] = ()  # values that do not ask for it, beside `null`
+    harmless: tuple[Any, ...] = ()  # values, beside `null`, that do not ask for the feature
     instead: str = "leave it out"
 
 
@@ -52,8 +52,8 @@ _ADAPTER = "the adapter's name as model"
 _TEMPLATE = "chat_template_kwargs, which the chat template reads"
 _OUTPUT_SCHEMA = 'structured_outputs: {"json": ...}'
 
-# Fields of vLLM, SGLang, llama.cpp, Ollama, TGI, OpenRouter and others that change what is generated: without an error
-# a client would take an output for one that keeps to them. A schema that has such a field keeps its own.
+# Fields of vLLM, SGLang, llama.cpp, Ollama, TGI, OpenRouter and other servers that change the output. Without an error,
+# clients would assume that the output follows these fields. A schema that defines such a field accepts the field.
 _UNAVAILABLE_EVERYWHERE: dict[str, RefusedField] = {
     # the form of the output
     "guided_json": _send(_OUTPUT_SCHEMA),
@@ -66,7 +66,7 @@ _UNAVAILABLE_EVERYWHERE: dict[str, RefusedField] = {
     "output_format": _send(_OUTPUT_SCHEMA),
     "grammar_lazy": _off(False),
     "grammar_triggers": _off([]),
-    # its end
+    # the end of the output
     "stop_regex": _send('stop with texts, or structured_outputs: {"regex": ...}', "", []),
     "max_new_tokens": _send("max_tokens"),
     "n_predict": _send("max_tokens"),
@@ -100,7 +100,7 @@ _UNAVAILABLE_EVERYWHERE: dict[str, RefusedField] = {
     "n_indent": _off(0),
     "watermark": _off(False),
     "watermarking": _off(False),
-    # objects of such fields
+    # objects that contain sampling fields
     "options": _send(_IN_THE_BODY, {}),
     "parameters": _send(_IN_THE_BODY, {}),
     "sampling_params": _send(_IN_THE_BODY, {}),
@@ -143,7 +143,7 @@ _UNAVAILABLE: dict[type[ModelRequest], dict[str, RefusedField]] = {
         "echo": _off(False),
     },
     CompletionRequest: {
-        "suffix": _send("a prompt with the model's own marks around the gap", ""),
+        "suffix": _send("a prompt with the model's own fill-in-the-middle tokens", ""),
         "prompt_embeds": _off([]),
         "raw": _off(True, False),
         "max_completion_tokens": _send("max_tokens"),
@@ -200,9 +200,9 @@ _UNAVAILABLE: dict[type[ModelRequest], dict[str, RefusedField]] = {
     },
     ScoreRequest: {"truncation_side": _off("right")},
 }
-_IN_THE_TEXTS = "the words that the model wants before a text, in the text itself"
-_CUT = "truncate_prompt_tokens, with -1 for as many tokens as fit"
-# Fields of vLLM, TEI, llama.cpp, Jina, Cohere and Voyage that change the numbers that are made of texts.
+_IN_THE_TEXTS = "the prefix that the model expects in front of the text, as a part of the text"
+_CUT = "truncate_prompt_tokens, with -1 for all tokens that fit"
+# Fields of vLLM, TEI, llama.cpp, Jina, Cohere and Voyage that change vectors or scores.
 _UNAVAILABLE_TO_POOLING: dict[str, RefusedField] = {
     "task": _send(_IN_THE_TEXTS),
     "input_type": _send(_IN_THE_TEXTS),
@@ -220,14 +220,14 @@ _UNAVAILABLE_TO_POOLING: dict[str, RefusedField] = {
     "images": _off([]),
 }
 
-# These change no text at OpenAI, and none here.
+# These fields do not change outputs at OpenAI, and they have no effect here.
 _WITHOUT_EFFECT = frozenset(
     "metadata store safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention "
     "spaces_between_special_tokens".split()
 )
 
 MAX_REMEMBERED_NAMES = 1000
-MAX_NAME_LENGTH = 100  # a longer name is cut: a thousand names as long as bodies would be gigabytes
+MAX_NAME_LENGTH = 100  # longer names are cut, because a thousand names of the size of bodies would take gigabytes
 STRICT_HEADER = "x-strict"
 IGNORED_HEADER = "x-carousel-ignored"
 _CONVERSATIONS = frozenset({"messages", "input", "prompt"})
@@ -237,7 +237,7 @@ _NOT_OF_NAMES = re.compile(r"[^A-Za-z0-9_.$-]")
 
 @cache
 def unavailable(schema: type[ModelRequest]) -> Mapping[str, RefusedField]:
-    """The fields of a body that ask for something that this version does not do."""
+    """Return the fields of a body that this version does not support."""
     others = {GenerationRequest: _UNAVAILABLE_EVERYWHERE, PoolingRequest: _UNAVAILABLE_TO_POOLING}
     everywhere = next((fields for kind, fields in others.items() if issubclass(schema, kind)), {})
     of_others = {name: field for name, field in everywhere.items() if name not in schema.model_fields}
@@ -245,31 +245,31 @@ def unavailable(schema: type[ModelRequest]) -> Mapping[str, RefusedField]:
 
 
 def refuse_unknown(body: Mapping[str, Any], schema: type[Schema]) -> None:
-    """Raise InvalidRequest with the paths of all unknown fields, those inside other fields too."""
+    """Raise InvalidRequest with the paths of all unknown fields, including fields inside other fields."""
     known = unavailable(schema).keys() | _WITHOUT_EFFECT if issubclass(schema, ModelRequest) else frozenset()
     refuse_names([path for path in _unknown(body, schema) if path not in known])
 
 
 def refuse_names(unknown: Sequence[str]) -> None:
-    """Raise InvalidRequest with these paths of unknown fields, if there are any."""
+    """Raise InvalidRequest with these paths of unknown fields, unless there are none."""
     max_named = 20
     if unknown:
         shown = ", ".join(path[:100] for path in unknown[:max_named])
         more = f" and {len(unknown) - max_named:,} more" if len(unknown) > max_named else ""
         raise InvalidRequest(
-            f"there is no field {shown}{more}; leave it out, or send no {STRICT_HEADER}", param=unknown[0][:100]
+            f"there is no field {shown}{more}; leave it out, or do not send {STRICT_HEADER}", param=unknown[0][:100]
         )
 
 
 def refuse_passed_over(names: Sequence[str]) -> None:
-    """Raise InvalidRequest with the first of these names of what would have no effect, if there are any."""
+    """Raise InvalidRequest with the first of these names of fields without effect, unless there are none."""
     if names:
         name = names[0][:MAX_NAME_LENGTH]
-        raise InvalidRequest(f"{name} has no effect here; leave it out, or send no {STRICT_HEADER}", param=name)
+        raise InvalidRequest(f"{name} has no effect here; leave it out, or do not send {STRICT_HEADER}", param=name)
 
 
 def _unknown(value: Any, kind: Any, path: str = "") -> Iterator[str]:
-    """The paths in `value` of what the schemas in the type `kind` do not have."""
+    """Yield the paths of fields in `value` that the schemas in the type `kind` do not have."""
     if isinstance(value, list):
         for inner in filter(_has_schema, get_args(kind)):
             for index, item in enumerate(value):
@@ -287,13 +287,13 @@ def _unknown(value: Any, kind: Any, path: str = "") -> Iterator[str]:
                 yield from _unknown(item, field.annotation, inside)
     elif isinstance(value, dict) and (chosen := _chosen(value, kind)) is not None:
         yield from _unknown(value, chosen, path)
-    elif isinstance(value, dict):  # of several schemas, the one with the fewest unknown fields counts
+    elif isinstance(value, dict):  # in a union, the schema with the fewest unknown fields counts
         choices = [list(_unknown(value, inner, path)) for inner in get_args(kind) if _has_schema(inner)]
         yield from min(choices, key=len, default=())
 
 
 def _chosen(value: Any, kind: Any) -> Any:
-    """The part of a union that a value is of, where the union has a rule that says so."""
+    """Return the member of a union that its discriminator chooses for a value, or None without a discriminator."""
     rules = [each.discriminator for each in getattr(kind, "__metadata__", ()) if isinstance(each, Discriminator)]
     tags = [Tag(str(rule(value))) for rule in rules if callable(rule)]
     parts = get_args(get_args(kind)[0]) if tags else ()
@@ -313,7 +313,7 @@ class UnknownFields:
         self._seen: set[str] = set()
 
     def note(self, unknown: Iterable[str], schema: type[ModelRequest]) -> None:
-        """Log those that were not logged before. Their values have no effect."""
+        """Log the unknown fields that were not logged before."""
         for name in {name[:MAX_NAME_LENGTH] for name in unknown} - self._seen:
             if len(self._seen) >= MAX_REMEMBERED_NAMES:
                 return
@@ -323,17 +323,17 @@ class UnknownFields:
 
 @cache
 def _known(schema: type[Schema]) -> frozenset[str]:
-    """The names of all known fields."""
+    """Return the names of all known fields."""
     if not issubclass(schema, ModelRequest):
         return frozenset(field.alias or name for name, field in schema.model_fields.items())
     return frozenset(schema.model_fields.keys() | unavailable(schema).keys() | _WITHOUT_EFFECT)
 
 
 def ignored_fields(body: Mapping[str, Any], parsed: Schema) -> tuple[str, ...]:
-    """The names of everything in a body that has no effect on any model here, each once, as long as a header has them.
+    """Return the names of all fields and values in a body that have no effect on any model here, without duplicates.
 
-    These are its unknown fields, those inside other fields too, and the values that `parsed` passes over. Fields inside
-    the conversation are not named: a long one would take as long as the answer.
+    The names include unknown fields inside other fields, and values that `parsed` ignores. Long names are cut for a
+    header. Conversations are not searched, because searching a long one would take as long as the answer.
     """
     schema, max_length = type(parsed), 64
     known = _known(schema)
@@ -349,7 +349,7 @@ def ignored_fields(body: Mapping[str, Any], parsed: Schema) -> tuple[str, ...]:
 
 
 def ignored_header(names: Sequence[str]) -> dict[str, str]:
-    """The header with these names of fields, or of keywords by their places; no header where there are none."""
+    """Return the header with the names of ignored fields and the paths of ignored keywords; {} if there are none."""
     max_named = 20
     shown = [_NOT_OF_NAMES.sub("?", name[:MAX_NAME_LENGTH]) for name in names[:max_named]]
     return {IGNORED_HEADER: ", ".join(shown + ["..."] * (len(names) > max_named))} if shown else {}
@@ -358,9 +358,9 @@ def ignored_header(names: Sequence[str]) -> dict[str, str]:
 def parse(
     body: Mapping[str, Any], schema: type[RequestT], unknown_fields: UnknownFields, *, is_strict: bool = False
 ) -> RequestT:
-    """The typed request. Raises InvalidRequest naming the first field at fault; `is_strict`: all unknown ones.
+    """Return the typed request. Raises InvalidRequest with the first field that is wrong.
 
-    `is_strict` also refuses what would be passed over.
+    If `is_strict` is true, fields that are unknown or have no effect also raise InvalidRequest.
     """
     given = {name: value for name, value in body.items() if value is not None}
     not_served, known = unavailable(schema), _known(schema)
@@ -380,7 +380,7 @@ def parse(
 
 
 def _refuse_unavailable(name: str, value: Any, field: RefusedField) -> None:
-    """Raise InvalidRequest when the value of a field asks for something that this version does not do."""
+    """Raise InvalidRequest if the value of a field asks for a feature that this version does not have."""
     value = as_int(value)
     if not any(type(value) is type(other) and value == other for other in field.harmless):
         raise InvalidRequest(f"{name} is not supported by this version; {field.instead}", param=name)

@@ -18,10 +18,10 @@ def _not_empty(value: Any) -> Any:
 
 
 class RankingRequest(PoolingRequest):
-    """What the two endpoints have in common."""
+    """The fields that /v1/rerank and /v1/score share."""
 
-    max_tokens_per_doc: TokenBudget | None = None  # a longer document is cut, also to what the model has room for
-    raw_scores: bool = False  # another name, as at TEI: `use_activation` is false
+    max_tokens_per_doc: TokenBudget | None = None  # documents are cut to this length and to the model's context
+    raw_scores: bool = False  # TEI's name for `use_activation: false`
 
     @property
     def is_activated(self) -> bool:
@@ -29,16 +29,16 @@ class RankingRequest(PoolingRequest):
 
     @property
     def sides(self) -> tuple[list[str], list[str]]:
-        """The texts that are compared: each of the first, or the only one, with one of the second."""
+        """The two lists of texts to compare: pair by pair, or a single first text with each second text."""
         raise NotImplementedError
 
     @property
     def side_params(self) -> tuple[str, str]:
-        """The fields that the two sides come from."""
+        """The names of the fields of the two sides."""
         raise NotImplementedError
 
     def encoded_size(self, size: int) -> int:
-        """A text that is compared with many is part of as many pairs."""
+        """Return the number of characters to encode. A text that is compared with many texts counts in each pair."""
         firsts, seconds = self.sides
         return size + (len(firsts[0]) * len(seconds) if len(firsts) == 1 else 0)
 
@@ -48,7 +48,7 @@ class RerankRequest(RankingRequest):
 
     query: NonEmpty
     documents: Annotated[Documents, Field(min_length=1), BeforeValidator(_not_empty)]
-    top_n: Natural | None = None  # 0: all, as at vLLM
+    top_n: Natural | None = None  # 0 means all, as in vLLM
     return_documents: bool = False
 
     @property
@@ -60,13 +60,13 @@ class RerankRequest(RankingRequest):
         return "query", "documents"
 
 
-# The names of each side of /v1/score, as vLLM has them.
+# vLLM's names for each side of /v1/score.
 _FIRSTS = ("text_1", "queries", "data_1")
 _SECONDS = ("text_2", "documents", "items", "data_2")
 
 
 class ScoreRequest(RankingRequest):
-    """The body of POST /v1/score: one text against many, or texts pair by pair. Each side has one of its names."""
+    """The body of POST /v1/score: one text against many, or texts pair by pair. Send each side under one name."""
 
     model_config = ConfigDict(
         json_schema_extra={

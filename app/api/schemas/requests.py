@@ -1,7 +1,7 @@
-"""The typed requests. Shapes and ranges that depend on no model and no limit are checked here.
+"""The typed requests, which check types and ranges that do not depend on a model or a configured limit.
 
-`null` is "not given" everywhere. Fields that are not supported are in `parameters.py`. `openapi.py` publishes
-these classes as JSON schemas.
+`null` always means "not given". `parameters.py` lists the fields that are not supported. `openapi.py` publishes these
+classes as JSON schemas.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class StreamOptions(Schema):
 
 
 class OutputSchema(Schema):
-    """`response_format.json_schema`, as at OpenAI."""
+    """`response_format.json_schema`, as in OpenAI's API."""
 
     name: str = Field("", max_length=MAX_ID_LENGTH)
     description: str | None = None
@@ -67,7 +67,7 @@ class OutputSchema(Schema):
 
 
 class Structure(Schema):
-    """A document of a schema between two texts."""
+    """A document that matches a schema, between a begin text and an end text."""
 
     begin: str = Field(min_length=1, max_length=MAX_MARKER_LENGTH)
     schema_: dict[str, Any] | None = Field(None, alias="schema")
@@ -82,7 +82,7 @@ Triggers = Annotated[
 
 
 class StructuralTag(Schema):
-    """Free text in which what begins with a trigger is one of the structures, as vLLM writes it."""
+    """vLLM's structural tag: free text in which each trigger starts one of the structures."""
 
     type: Literal["structural_tag"] = "structural_tag"
     structures: Structures
@@ -90,7 +90,7 @@ class StructuralTag(Schema):
 
 
 def _describe_false(described: dict[str, Any]) -> None:
-    """Say in a description of an object that false stands for a field that is not given, where one may be left out."""
+    """Add `false`, which means "not given", to the schema of each optional field of an object."""
     for name, field in described["properties"].items():
         if name in described.get("required", ()):
             continue
@@ -100,7 +100,7 @@ def _describe_false(described: dict[str, Any]) -> None:
 
 
 class _OutputForm(Schema):
-    """Base of the objects that say what the output must look like. One that asks for more than we know is refused."""
+    """Base of the objects that define the form of the output. Unknown fields in such an object are refused."""
 
     model_config = ConfigDict(extra="forbid", json_schema_extra=_describe_false)
 
@@ -113,24 +113,24 @@ class _OutputForm(Schema):
 
 
 class ResponseFormat(_OutputForm):
-    """The form of the output, as OpenAI writes it, vLLM's structural tags, and schemas as at llama.cpp."""
+    """The form of the output, in OpenAI's format, with vLLM's structural tags and with llama.cpp's `schema`."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: OutputSchema | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")  # of the other types of JSON, as at llama.cpp
-    structures: Structures | None = None  # this and the next: of a structural tag
+    schema_: dict[str, Any] | None = Field(None, alias="schema")  # for both JSON types, as in llama.cpp
+    structures: Structures | None = None  # this field and the next define a structural tag
     triggers: Triggers | None = None
 
 
 class StructuredOutputs(_OutputForm):
-    """The form of the output as vLLM writes it: one of these fields."""
+    """The form of the output in vLLM's format. Send exactly one of these fields."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: NonEmpty | None = None
     choice: Annotated[ListOf[NonEmpty], Field(min_length=1, max_length=4096)] | None = None
     grammar: NonEmpty | None = None
     json_object: bool | None = None
-    structural_tag: dict[str, Any] | NonEmpty | None = None  # a StructuralTag, also as JSON in a string
+    structural_tag: dict[str, Any] | NonEmpty | None = None  # a StructuralTag, as an object or as JSON in a string
 
 
 class ModelRequest(Schema):
@@ -140,27 +140,27 @@ class ModelRequest(Schema):
 
     @property
     def passed_over(self) -> Iterable[str]:
-        """The names of what the body asks for that has no effect on any model here, beside unknown fields."""
+        """The names of known fields and values in the body that have no effect on any model here."""
         return ()
 
 
 class QueuedRequest(ModelRequest):
-    """The fields of all requests that are computed on replicas: tenant, priority, deadline."""
+    """The fields of all requests that run on replicas: tenant, priority and deadline."""
 
     cache_salt: str = Field("", max_length=MAX_ID_LENGTH)
     user: str = Field("", max_length=MAX_TENANT_LENGTH)  # the tenant under the policy `fair`
-    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY), AsInt] = 0  # lower goes first
-    service_tier: str = Field("auto", max_length=MAX_ID_LENGTH)  # "flex": background work, as at OpenAI
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY), AsInt] = 0  # lower values run first
+    service_tier: str = Field("auto", max_length=MAX_ID_LENGTH)  # "flex" means background work, as in OpenAI's API
     deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S)  # seconds from the arrival of the request
     request_id: str | None = Field(None, max_length=MAX_ID_LENGTH, pattern=r"^[\x21-\x7e]+$")
 
     def encoded_size(self, size: int) -> int:
-        """How many characters are made tokens of; `size`: of the body."""
+        """Return the number of characters to encode. `size` is the size of the body."""
         return size
 
     @property
     def length_param(self) -> str:
-        """The field that says how many tokens may be generated."""
+        """The name of the field that limits the number of generated tokens."""
         return "max_tokens"
 
     @property
@@ -172,14 +172,15 @@ class QueuedRequest(ModelRequest):
 class GenerationRequest(QueuedRequest):
     """The fields of all endpoints that generate text."""
 
-    prompt_param: ClassVar[str] = "prompt"  # the field that the prompt comes from
-    format_param: ClassVar[str] = "response_format"  # the field for the form of the output
-    stop_param: ClassVar[str] = "stop"  # the field for the texts that end the output
-    budget_param: ClassVar[str] = "thinking_token_budget"  # the field for the limit of reasoning
-    effort_param: ClassVar[str] = "reasoning_effort"  # the field for its effort
+    # The names of fields in errors.
+    prompt_param: ClassVar[str] = "prompt"
+    format_param: ClassVar[str] = "response_format"
+    stop_param: ClassVar[str] = "stop"
+    budget_param: ClassVar[str] = "thinking_token_budget"
+    effort_param: ClassVar[str] = "reasoning_effort"
 
     temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, ge=0, le=1)  # 0: only the likeliest token
+    top_p: float = Field(1.0, ge=0, le=1)  # 0 allows only the likeliest token
     top_k: Annotated[int, Field(ge=-1, le=MAX_TOKENS), AsInt] = 0
     min_p: float = Field(0.0, ge=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
@@ -209,7 +210,7 @@ class GenerationRequest(QueuedRequest):
     ignore_eos: bool = False
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    # Parts of `structured_outputs` by the names of SGLang and llama.cpp; an empty text asks for nothing.
+    # Parts of `structured_outputs` under their names in SGLang and llama.cpp. An empty string means "not given".
     regex: str = ""
     ebnf: str = ""
     grammar: str = ""
@@ -222,26 +223,25 @@ class GenerationRequest(QueuedRequest):
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    no_stop_trim: bool = False  # the same by its name at SGLang
-    # Keep this many, at the end unless `truncation_side` is "right"; -1: as many as fit.
-    truncate_prompt_tokens: KeptTokens = None
+    no_stop_trim: bool = False  # SGLang's name for `include_stop_str_in_output`
+    truncate_prompt_tokens: KeptTokens = None  # the number of tokens to keep, or -1 for all tokens that fit
     truncation_side: Literal["left", "right"] = "left"  # the side that `truncate_prompt_tokens` cuts off
     prompt_logprobs: Natural | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    documents: Documents = Field(default_factory=list)  # texts that are written into the prompt, or first ranked
-    store: bool = False  # it is kept, where the service keeps anything
+    documents: Documents = Field(default_factory=list)  # texts for the prompt, which a pipeline may rank first
+    store: bool = False  # store the response, if the service stores responses
 
     @model_validator(mode="after")
     def _fields_agree(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream: true; send both or neither", param="stream_options")
         if self.num_samples < self.n:
-            raise InvalidRequest(f"best_of is {self.best_of} and n is {self.n}; it cannot be less", param="best_of")
+            raise InvalidRequest(f"best_of is {self.best_of}, which is less than n: {self.n}", param="best_of")
         if self.num_samples > self.n and self.stream:
             raise InvalidRequest(
-                f"best_of is {self.best_of} and n is {self.n}: which are the best is known at the end, so they cannot "
-                f"be streamed; leave out stream or best_of",
+                f"best_of is {self.best_of} and n is {self.n}: the best choices are only known at the end, so they "
+                f"cannot be streamed; leave out stream or best_of",
                 param="best_of",
             )
         if self.prompt_logprobs is not None and self.stream:
@@ -253,13 +253,13 @@ class GenerationRequest(QueuedRequest):
 
     @property
     def question(self) -> str:
-        """The last text of the user, which documents are ranked for. Raises InvalidRequest where there is none."""
+        """The last text of the user, used to rank documents. Raises InvalidRequest if there is none."""
         raise NotImplementedError
 
     def chat(self, kind: type[ChatT], own: Mapping[str, Any], *, within: str | None = None) -> ChatT:
-        """A chat with the fields that all endpoints have in common, as they were checked, and `own`, which is checked.
+        """Return a chat with the already checked fields that all endpoints share, and the fields `own`, checked here.
 
-        Raises InvalidRequest; `within` is the field that the error is about.
+        Raises InvalidRequest. `within` is the enclosing field in the error.
         """
         shared = GenerationRequest.model_fields.keys()
         names = [name for name in self.model_fields_set if name in shared and name not in own]
@@ -272,7 +272,7 @@ class GenerationRequest(QueuedRequest):
 
     @property
     def asked_logprobs(self) -> tuple[str, int | None]:
-        """The field that asks for log-probabilities, and how many of the likeliest tokens it asks for."""
+        """The name of the field that asks for log-probabilities, and the number of likeliest tokens to return."""
         return "logprobs", None
 
     @property
@@ -281,18 +281,18 @@ class GenerationRequest(QueuedRequest):
 
 
 def without_user(param: str) -> InvalidRequest:
-    """The error of a conversation that gives documents nothing to be about."""
-    return InvalidRequest(f"documents are for a message of the user, and {param} has none; add one", param="documents")
+    """Return the error for documents in a conversation without a message of the user."""
+    return InvalidRequest(f"documents need a message of the user, and {param} has none; add one", param="documents")
 
 
 def documents_text(documents: Sequence[str]) -> str:
-    """Documents as they stand in a prompt, before the text that asks about them."""
+    """Return documents as text for a prompt. The user's question follows this text."""
     numbered = "".join(f"[{number}] {text}\n\n" for number, text in enumerate(documents, start=1))
     return f"Use these documents:\n\n{numbered}"
 
 
 class PredictedOutput(Schema):
-    """Text that much of the output may equal, as OpenAI writes it: a file that is to be changed in a few places."""
+    """OpenAI's predicted output: a text that is probably similar to the output, such as a file to change slightly."""
 
     type: Literal["content"]
     content: JoinedText
@@ -311,12 +311,12 @@ class ChatRequest(Conversation, GenerationRequest):
     top_logprobs: Natural | None = None
     continue_final_message: bool = False
     prediction: PredictedOutput | None = None
-    thinking_token_budget: TokenBudget | None = None  # tokens of reasoning, after which its end is forced
-    reasoning_effort: ReasoningEffort | None = None  # the same as a part of the output's length
+    thinking_token_budget: TokenBudget | None = None  # the end of reasoning is forced after this number of tokens
+    reasoning_effort: ReasoningEffort | None = None  # a budget as a fraction of the maximum output length
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """Those of the body go before what `reasoning_effort` says."""
+        """The variables for the chat template. The variables in the body override `reasoning_effort`."""
         effort = self.reasoning_effort
         asked = {} if effort is None else {"enable_thinking": effort != "none", "reasoning_effort": effort}
         return asked | self.chat_template_kwargs
@@ -333,8 +333,8 @@ class ChatRequest(Conversation, GenerationRequest):
             names = [tool.definition.name for tool in self.tools if tool.type == named.type]
             if named.name not in names:
                 raise InvalidRequest(
-                    f"tool_choice names the {named.type} {named.name!r}; of that type tools has "
-                    f"{', '.join(names)[:200] or 'none'}",
+                    f"tool_choice names the {named.type} {named.name!r}, which tools does not have; tools of that "
+                    f"type: {', '.join(names)[:200] or 'none'}",
                     param="tool_choice",
                 )
         if self.top_logprobs and not self.logprobs:
@@ -345,8 +345,8 @@ class ChatRequest(Conversation, GenerationRequest):
             and "add_generation_prompt" in self.model_fields_set
         ):
             raise InvalidRequest(
-                "continue_final_message and add_generation_prompt are both true; the last message goes on, or a new "
-                "one begins: leave one out",
+                "continue_final_message and add_generation_prompt are both true, but the output either continues the "
+                "last message or starts a new one; leave one out",
                 param="continue_final_message",
             )
         return self
@@ -356,14 +356,14 @@ class ChatRequest(Conversation, GenerationRequest):
         return self.messages[self._asked_at()].content or ""
 
     def with_documents_written(self) -> ChatRequest:
-        """The same chat with its documents in the last message of the user, before its text."""
+        """Return this chat with its documents in the last message of the user, before the text of the message."""
         at, messages = self._asked_at(), list(self.messages)
         content = documents_text(self.documents) + (messages[at].content or "")
         messages[at] = messages[at].model_copy(update={"content": content})
         return self.model_copy(update={"messages": messages, "documents": []})
 
     def _asked_at(self) -> int:
-        """The place of the last message of the user."""
+        """Return the index of the last message of the user. Raises InvalidRequest."""
         for at in reversed(range(len(self.messages))):
             if self.messages[at].role == "user":
                 return at
@@ -398,7 +398,7 @@ class CompletionRequest(GenerationRequest):
     """The body of POST /v1/completions."""
 
     prompt: Prompts
-    # 0: only the prompt, which is echoed or scored
+    # 0 generates nothing: the prompt is only echoed or scored.
     max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS), AsInt] | None = None
     logprobs: Annotated[
         Annotated[int, Field(ge=0)] | None,
@@ -421,12 +421,12 @@ class CompletionRequest(GenerationRequest):
         [prompt, *others] = self.prompt
         if others or not isinstance(prompt, str):
             raise InvalidRequest(
-                "documents are for one prompt that is a text; send one, and not as token ids", param="prompt"
+                "documents need one prompt that is a text; send one text, not token ids", param="prompt"
             )
         return prompt
 
     def with_documents_written(self) -> CompletionRequest:
-        """The same request with its documents before the prompt."""
+        """Return this request with its documents in the prompt, before the text."""
         prompt = documents_text(self.documents) + self.question
         return self.model_copy(update={"prompt": [prompt], "documents": []})
 
@@ -436,28 +436,28 @@ class CompletionRequest(GenerationRequest):
 
 
 class PoolingRequest(QueuedRequest):
-    """The fields of the endpoints that make numbers of whole texts."""
+    """The fields of the endpoints that compute vectors or scores of texts."""
 
-    # Keep this many of a text's tokens, with those that the tokenizer puts around it; -1: as many as the model reads.
+    # The number of tokens to keep of a text, including tokens that the tokenizer adds, or -1 for the model's context.
     truncate_prompt_tokens: KeptTokens = None
-    use_activation: bool = True  # false: the numbers as they are before the last function, as at vLLM
-    activation: bool = True  # an older name for it
+    use_activation: bool = True  # false returns the values before the activation function, as in vLLM
+    activation: bool = True  # an older name for `use_activation`
 
     @property
     def is_activated(self) -> bool:
-        """Whether vectors are normalised, and scores have gone through the model's function."""
+        """Whether to normalise vectors and to apply the model's activation function to scores."""
         return self.use_activation and self.activation
 
 
 class TextsRequest(PoolingRequest):
-    """The fields of the endpoints that make numbers of texts alone."""
+    """The fields of the endpoints that compute vectors or scores of single texts."""
 
     truncation_side: Literal["left", "right"] = "right"  # the side that `truncate_prompt_tokens` cuts off
     add_special_tokens: bool = True
 
 
 class EmbeddingsRequest(TextsRequest):
-    """The body of POST /v1/embeddings: texts, or a conversation, of which the vector is made."""
+    """The body of POST /v1/embeddings: texts, or a conversation that becomes one vector."""
 
     model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["input"]}, {"required": ["messages"]}]})
 
@@ -467,7 +467,7 @@ class EmbeddingsRequest(TextsRequest):
     continue_final_message: bool = False
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: NumTokens | None = None  # keep this many numbers at the start, normalised again
+    dimensions: NumTokens | None = None  # shorten vectors to their first values and normalise them again
     normalize: bool = True  # another name for `use_activation`
 
     @model_validator(mode="after")
@@ -475,7 +475,7 @@ class EmbeddingsRequest(TextsRequest):
         if self.input is None and self.messages is None:
             raise InvalidRequest("input is required", param="input")
         if self.input is not None and self.messages is not None:
-            raise InvalidRequest("input and messages are both there; send one of them", param="messages")
+            raise InvalidRequest("input and messages are both given; send one of them", param="messages")
         return self
 
     @property
@@ -483,10 +483,10 @@ class EmbeddingsRequest(TextsRequest):
         return super().is_activated and self.normalize
 
     def as_chat(self) -> ChatRequest:
-        """The chat whose prompt the vector is made of. Raises InvalidRequest."""
+        """Return the chat whose prompt becomes the vector. Raises InvalidRequest."""
         shared = ("messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
         given = {name: getattr(self, name) for name in shared}
-        if "add_special_tokens" in self.model_fields_set:  # of a conversation the template writes them
+        if "add_special_tokens" in self.model_fields_set:  # by default, the chat template adds them
             given["add_special_tokens"] = self.add_special_tokens
         return ChatRequest.checked(given)
 
@@ -498,7 +498,7 @@ class ClassifyRequest(TextsRequest):
 
 
 class TokenizeTextRequest(ModelRequest):
-    """The body of POST /tokenize for a text."""
+    """The body of POST /tokenize with a text."""
 
     prompt: str
     add_special_tokens: bool = True
@@ -506,7 +506,7 @@ class TokenizeTextRequest(ModelRequest):
 
 
 class TokenizeChatRequest(ChatRequest):
-    """The body of POST /tokenize for a conversation: that of the chat, whose prompt is tokenized."""
+    """The body of POST /tokenize with a conversation: the body of a chat whose prompt is tokenized."""
 
     return_token_strs: bool = False
 
@@ -519,6 +519,6 @@ class DetokenizeRequest(ModelRequest):
     @field_validator("tokens", mode="before")
     @classmethod
     def _integers(cls, value: Any) -> Any:
-        if isinstance(value, list) and len(value) > MAX_DETOKENIZED:  # before it looks at each of them
+        if isinstance(value, list) and len(value) > MAX_DETOKENIZED:  # checked before the ids
             raise ValueError(f"has {len(value):,} ids; at most {MAX_DETOKENIZED:,} are accepted")
         return as_int(value)

@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses, and the chat that it asks for."""
+"""The body of POST /v1/responses, and its conversion to a chat."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from app.api.schemas.fields import (
 from app.api.schemas.requests import ChatRequest, GenerationRequest, OutputSchema, without_user
 from app.errors import InvalidRequest
 
-MAX_NAME_LENGTH = 128  # of a tool
+MAX_NAME_LENGTH = 128  # characters in the name of a tool
 
 
 class InputText(Schema):
-    """A part of an item's content."""
+    """A text as a part of an item's content."""
 
     type: Literal["input_text", "output_text"]
     text: str
@@ -58,7 +58,7 @@ Content = Annotated[
 
 
 def _without_images(value: Any) -> Any:
-    """The result of a call with a text in the place of each image: no model here sees them."""
+    """Replace each image in the result of a call by a text, because no model here can see images."""
     if not isinstance(value, list):
         return value
     unseen = {"type": "input_text", "text": UNSEEN_IMAGE}
@@ -75,12 +75,12 @@ class InputMessage(Schema):
 
 
 def full_name(namespace: str | None, name: str) -> str:
-    """The name by which a model calls a tool of a namespace."""
+    """Return the name under which a model calls a tool of a namespace."""
     return name if namespace is None else f"{namespace}.{name}"
 
 
 class InputCall(Schema):
-    """A call that the model made in an earlier turn."""
+    """A function call that the model made in an earlier turn."""
 
     type: Literal["function_call"]
     call_id: str = Field(max_length=MAX_ID_LENGTH)
@@ -89,13 +89,13 @@ class InputCall(Schema):
     arguments: str
 
     def for_chat(self) -> dict[str, Any]:
-        """One call of a message of the assistant."""
+        """Return the call as a part of an assistant message."""
         function = {"name": full_name(self.namespace, self.name), "arguments": self.arguments}
         return {"id": self.call_id, "type": "function", "function": function}
 
 
 class InputCustomCall(Schema):
-    """Such a call of a custom tool."""
+    """A call of a custom tool that the model made in an earlier turn."""
 
     type: Literal["custom_tool_call"]
     call_id: str = Field(max_length=MAX_ID_LENGTH)
@@ -104,13 +104,13 @@ class InputCustomCall(Schema):
     input: str
 
     def for_chat(self) -> dict[str, Any]:
-        """One call of a message of the assistant."""
+        """Return the call as a part of an assistant message."""
         custom = {"name": full_name(self.namespace, self.name), "input": self.input}
         return {"id": self.call_id, "type": "custom", "custom": custom}
 
 
 class InputCallOutput(Schema):
-    """The result of such a call."""
+    """The result of a call."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str = Field(max_length=MAX_ID_LENGTH)
@@ -121,18 +121,18 @@ class InputCallOutput(Schema):
 
 
 class InputReasoning(Schema):
-    """The reasoning of an earlier turn, which is left out of the prompt."""
+    """The reasoning of an earlier turn. The prompt does not include it."""
 
     type: Literal["reasoning"]
 
 
 class VendorItem(Schema):
-    """A call of a tool that only OpenAI runs or only its models know, or the result. It is left out of the prompt."""
+    """A call, or its result, of a tool that only OpenAI's service or models can use. The prompt does not include it."""
 
     type: str
 
 
-# Items of conversations that went on at OpenAI.
+# Items of conversations that started at OpenAI.
 _OF_VENDOR = frozenset({
     "web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call",
     "computer_call", "computer_call_output", "local_shell_call", "local_shell_call_output",
@@ -146,7 +146,7 @@ _ITEM_TYPES = (
 
 
 def _items(value: Any) -> Any:
-    """`input`: a text stands for a message of the user."""
+    """Check `input`, and convert a string to a message of the user."""
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": value}]
     if not isinstance(value, list):
@@ -154,9 +154,9 @@ def _items(value: Any) -> Any:
     for number, item in enumerate(value):
         kind = item.get("type", "message") if isinstance(item, dict) else None
         if kind == "item_reference":
-            raise ValueError(f"has a reference at {number}; items have no life of their own here: send the item itself")
+            raise ValueError(f"has a reference at {number}; this server does not store items: send the item itself")
         if kind not in _ITEM_TYPES and kind not in _OF_VENDOR:
-            raise ValueError(f"has an item at {number} that is not of a type out of {', '.join(_ITEM_TYPES)}")
+            raise ValueError(f"has an item at {number} whose type is none of {', '.join(_ITEM_TYPES)}")
     return value
 
 
@@ -179,7 +179,7 @@ InputItem = Annotated[
 
 
 class InputFormat(Schema):
-    """Which texts a custom tool takes: any, or those of a grammar."""
+    """The inputs that a custom tool accepts: any text, or texts that match a grammar."""
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = Field(None, validate_default=True)
@@ -199,13 +199,13 @@ class InputFormat(Schema):
 
 
 class _Typed(Schema):
-    type: Literal["function", "custom"]  # before the other fields: of another type of tool, the error names the type
+    type: Literal["function", "custom"]  # checked first, so that the error for another type of tool names the type
 
 
 class ResponsesTool(FunctionDefinition, _Typed):
     """A function that the model may call, or a custom tool."""
 
-    format: InputFormat | None = None  # of a custom tool
+    format: InputFormat | None = None  # the input of a custom tool
 
     def for_chat(self) -> dict[str, Any]:
         tool = self.uncopied()
@@ -215,7 +215,7 @@ class ResponsesTool(FunctionDefinition, _Typed):
         return {"type": kind, kind: tool}
 
     def as_json(self) -> dict[str, Any]:
-        """The tool as a response repeats it."""
+        """Return the tool in the form that a response repeats."""
         shown = {"type": self.type, "name": self.name, "description": self.description}
         if self.type == "custom":
             form = {"type": "text"} if self.format is None else self.format.model_dump(exclude_none=True)
@@ -224,7 +224,7 @@ class ResponsesTool(FunctionDefinition, _Typed):
 
 
 class NamespaceTool(Schema):
-    """Several tools under one name. The model is offered each of them, with this name before its own."""
+    """Several tools under one name. The model sees each tool with this name as a prefix of the tool's own name."""
 
     type: Literal["namespace"]
     name: FunctionName
@@ -232,7 +232,7 @@ class NamespaceTool(Schema):
     tools: ListOf[ResponsesTool] = Field(max_length=MAX_TOOLS)
 
     def offered(self) -> Iterator[ResponsesTool]:
-        """The tools as the model sees them. The first one has the description of all before its own."""
+        """Yield the tools as the model sees them. The first tool's description starts with the namespace's."""
         described = self.description
         for tool in self.tools:
             text = "\n\n".join(filter(None, (described, tool.description))) or None
@@ -240,13 +240,13 @@ class NamespaceTool(Schema):
             described = None
 
     def as_json(self) -> dict[str, Any]:
-        """The tool as a response repeats it."""
+        """Return the namespace in the form that a response repeats."""
         tools = [tool.as_json() for tool in self.tools]
         return {"type": self.type, "name": self.name, "description": self.description or "", "tools": tools}
 
 
 def _tool_tag(tool: Any) -> str:
-    """A tool of another type that has no name is one of OpenAI's own."""
+    """Return the tag of a tool. A tool without a name whose type is not function or custom is OpenAI's own."""
     if not isinstance(tool, dict):
         kinds = {ResponsesTool: "#function", NamespaceTool: "#namespace"}
         return next((tag for kind, tag in kinds.items() if isinstance(tool, kind)), "#vendor")
@@ -273,7 +273,7 @@ class NamedResponsesTool(_Typed):
 
 
 class AllowedResponsesTools(Schema):
-    """`tool_choice` as an object: no other than these tools."""
+    """`tool_choice` as an object: only these tools."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -290,7 +290,7 @@ ResponsesToolChoice = Annotated[
 
 
 class TextFormat(OutputSchema):
-    """The form of the text: `response_format` of a chat with one level less."""
+    """The form of the text: the `response_format` of a chat, but without the nested `json_schema`."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
 
@@ -301,28 +301,28 @@ class TextFormat(OutputSchema):
         return {"type": schema.pop("type"), "json_schema": schema}
 
     def as_json(self) -> dict[str, Any]:
-        """The form as a response repeats it."""
+        """Return the format in the form that a response repeats."""
         return self.uncopied() if self.type == "json_schema" else {"type": self.type}
 
 
 class TextOptions(Schema):
     format: TextFormat = TextFormat()
-    verbosity: Literal["low", "medium", "high"] | None = None  # which no model here has learned
+    verbosity: Literal["low", "medium", "high"] | None = None  # without effect, because no model here supports it
 
 
 class ReasoningOptions(Schema):
-    """How much the model reasons. The answer has the reasoning itself, never a summary; `auto` leaves that to us."""
+    """The effort of reasoning. The response has the full reasoning, never a summary, which `auto` permits."""
 
     effort: ReasoningEffort | None = None
     summary: Literal["auto", "concise", "detailed", "none"] | None = None
 
 
 LOGPROBS = "message.output_text.logprobs"
-Includable = Annotated[str, Field(max_length=MAX_ID_LENGTH)]  # others only add to a response, and are passed over
+Includable = Annotated[str, Field(max_length=MAX_ID_LENGTH)]  # values other than LOGPROBS have no effect
 
 
 class _FieldNames:
-    """The names of this endpoint's fields in errors of `GenerationRequest` and `ChatRequest`."""
+    """The field names of this endpoint for errors of `GenerationRequest` and `ChatRequest`."""
 
     prompt_param: ClassVar[str] = "input"
     format_param: ClassVar[str] = "text.format"
@@ -346,16 +346,16 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
     )
     tool_choice: ToolChoice[ResponsesToolChoice] = "auto"
     parallel_tool_calls: bool = True
-    max_tool_calls: NumSamples | None = None  # of tools that the server runs, of which there are none
+    max_tool_calls: NumSamples | None = None  # without effect, because the server itself runs no tools
     text: TextOptions = TextOptions()
-    truncation: Literal["auto", "disabled"] = "disabled"  # auto: the oldest turns are left out where all do not fit
+    truncation: Literal["auto", "disabled"] = "disabled"  # auto leaves out the oldest turns that do not fit
     reasoning: ReasoningOptions = ReasoningOptions()
     include: ListOf[Includable] = Field(default_factory=list, max_length=16)
     top_logprobs: Natural | None = None
     metadata: Metadata = Field(default_factory=dict)  # returned unchanged
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
     previous_response_id: str | None = Field(None, max_length=MAX_ID_LENGTH)
-    background: bool = False  # the answer comes before the response
+    background: bool = False  # return at once, and generate the stored response afterwards
 
     @model_validator(mode="after")
     def _logprobs_are_included(self) -> ResponsesRequest:
@@ -374,14 +374,14 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
         names = [tool.name for tool in self.offered]
         if len(names) > MAX_TOOLS:
             raise InvalidRequest(
-                f"tools has {len(names):,} tools with those in namespaces; at most {MAX_TOOLS} are accepted",
+                f"tools has {len(names):,} tools, including tools in namespaces; at most {MAX_TOOLS} are accepted",
                 param="tools",
             )
         in_namespaces = {tool.name for each in self.tools if isinstance(each, NamespaceTool) for tool in each.offered()}
         for name in in_namespaces:
             if names.count(name) > 1 or len(name) > MAX_NAME_LENGTH:
                 raise InvalidRequest(
-                    f"the model would call a tool of a namespace by the name {name[:200]!r}, which another tool has or "
+                    f"a tool in a namespace has the full name {name[:200]!r}, which another tool has or "
                     f"which exceeds {MAX_NAME_LENGTH} characters; rename it",
                     param="tools",
                 )
@@ -389,7 +389,7 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
 
     @cached_property
     def offered(self) -> list[ResponsesTool]:
-        """The tools as the model sees them."""
+        """The tools as the model sees them, without namespaces."""
         offered: list[ResponsesTool] = []
         for tool in self.tools:
             if not isinstance(tool, VendorTool):
@@ -410,13 +410,13 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
 
     @property
     def kept_param(self) -> str | None:
-        """The field that asks for kept responses."""
+        """The name of the first given field that needs stored responses, or None."""
         names = ("store", "previous_response_id", "background")
         return next((name for name in names if getattr(self, name)), None)
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the response has the log-probabilities of the text's tokens."""
+        """Whether the response has log-probabilities for the tokens of its text."""
         return LOGPROBS in self.include
 
     @property
@@ -431,7 +431,7 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
         raise without_user("input")
 
     def as_chat(self) -> ChatRequest:
-        """The chat with the same response. Raises InvalidRequest when fields or items disagree."""
+        """Return the chat with the same response. Raises InvalidRequest if fields or items disagree."""
         choice = self.tool_choice
         own = {
             "messages": self._messages(),
@@ -445,7 +445,7 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
             "response_format": self.text.format.for_chat(),
             "reasoning_effort": self.reasoning.effort,
         }
-        # of what only the items of a turn have together, such as too many calls
+        # `within` is for errors about several items of a turn, such as too many calls.
         return self.chat(_ResponsesChat, own, within="input")
 
     def _messages(self) -> list[dict[str, Any]]:
@@ -457,7 +457,7 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
                 continue
             if not isinstance(item, InputCall | InputCustomCall):
                 messages.append(item.for_chat())
-            elif messages and messages[-1]["role"] == "assistant":  # the text and the calls of one turn are one message
+            elif messages and messages[-1]["role"] == "assistant":  # join the text and calls of a turn
                 messages[-1].setdefault("tool_calls", []).append(item.for_chat())
             else:
                 messages.append({"role": "assistant", "content": None, "tool_calls": [item.for_chat()]})
