@@ -130,7 +130,7 @@ class SimulatedModelRunner(ModelRunner):
         key: int = slots[block_ids[last // size] * size + last % size]
         num_before = last // size
         if num_before:
-            # A model attends to all blocks. Here a token reads one earlier block in turn, which reveals any wrong block.
+            # A model attends to all blocks. Here a token reads one earlier block in turn: any wrong block shows up.
             key ^= slots[block_ids[last % num_before] * size + size - 1] * 3 & _MASK
         return key
 
