@@ -365,10 +365,7 @@ def _why_not_paged(source: ModelSource, module: PreTrainedModel, step: ProbeStep
 
 
 def _with_own_attention(source: ModelSource, module: PreTrainedModel, refusal: str) -> tuple[CacheProbe, Reference]:
-    """Load a model with its own attention. Raises UnsupportedModel if its keys and values cannot be paged.
-
-    refusal: why our attention does not fit.
-    """
+    """Try the model's own attention. refusal: why ours does not fit. Raises UnsupportedModel if it cannot be paged."""
     path, probe = source.config.path, CacheProbe()
     attend_by_own_code(module)
     try:
