@@ -27,7 +27,7 @@ ROWS_AT_ONCE = 1024  # rows that `multiplied_out` holds in float32 at once
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How the weights of a checkpoint are packed."""
+    """The way in which a checkpoint packs its weights."""
 
     method: str
     bits: int

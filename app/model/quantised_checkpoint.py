@@ -75,7 +75,7 @@ def loading_options(quantised: Quantised, device: torch.device) -> dict[str, Any
     has_kernels = all(find_spec(package) is not None for package in ("kernels", "accelerate"))
     if quantised.method == "mxfp4" and (device.type == "cpu" or not has_kernels):
         return {"quantization_config": Mxfp4Config(dequantize=True)}
-    # Most quantised modules refuse to be moved afterwards.
+    # Most quantised modules cannot be moved afterwards.
     return {"device_map": {"": device}} if device.type == "cuda" else {}
 
 

@@ -229,7 +229,7 @@ def not_computed(recurrence: str) -> str:
     """Return the refusal of a model whose layers have this recurrence."""
     return (
         f"has layers with a state that is not computed here: {recurrence}. Short convolutions, the gated delta rule, "
-        f"Mamba 1 and Mamba 2 are"
+        f"Mamba 1 and Mamba 2 are computed"
     )
 
 
@@ -248,7 +248,7 @@ def config_of_transformers(config: ModelConfig, location: str) -> PreTrainedConf
         )
     except (OSError, ValueError) as error:
         raise InvalidSetup(
-            f"model.path {config.path!r} is neither a folder with a model nor a model that can be loaded "
+            f"model.path {config.path!r} cannot be loaded as a folder or as a hub id "
             f"(looked at {location!r}): {first_line(error)}"
         ) from error
     if getattr(found, "is_encoder_decoder", False):

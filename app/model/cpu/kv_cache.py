@@ -19,7 +19,7 @@ class LayerMemory(NamedTuple):
     values: int
     scales: int | None
     heads_in_block: int  # heads of this layer's shape that fit in its place
-    scales_in_block: int  # heads with scales
+    scales_in_block: int  # heads with scales in one block
 
 
 class NativeKVCache:

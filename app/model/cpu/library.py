@@ -214,7 +214,7 @@ class Segment(Filled):
 
 
 class Piece(Filled):
-    """A row of `Pieces.table` in recurrence.py."""
+    """A row of `StatePieces.table` in recurrence.py."""
 
     _fields_ = _fields(_INT32, "first_token", "num_tokens", "read_slot", "written_slot")
 
