@@ -1,1 +1,1 @@
-"""The only room that imports torch: weights, KV memory, attention, sampling."""
+"""The only package that imports torch: weights, KV memory, attention and sampling."""

@@ -1,7 +1,7 @@
-"""The abilities of the engine that work with an architecture, and the reasons why others do not.
+"""The engine abilities that work with an architecture, and the reasons why other abilities do not.
 
-The guide for readers, the log line of a replica and `carousel plan memory` use this module. The reasons
-follow from the descriptions of our decoders and from the types of a model's layers.
+The user guide, a replica's log line and `carousel plan memory` use this module. The reasons follow from the
+descriptions of our decoders and from the types of a model's layers.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Ability = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abilities:
-    """The abilities that work with one model, or with an architecture."""
+    """The abilities that work with one model, or with one architecture."""
 
-    architecture: str  # the class of transformers
-    has_states: bool  # of recurrent layers
-    windows: Literal["none", "kept", "freed"]  # of its attention: whether blocks behind them are given back
+    architecture: str  # the name of the class in transformers
+    has_states: bool  # whether the model has recurrent layers
+    windows: Literal["none", "kept", "freed"]  # its windows; freed: blocks behind a window are freed
 
     def why_not(self) -> dict[Ability, str]:
-        """The abilities that do not work with it, each with the reason."""
+        """Return the abilities that do not work with the model, each with the reason."""
         no_decoder = {backend: self._why_no_decoder(backend) for backend in ("cpu", "cuda")}
         reasons: dict[Ability, str | None] = {
             "C++ on a CPU": no_decoder["cpu"],
@@ -39,7 +39,7 @@ class Abilities:
         return {ability: reason for ability, reason in reasons.items() if reason is not None}
 
     def __str__(self) -> str:
-        """One line for a log and a terminal."""
+        """Return one line for a log or a terminal."""
         refused = "; ".join(f"{ability} ({reason})" for ability, reason in self.why_not().items())
         return f"{self.architecture}: not with {refused}" if refused else f"{self.architecture}: all works with it"
 

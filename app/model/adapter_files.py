@@ -1,4 +1,4 @@
-"""The files of a LoRA adapter: where they are, and a digest of them. No torch here."""
+"""The files of a LoRA adapter: their folder and their digest. No torch here."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _QUANTISED_FILE = re.compile(r"[.-](I?Q\d\w*|B?F16|F32)\.gguf$", re.IGNORECASE)
 
 
 def adapter_at(name: str, path: str) -> Adapter:
-    """The adapter that lies there. Of a hub id the files are downloaded. Raises UnsupportedAdapter."""
+    """Return the adapter at a path, after a download if `path` is a hub id. Raises UnsupportedAdapter."""
     return Adapter(name=name, path=path, digest=adapter_digest(adapter_folder(folder_seen_from_here(path))))
 
 
 def folder_of_adapter(adapter: Adapter) -> Path:
-    """Where its files are here. Raises UnsupportedAdapter."""
+    """Return the folder of the adapter's files on this machine. Raises UnsupportedAdapter."""
     return adapter_folder(folder_seen_from_here(adapter.path))
 
 
 def check_digest(adapter: Adapter, folder: Path) -> None:
-    """Raises UnsupportedAdapter if the files there are others than those that were named."""
+    """Raise UnsupportedAdapter if the files in the folder differ from the files that were registered."""
     digest = adapter_digest(folder)
     if digest != adapter.digest:
         raise UnsupportedAdapter(
@@ -38,10 +38,7 @@ def check_digest(adapter: Adapter, folder: Path) -> None:
 
 
 def adapter_folder(path: str) -> Path:
-    """A folder; else what is downloaded of a hub id.
-
-    Raises UnsupportedAdapter: there is neither.
-    """
+    """Return a folder, or the download of a hub id. Raises UnsupportedAdapter if the path is neither."""
     if os.path.isdir(path):
         return Path(path).resolve()
     from transformers.utils.hub import snapshot_download
@@ -55,7 +52,7 @@ def adapter_folder(path: str) -> Path:
 
 
 def adapter_digest(folder: Path) -> str:
-    """Of what the adapter computes: its configuration and its weights. Raises UnsupportedAdapter."""
+    """Return a digest of the adapter's configuration and weights. Raises UnsupportedAdapter."""
     digest_bytes = 8
     digest = hashlib.blake2b(digest_size=digest_bytes)
     for name in (CONFIG, WEIGHTS):
@@ -70,11 +67,10 @@ def adapter_digest(folder: Path) -> str:
 
 
 def another_base(folder: Path, served: Sequence[str], revision: str | None) -> str | None:
-    """In words, that the adapter's configuration names other weights than those served under these names.
+    """Return a sentence if the adapter's configuration names other base weights than the served ones; else None.
 
-    It is no proof: copies of the same weights have many names, and PEFT writes a path where it was given one. The last
-    parts of paths and hub ids are compared. None where nothing differs, or nothing is named. The configuration is one
-    that was read before.
+    A difference is no proof: copies of the same weights have many names, and PEFT may write a local path. Only the last
+    parts of paths and hub ids are compared. The configuration must have been read successfully before.
     """
     config = json.loads((folder / CONFIG).read_bytes())
     name, trained_revision = config.get("base_model_name_or_path"), config.get("revision")
@@ -88,7 +84,7 @@ def another_base(folder: Path, served: Sequence[str], revision: str | None) -> s
 
 
 def names_in_config(location: str) -> list[str]:
-    """What the config.json of a folder says that the model was loaded from."""
+    """Return the name under which a folder's config.json says that the model was loaded, if it says so."""
     file = Path(location) / "config.json"
     name = json.loads(file.read_bytes()).get("_name_or_path") if file.is_file() else None
     return [name] if isinstance(name, str) and name else []

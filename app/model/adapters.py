@@ -1,4 +1,4 @@
-"""LoRA adapters as PEFT saves them: read, and checked against the model that they are for. No code of theirs runs."""
+"""Reads LoRA adapters in PEFT's format and checks them against the served model. No code of an adapter runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_RANK = 64
 
 
 def products_of(names: Names) -> dict[str, tuple[str, ...]]:
-    """The linear layers of a Llama-like layer that our decoders compute together, by the product's name."""
+    """Return the linear layers of a Llama-like layer that our decoders compute together, by product name."""
     return {
         "query_key_value": QUERIES_KEYS_VALUES,
         "output": (names.attention_output,),
@@ -36,15 +36,15 @@ def products_of(names: Names) -> dict[str, tuple[str, ...]]:
     }
 
 
-PRODUCTS = products_of(Names())  # of Llama itself
+PRODUCTS = products_of(Names())  # the names in Llama itself
 _TENSOR = re.compile(r"base_model\.model\.(?P<linear>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of the files
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # types that adapter files may have
 _MAX_CONFIG_BYTES = 1 << 20
-_NAME = re.compile(r"\^?(?:[\w-]|\\?\.)+\$?", re.ASCII)  # no two ways to match a text: linear in its length
+_NAME = re.compile(r"\^?(?:[\w-]|\\?\.)+\$?", re.ASCII)  # matches a text in one way only: linear time
 
 
 class Sizes(NamedTuple):
-    """Of a linear layer."""
+    """The sizes of a linear layer."""
 
     num_inputs: int
     num_outputs: int
@@ -52,10 +52,10 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LowRankUpdate:
-    """What an adapter adds to a linear layer: inputs × down × up."""
+    """The product that an adapter adds to a linear layer's output: inputs × down × up."""
 
     down: torch.Tensor  # [rank, num_inputs]
-    up: torch.Tensor  # [num_outputs, rank], with the scale in it
+    up: torch.Tensor  # [num_outputs, rank], multiplied by the adapter's scale
 
     @property
     def rank(self) -> int:
@@ -67,22 +67,22 @@ AdapterWeights = Mapping[str, LowRankUpdate]  # by the linear layer's name in th
 
 @dataclass(frozen=True, slots=True)
 class SlottedAdapter:
-    """An adapter that is in a slot of a GPU's memory, as the `adapter` of scheduled sequences."""
+    """An adapter in a slot of a GPU's memory, stored as the `adapter` of scheduled sequences."""
 
     slot: int
 
 
 class LlamaLayer(Protocol):
-    """What of a layer of a decoder of ours matters here."""
+    """The part of our decoders' layers that this module reads."""
 
     @property
     def router(self) -> torch.Tensor | None:
-        """None where there are no experts."""
+        """The router; None if the layer has no experts."""
         ...
 
 
 def linear_sizes(settings: DecoderSettings, layers: Sequence[LlamaLayer]) -> dict[str, Sizes]:
-    """The linear layers that adapters may change, by name: those of attention, and those of an MLP without experts."""
+    """Return the linear layers that adapters may change, by name: in attention, and in MLPs without experts."""
     return {
         linear_name(index, linear): size
         for index, (layer, own) in enumerate(zip(layers, settings.layers, strict=True))
@@ -98,19 +98,19 @@ def linear_name(layer: int, linear: str) -> str:
 
 
 def is_divided_by_inputs(linear: str) -> bool:
-    """How ranks divide a linear layer: the rest is divided by outputs."""
+    """Return whether ranks divide the linear layer by inputs; they divide other layers by outputs."""
     return linear.endswith(("o_proj", "down_proj"))
 
 
 def whole_size(linear: str, own: Sizes, num_ranks: int) -> Sizes:
-    """Of a linear layer, of which one of so many ranks has a part of this size."""
+    """Return the size of the whole linear layer, given the size of one rank's part."""
     if is_divided_by_inputs(linear):
         return own._replace(num_inputs=own.num_inputs * num_ranks)
     return own._replace(num_outputs=own.num_outputs * num_ranks)
 
 
 def part_of_rank(weights: AdapterWeights, rank: int, num_ranks: int) -> AdapterWeights:
-    """What a rank adds to its part of each linear layer: of A its inputs, or of B its outputs."""
+    """Return one rank's part of an adapter: some inputs of A, or some outputs of B, for each linear layer."""
 
     def part(linear: str, update: LowRankUpdate) -> LowRankUpdate:
         if is_divided_by_inputs(linear):
@@ -121,7 +121,7 @@ def part_of_rank(weights: AdapterWeights, rank: int, num_ranks: int) -> AdapterW
 
 
 def save_part(path: Path, part: AdapterWeights) -> None:
-    """For `read_part` in another process."""
+    """Write a part of an adapter to a file, from which `read_part` reads it in another process."""
     from safetensors.torch import save_file
 
     named = {linear: (update.down, update.up) for linear, update in part.items()}
@@ -137,7 +137,7 @@ def read_part(path: Path) -> AdapterWeights:
 
 
 def products(settings: DecoderSettings) -> Iterator[tuple[int, str, list[str]]]:
-    """Of each layer each product, and the names of the linear layers that are joined in it."""
+    """Yield the layer, the product and the linear layers that the product joins, for each product of each layer."""
     own = products_of(settings.described.names)
     for layer in range(len(settings.layers)):
         for product, linears in own.items():
@@ -157,7 +157,7 @@ def _sizes_of_mlp(settings: DecoderSettings, layer: LayerSettings) -> dict[str, 
 
 
 class PeftConfig(BaseModel):
-    """What adapter_config.json says of how the adapter computes. The rest of it is about training."""
+    """The fields of adapter_config.json that affect the computation. The other fields are about training."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -170,7 +170,7 @@ class PeftConfig(BaseModel):
     bias: str = "none"
 
     def why_not(self) -> str | None:
-        """What of it is not computed here; None when all is."""
+        """Return the first feature that is not computed here; None if all features are."""
         if self.peft_type != "LORA":
             return f"peft_type is {self.peft_type[:40]}; only LORA is computed"
         if self.bias != "none":
@@ -184,17 +184,17 @@ class PeftConfig(BaseModel):
 
 
 class _ByLayer:
-    """What `rank_pattern` or `alpha_pattern` says of linear layers, by their names; the first key that fits counts.
+    """The values of `rank_pattern` or `alpha_pattern` by linear layer; the first key that matches a layer counts.
 
-    PEFT takes a key for a regular expression that matches the end of a name. An expression of unknown origin may run
-    for hours, with the interpreter's lock held. So only names, their ends and alternatives of them are understood, and
-    looked up.
+    PEFT reads a key as a regular expression that matches the end of a layer's name. An expression of unknown origin
+    may run for hours while it holds the interpreter's lock. So only names, ends of names and alternatives of these
+    are accepted, and are looked up.
     """
 
     def __init__(self, field: str, pattern: Mapping[str, float], default: float) -> None:
-        """Raises UnsupportedAdapter: a key is another expression."""
+        """Raises UnsupportedAdapter if a key is any other expression."""
         self._default = default
-        self._values: dict[str, tuple[int, float]] = {}  # by end, whole names behind a ^: the key's place, its value
+        self._values: dict[str, tuple[int, float]] = {}  # by end of name, or ^name: index of key, value
         for place, (key, value) in enumerate(pattern.items()):
             for end in _ends(field, key):
                 self._values.setdefault(end, (place, value))
@@ -207,7 +207,7 @@ class _ByLayer:
 
 
 def _ends(field: str, key: str) -> list[str]:
-    """`(q_proj|mlp\\.up_proj)` → `q_proj`, `mlp.up_proj`."""
+    """Split a key into ends of names: `(q_proj|mlp\\.up_proj)` → `q_proj`, `mlp.up_proj`."""
     names = key.removeprefix("(").removesuffix(")").split("|") if key[:1] + key[-1:] == "()" else key.split("|")
     if not all(map(_NAME.fullmatch, names)):
         raise UnsupportedAdapter(
@@ -218,14 +218,14 @@ def _ends(field: str, key: str) -> list[str]:
 
 
 class LinearUpdates:
-    """Adapters in the code of transformers: each linear layer's output gets what the adapters of its rows add."""
+    """Adapters in transformers' code: each linear layer's output gets the updates of the adapters of its rows."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._linears: dict[str, torch.nn.Module] = {}
         self.sizes: dict[str, Sizes] = {}
         weight = next(module.parameters())
         self._dtype, self._device = weight.dtype, weight.device
-        self._late: list[dict[str, LowRankUpdate]] | None = None  # loaded while the device is away; None: it is here
+        self._late: list[dict[str, LowRankUpdate]] | None = None  # loaded without the device; None: it is here
         for name, linear in module.named_modules():
             inputs, outputs = getattr(linear, "in_features", None), getattr(linear, "out_features", None)
             parent = module.get_submodule(name.rpartition(".")[0])
@@ -235,7 +235,7 @@ class LinearUpdates:
                 self._linears[name] = linear
 
     def prepare(self, weights: AdapterWeights) -> AdapterWeights:
-        """An adapter as the `adapter` of scheduled sequences."""
+        """Return an adapter in the form that scheduled sequences have as `adapter`."""
         device = self._device if self._late is None else torch.device("cpu")
         to = partial(torch.Tensor.to, device=device, dtype=self._dtype)
         adapter = {name: LowRankUpdate(to(each.down), to(each.up)) for name, each in weights.items()}
@@ -244,17 +244,17 @@ class LinearUpdates:
         return adapter
 
     def leave_device(self) -> None:
-        """Prepare adapters in the host's memory until `come_back`. Those that are there stay where they are."""
+        """Prepare new adapters in the host's memory until `come_back`. Adapters on the device stay in place."""
         self._late = []
 
     def come_back(self) -> None:
-        """The device is here again."""
+        """Move the adapters that were loaded meanwhile to the device, which is available again."""
         late, self._late = self._late or [], None
         for adapter in late:
             adapter |= self.prepare(adapter)
 
     def most_bytes(self, number: int, num_tokens: int) -> int:
-        """Memory of so many adapters of the largest size, one more that a step still has, and a step with adapters."""
+        """Return the bytes of `number` adapters of rank `MAX_RANK`, one more that a step still holds, and a step."""
         if not self.sizes:
             return 0
         of_one = MAX_RANK * sum(each.num_inputs + each.num_outputs for each in self.sizes.values())
@@ -263,14 +263,14 @@ class LinearUpdates:
 
     @contextmanager
     def of(self, batch: StepBatch) -> Iterator[None]:
-        """Around a forward pass of this batch."""
+        """Apply the adapters of this batch to each forward pass inside the `with` block."""
         with ExitStack() as hooks:
             for name, parts in self._parts_by_linear(batch).items():
                 hooks.callback(self._linears[name].register_forward_hook(partial(_add, parts)).remove)
             yield
 
     def _parts_by_linear(self, batch: StepBatch) -> dict[str, list[tuple[LowRankUpdate, torch.Tensor]]]:
-        """By linear layer: what is added, and to which tokens."""
+        """Return the updates of each linear layer, each with the indices of its tokens."""
         found: dict[str, list[tuple[LowRankUpdate, torch.Tensor]]] = {}
         for adapter, places in tokens_by_adapter(batch) if batch.has_adapters else ():
             tokens = to_device(places, self._device)
@@ -285,14 +285,14 @@ def _add(
     given: tuple[torch.Tensor, ...],
     output: torch.Tensor,
 ) -> None:
-    """given, output: [1, num_tokens, features], or without the first dimension."""
+    """Add the updates to `output`. given, output: [1, num_tokens, features], or without the first dimension."""
     for update, tokens in parts:
         rows = given[0].view(-1, given[0].shape[-1])[tokens]
         output.view(-1, output.shape[-1])[tokens] += rows @ update.down.T @ update.up.T
 
 
 def tokens_by_adapter(batch: StepBatch) -> list[tuple[object, list[int]]]:
-    """Each adapter of a step, as its sequences have it, with its tokens as places in the packed row, ascending."""
+    """Return each adapter of a step with the ascending indices of its tokens in the packed row."""
     found: dict[int, tuple[object, list[int]]] = {}
     end = 0
     for item in batch.scheduled:
@@ -303,9 +303,9 @@ def tokens_by_adapter(batch: StepBatch) -> list[tuple[object, list[int]]]:
 
 
 def read_adapter(folder: Path, linears: Mapping[str, Sizes]) -> AdapterWeights:
-    """An adapter for a model with these linear layers, by their names.
+    """Read an adapter for a model with these linear layers, which are given by name.
 
-    Raises UnsupportedAdapter: it is for another model, or something in it is not computed here.
+    Raises UnsupportedAdapter if the adapter is for another model or has a feature that is not computed here.
     """
     try:
         return _read(folder, linears)
@@ -318,7 +318,7 @@ def _read(folder: Path, linears: Mapping[str, Sizes]) -> AdapterWeights:
     if (reason := config.why_not()) is not None:
         raise UnsupportedAdapter(reason)
     pairs = _pairs(_read_tensors(folder))
-    own = {plain_name(linear): linear for linear in linears}  # an adapter of a multimodal model names layers otherwise
+    own = {plain_name(linear): linear for linear in linears}  # multimodal adapters prefix the names
     missing = [linear for linear in pairs if plain_name(linear) not in own]
     if missing:
         unknown, known = (sorted({linear.rpartition(".")[2] for linear in each}) for each in (missing, linears))
@@ -367,7 +367,7 @@ def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _pairs(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """Both factors of each linear layer, as A and B."""
+    """Return the factors A and B of each linear layer."""
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in sorted(tensors.items()):
         match = _TENSOR.fullmatch(name)
@@ -383,7 +383,7 @@ def _pairs(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Ten
 
 
 def _check_factors(linear: str, factors: Mapping[str, torch.Tensor], sizes: Sizes, rank: int) -> None:
-    """By what the file says of them: nothing is read. Raises UnsupportedAdapter."""
+    """Raise UnsupportedAdapter if shapes or types are wrong. Reads only the tensors' metadata."""
     down, up = factors["A"], factors["B"]
     if rank > MAX_RANK:
         raise UnsupportedAdapter(f"{linear} has rank {rank}; at most {MAX_RANK} is computed")
@@ -399,7 +399,7 @@ def _check_factors(linear: str, factors: Mapping[str, torch.Tensor], sizes: Size
 
 
 def _update(linear: str, factors: Mapping[str, torch.Tensor], scale: float) -> LowRankUpdate:
-    """A copy: `factors` are pages of a file, which may be written to or cut off while the adapter is in use."""
+    """Return a scaled copy: `factors` are mapped pages of a file, which may change while the adapter is in use."""
     down, up = (factors[name].to(torch.float32, copy=True) for name in "AB")
     up *= scale
     if not (down.isfinite().all() and up.isfinite().all()):

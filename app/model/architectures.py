@@ -1,7 +1,7 @@
-"""The architectures that our own decoders compute: one frozen description for each.
+"""The architectures that our own decoders compute, with one frozen description for each.
 
-The choice of a type, the checks before a load, the packing of weights and the lists of tests follow from the
-descriptions. A model of any other architecture runs on transformers' code.
+The choice of a number type, the checks before a load, the packing of weights and the lists in tests follow from
+the descriptions. transformers' code runs the models of all other architectures.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any, Literal, NamedTuple
 
 Mixer = Literal["attention", "short_convolution", "gated_delta_rule"]
 Activation = Literal["silu", "gelu_tanh"]
-Backend = Literal["cpu", "cuda"]  # our decoder in C++, and the one for CUDA
-# The values of `layer_types` in config.json that are no attention.
+Backend = Literal["cpu", "cuda"]  # our C++ decoder, and our CUDA decoder
+# The values of `layer_types` in config.json that are not attention.
 MIXERS: Mapping[str, Mixer] = {"conv": "short_convolution", "linear_attention": "gated_delta_rule"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """The names of the parts of a layer in a checkpoint. Empty: the architecture has no such part."""
+    """The names of a layer's parts in a checkpoint. An empty name: the architecture does not have this part."""
 
     mixer_input_norm: str = "input_layernorm"
     mixer_output_norm: str = ""
@@ -32,37 +32,37 @@ class Names:
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
-    output_scale: str = ""  # one number, by which the outputs of a layer are multiplied
-    final_norm: str = "norm"  # of the whole model
+    output_scale: str = ""  # one factor for the outputs of a layer
+    final_norm: str = "norm"  # the norm of the whole model's output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """How a mixture of experts (Shazeer et al., 2017) weighs the experts of a token."""
+    """The weights of a token's experts in a mixture of experts (Shazeer et al., 2017)."""
 
-    weights_sum_to_one: bool | None = None  # None: as `norm_topk_prob` says
+    weights_sum_to_one: bool | None = None  # None: `norm_topk_prob` decides
     rounds_weights: bool = True  # whether weights, and outputs times weights, are rounded to the model's type
     size: str = "moe_intermediate_size"  # the name of an expert's inner size in config.json
-    has_shared: bool = False  # whether another expert computes all tokens
+    has_shared: bool = False  # whether a further expert computes all tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """How an architecture differs from Llama: without arguments it is Llama.
+    """The differences between an architecture and Llama. Without arguments, it describes Llama.
 
-    Llama normalises the inputs of attention and of the MLP (RMSNorm), turns whole heads by rotary positions, shares the
+    Llama normalises the inputs of attention and of the MLP (RMSNorm), turns whole heads by rotary positions, shares
     keys and values among query heads, and has an MLP with a gate that SiLU activates.
     """
 
     names: Names = field(default_factory=Names)
-    norm_offset: float = 0.0  # is added to the weights of norms
-    rounds_in_norms: bool = True  # normed numbers are rounded to the model's type before the weight of the norm
-    norms_all_heads: bool = False  # one norm for the queries of all heads, and one for the keys
-    norms_values: bool = False  # of each head, by a norm without weights
-    rounds_rotary: bool = True  # cosines and sines, and what they are multiplied with, to the model's type
+    norm_offset: float = 0.0  # added to the weights of norms
+    rounds_in_norms: bool = True  # round to the model's type before the multiplication by the norm's weight
+    norms_all_heads: bool = False  # one norm for all heads' queries, and one for all heads' keys
+    norms_values: bool = False  # each head's values, by a norm without weights
+    rounds_rotary: bool = True  # whether cosines, sines and the numbers they multiply are rounded to the model's type
     activation: Activation = "silu"
     scales_embedding: bool = False  # by the square root of the hidden size
-    gates_attention: bool = False  # the output of attention, by as many more outputs of the projection of queries
+    gates_attention: bool = False  # the projection of queries has extra outputs, which gate the output of attention
     experts: Experts | None = None
     backends: frozenset[Backend] = frozenset({"cpu", "cuda"})
 
@@ -85,7 +85,7 @@ _OLMO = Architecture(
     rounds_in_norms=False, norms_all_heads=True, rounds_rotary=False, backends=_ON_A_CPU,
 )  # fmt: skip
 
-# By the class of transformers.
+# The keys are class names of transformers.
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         "LlamaForCausalLM": Architecture(),
@@ -121,15 +121,15 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
 
 
 class TextModel(NamedTuple):
-    """What the language model of a multimodal checkpoint is, if it stands alone."""
+    """The language model of a multimodal checkpoint as a model of its own."""
 
     model_type: str
     architecture: str
-    settings: Mapping[str, Any] = MappingProxyType({})  # that its own class has no name for
+    settings: Mapping[str, Any] = MappingProxyType({})  # that the model's own class has no name for
 
 
-# By the type that a multimodal checkpoint gives to its language model. With text alone, positions in three dimensions
-# are ordinary positions.
+# The keys are the types that multimodal checkpoints give their language models. Without images, three-dimensional
+# positions equal ordinary positions.
 TEXT_MODELS = {
     "gemma3_text": TextModel("gemma3_text", "Gemma3ForCausalLM"),
     "gemma4_text": TextModel("gemma4_text", "Gemma4ForCausalLM"),
@@ -149,11 +149,11 @@ TEXT_MODELS = {
 
 
 def architectures_of(described: Mapping[str, Any]) -> list[str]:
-    """What a config.json says of the language model's class. described: the file."""
+    """Return the language model's architectures from a config.json. described: the content of the file."""
     kind = (described.get("text_config") or {}).get("model_type")
     return [TEXT_MODELS[kind].architecture] if kind in TEXT_MODELS else list(described.get("architectures") or ())
 
 
 def computed_by(backend: Backend) -> frozenset[str]:
-    """The architectures that one of our decoders computes, by their classes."""
+    """Return the class names of the architectures that one of our decoders computes."""
     return frozenset(name for name, each in ARCHITECTURES.items() if backend in each.backends)

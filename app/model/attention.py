@@ -1,8 +1,8 @@
-"""Attention over paged KV memory; the loader registers it with transformers. Its models run unmodified.
+"""Attention over paged KV memory. The loader registers it with transformers, so models run unmodified.
 
-A model calls `attend` in every layer; the step's data are the forward keyword argument `paged`, so nothing is
-set before a call and read inside it. The attention below is plain torch: correct on CPU and CUDA, the reference for the
-faster ones (`cpu/attention.py`, `cuda/attention.py`).
+A model calls `attend` in every layer. The step's data are the forward keyword argument `paged`, so no state is set
+before the call and read inside it. The attention in this module is plain torch. It is correct on CPU and CUDA, and is
+the reference for the faster versions (`cpu/attention.py`, `cuda/attention.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HARMLESS = frozenset(
 
 
 class UnknownAttention(Exception):
-    """A model needs something of its attention that is not implemented here."""
+    """A model needs a feature of attention that is not implemented here."""
 
 
 class NoStep(UnknownAttention):
@@ -44,12 +44,14 @@ class NoStep(UnknownAttention):
 
 
 class AttentionStep(Protocol):
-    """What one forward pass does in its attention layers."""
+    """The work of one forward pass in its attention layers."""
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules
     ) -> torch.Tensor:
-        """query: [num_tokens, num_heads, key_dim]; key, value: [num_tokens, num_kv_heads, dim], new tokens only.
+        """Write the new tokens' keys and values and attend.
+
+        query: [num_tokens, num_heads, key_dim]; key, value: [num_tokens, num_kv_heads, dim], of new tokens only.
 
         Returns [num_tokens, num_heads, value_dim].
         """
@@ -77,26 +79,26 @@ class Slots(NamedTuple):
 
 
 class RecurrentStep(Protocol):
-    """What one forward pass does in its recurrent layers."""
+    """The work of one forward pass in its recurrent layers."""
 
     def next_slots(self, shape: StateShape, inputs: torch.Tensor) -> Slots:
-        """The states for the next operator. A forward pass calls its operators in one order.
+        """Return the states for the next operator. Every forward pass calls its operators in the same order.
 
-        inputs: [num_tokens, ...], of the operator.
+        inputs: [num_tokens, ...], the inputs of the operator.
         """
         ...
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class AttentionRules:
-    """How a layer computes its scores: fixed by the model, the same in every step."""
+    """The rules by which a layer computes its scores. The model fixes them; they are the same in every step."""
 
     scaling: float
-    sliding_window: int | None = None  # a token sees itself and this many minus one before it
+    sliding_window: int | None = None  # the number of positions a token sees: its own and earlier ones
     softcap: float | None = None
-    sinks: torch.Tensor | None = None  # [num_heads], a score per head that takes part in the softmax, without a value
-    is_latent: bool = False  # a key is its value, with further numbers behind it, which alone are stored as the key
-    # The earlier layer whose keys and values it attends over, as `ProbeStep` finds it; None: it stores its own.
+    sinks: torch.Tensor | None = None  # [num_heads], an extra score per head in the softmax, without a value
+    is_latent: bool = False  # a key is its value followed by more numbers; only these are stored as the key
+    # The earlier layer whose keys and values this layer reads, found by `ProbeStep`; None: it stores its own.
     stored_by: int | None = None
 
 
@@ -133,11 +135,11 @@ def paged_attention(
     queries = query[0] if heads is None else heads.queries(query[0])
     output = paged.attend(layer, queries.transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), rules)
     output = output if heads is None else heads.values(output)
-    return output.contiguous()[None], None  # some models take a view of it
+    return output.contiguous()[None], None  # some models take a view of the result
 
 
 def check_call(step: object, attention_mask: torch.Tensor | None, others: Mapping[str, Any]) -> None:
-    """Raise UnknownAttention if a model asks its attention for something that is not computed.
+    """Raise UnknownAttention if a model asks its attention for a feature that is not computed.
 
     step: the forward keyword argument with the data of the step.
     """
@@ -151,7 +153,7 @@ def check_call(step: object, attention_mask: torch.Tensor | None, others: Mappin
 
 
 def hand_steps_on(module: torch.nn.Module) -> None:
-    """Have a model give the step to its attention layers: the decoder layers of some models drop keyword arguments."""
+    """Make a model pass the step to its attention layers: some models' decoder layers drop keyword arguments."""
     given: dict[str, Any] = {}
 
     def keep(_module: torch.nn.Module, _inputs: Any, named: dict[str, Any]) -> None:
@@ -167,7 +169,7 @@ def hand_steps_on(module: torch.nn.Module) -> None:
 
 
 def number_layers(module: torch.nn.Module) -> None:
-    """Have attention that several layers share know by which layer it is called: that is an argument of its forward."""
+    """Tell attention that several layers share which layer calls it, from the `layer_idx` argument of its forward."""
 
     def number(part: torch.nn.Module, _inputs: Any, named: dict[str, Any]) -> None:
         part.layer_idx = named["layer_idx"]
@@ -181,10 +183,10 @@ class PagedAttention(Protocol):
     """KV memory and the code that attends over it: one of several backends, chosen when an engine is built."""
 
     block_size: int
-    kv_tensors: list[torch.Tensor]  # all KV memory; the first dimension is that of the blocks
+    kv_tensors: list[torch.Tensor]  # all KV memory; the first dimension counts the blocks
 
     def begin_step(self, batch: StepBatch, inputs: ModelInputs) -> AttentionStep:
-        """The attention of the next forward pass, for all of its layers."""
+        """Return the attention of the next forward pass, for all layers."""
         ...
 
 
@@ -192,16 +194,16 @@ BYTES_AT_ONCE = 256 * 1024**2  # of gathered keys and values, or of scores
 
 
 def plain_attention_bytes(layers: Iterable[LayerShape], length: int, dtype: torch.dtype) -> int:
-    """What `TorchAttention` takes at most beside what a step of short sequences takes.
+    """Return the most bytes that `TorchAttention` needs beyond a step of short sequences.
 
-    length: tokens of the longest sequence, whose keys and values are gathered whole, and copied once.
+    length: tokens of the longest sequence. Its keys and values are gathered as a whole and copied once.
     """
     of_token = max((each.num_kv_heads * (each.key_dim + each.value_dim) for each in layers), default=0)
     return 3 * BYTES_AT_ONCE + 2 * length * of_token * dtype.itemsize
 
 
 class TorchAttention:
-    """Plain torch: gathers each sequence's blocks, then `scaled_dot_product_attention`."""
+    """Attention in plain torch: gathers each sequence's blocks, then calls `scaled_dot_product_attention`."""
 
     def __init__(self, cache: KVCache, device: torch.device, groups: LayerGroups = ONE_GROUP) -> None:
         self.block_size = cache.block_size
@@ -218,11 +220,11 @@ class TorchAttention:
         return _TorchStep(self, inputs.slots, rows)
 
 
-_Read = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # a layer's keys and values by tables of blocks
+_Read = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # reads a layer's keys and values by block tables
 
 
 class _TorchStep:
-    """One step: write the new tokens' KV, then attend over blocks."""
+    """One step: writes the new tokens' keys and values, then attends over blocks."""
 
     def __init__(self, attention: TorchAttention, slots: Sequence[torch.Tensor], rows: Sequence[AttentionRows]) -> None:
         """slots, rows: by group of layers."""
@@ -252,12 +254,12 @@ class _TorchStep:
     def _read(
         self, own: Place, like: tuple[torch.Tensor, torch.Tensor], rules: AttentionRules, block_tables: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """like: what is stored of new tokens."""
+        """Return a layer's keys and values. like: the stored numbers of the new tokens."""
         keys, values = self._cache.read(own.place, block_tables, part=own.part, like=like)
         return (torch.cat((values, keys), dim=-1) if rules.is_latent else keys), values
 
     def _decode(self, read: _Read, query: torch.Tensor, rows: DecodeRows, rules: AttentionRules) -> torch.Tensor:
-        """Single tokens of many sequences. query: [num_rows, num_heads, key_dim]."""
+        """Attend for single tokens of many sequences. query: [num_rows, num_heads, key_dim]."""
         keys, values = read(rows.block_tables)
         at = torch.arange(keys.shape[1], device=keys.device)
         visible = at < rows.lengths[:, None]  # [num_rows, max_length]
@@ -268,30 +270,30 @@ class _TorchStep:
         return output[:, 0]
 
     def _prefill(self, read: _Read, query: torch.Tensor, chunk: PrefillChunk, rules: AttentionRules) -> torch.Tensor:
-        """Several tokens of one sequence. query: [num_tokens, num_heads, key_dim]."""
+        """Attend for several tokens of one sequence. query: [num_tokens, num_heads, key_dim]."""
         keys, values = read(chunk.block_table)
-        # What lies before the window of the first token may be others' by now.
+        # Blocks before the window of the first token may already belong to other sequences.
         first = 0 if rules.sliding_window is None else max(0, chunk.start - rules.sliding_window + 1)
         keys, values = keys[first : chunk.length], values[first : chunk.length]
         return _causal(query, keys, values, start=chunk.start - first, rules=rules)
 
 
 class ProbeStep:
-    """A forward pass without KV memory over one sequence from its start; records what layers store and their rules."""
+    """A forward pass without KV memory over one sequence from its start. Records the layers' shapes and rules."""
 
     def __init__(self) -> None:
-        self.layers: dict[int, LayerShape] = {}  # those that store keys and values of their own
+        self.layers: dict[int, LayerShape] = {}  # the layers that store keys and values of their own
         self.rules: dict[int, AttentionRules] = {}
-        self._keys: dict[int, torch.Tensor] = {}  # by layer; kept, so that no later tensor lies where one of them does
-        self.states: list[StateShape] = []  # by recurrent operator, in the order of the calls
+        self._keys: dict[int, torch.Tensor] = {}  # by layer; keeps memory from being reused by later tensors
+        self.states: list[StateShape] = []  # of the recurrent operators, in the order of the calls
 
     @property
     def stored_by(self) -> dict[int, int]:
-        """The earlier layer whose keys and values a layer reads, by the layer that reads them."""
+        """By layer: the earlier layer whose keys and values it reads. Layers that store their own are missing."""
         return {layer: own.stored_by for layer, own in self.rules.items() if own.stored_by is not None}
 
     def next_slots(self, shape: StateShape, inputs: torch.Tensor) -> Slots:
-        """For the next recurrent operator. inputs: [num_tokens, ...]."""
+        """Return zero states for the next recurrent operator. inputs: [num_tokens, ...]."""
         self.states.append(shape)
         states = torch.zeros(1, *shape.sizes, dtype=shape.dtype, device=inputs.device)
         whole = StatePieces(torch.tensor([[0, len(inputs), NO_STATE, 0]], dtype=torch.int32))
@@ -313,7 +315,7 @@ class ProbeStep:
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are views of the same numbers. Tensors on the meta device have no address to compare."""
+    """Return whether two tensors are views of the same numbers. Meta tensors have no address to compare."""
     return (
         one.untyped_storage()._cdata == other.untyped_storage()._cdata
         and (one.storage_offset(), one.shape, one.stride()) == (other.storage_offset(), other.shape, other.stride())
@@ -321,14 +323,15 @@ def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def with_contiguous_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Itself or a copy: numbers of the last dimension stand side by side, as kernels read them."""
+    """Return a tensor whose last dimension is contiguous, as kernels require; copies only if needed."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _causal(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, start: int, rules: AttentionRules
 ) -> torch.Tensor:
-    """query: [num_tokens, num_heads, dim] at positions from `start`; keys, values: [length, num_kv_heads, dim]."""
+    """Attend causally. query: [num_tokens, num_heads, dim] at positions from `start`; keys, values: [length,
+    num_kv_heads, dim]."""
     at = torch.arange(keys.shape[0], device=keys.device)
     number = max(1, BYTES_AT_ONCE // (query.shape[1] * keys.shape[0] * torch.float32.itemsize))
     parts = []
@@ -342,7 +345,7 @@ def _causal(
 
 
 def _blank_others(keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor) -> None:
-    """Zero the other slots, which may hold other sequences' values: a masked score does not remove a NaN."""
+    """Zero the slots that are not visible: they may hold other sequences' values, and a masked score keeps a NaN."""
     others = ~visible[..., None, None]
     keys.masked_fill_(others, 0)
     values.masked_fill_(others, 0)
@@ -351,7 +354,7 @@ def _blank_others(keys: torch.Tensor, values: torch.Tensor, visible: torch.Tenso
 def _scores_to_output(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, rules: AttentionRules
 ) -> torch.Tensor:
-    """Grouped-query attention.
+    """Compute grouped-query attention.
 
     query: [n, num_tokens, num_heads, key_dim]; keys, values: [n, length, num_kv_heads, dim];
     visible: [n, num_tokens, length] → [n, num_tokens, num_heads, value_dim].
@@ -359,7 +362,7 @@ def _scores_to_output(
     n, num_tokens, num_heads, _ = query.shape
     num_kv_heads = keys.shape[2]
     group = num_heads // num_kv_heads
-    # The query heads that share a KV head stand side by side as rows: [n, num_kv_heads, group * num_tokens, dim].
+    # The query heads that share a KV head become adjacent rows: [n, num_kv_heads, group * num_tokens, dim].
     grouped = query.view(n, num_tokens, num_kv_heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
     mask = visible[:, None].repeat(1, 1, group, 1)  # [n, 1, group * num_tokens, length]
     keys, values = keys.transpose(1, 2), values.transpose(1, 2)
@@ -379,7 +382,7 @@ def _attend_in_full(
     rules: AttentionRules,
     num_tokens: int,
 ) -> torch.Tensor:
-    """The formula in single operators, for soft caps and sinks, which `scaled_dot_product_attention` does not have."""
+    """Compute the formula by single operators, for soft caps and sinks: `scaled_dot_product_attention` lacks these."""
     scores = torch.matmul(query, keys.transpose(2, 3)) * rules.scaling
     if rules.softcap is not None:
         scores = torch.tanh(scores / rules.softcap) * rules.softcap

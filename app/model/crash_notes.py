@@ -1,7 +1,7 @@
-"""The notes that a process leaves where a crash or a hang ends it: a segmentation fault raises no exception.
+"""Notes that remain when a crash or a hang ends a process: a segmentation fault raises no exception.
 
-Python's `faulthandler` writes the tracebacks of all threads into a file, also while native code holds the GIL.
-The process keeps a lock on its file, so the next process knows which files are of processes that have ended.
+Python's `faulthandler` writes the tracebacks of all threads into a file, even while native code holds the GIL. Each
+process holds a lock on its file, so the next process can tell which files belong to processes that have ended.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from app.disk import hidden_name, take_lock
 
 logger = logging.getLogger(__name__)
 
-HANGS_S = 600.0  # of work at the load that takes minutes at most, compilers included
+HANGS_S = 600.0  # longer than any work at the load, including compilers
 _PREFIX = "crash-"
-_note: tuple[Path, int] | None = None  # of this process: the file and its descriptor; `faulthandler` has one file
+_note: tuple[Path, int] | None = None  # this process's file and descriptor; `faulthandler` has one file
 _is_timed = False
 
 
 def open_note(folder: Path, work: str) -> None:
-    """Leave a note in this folder if this process crashes from now on. Of several calls the last one counts.
+    """Leave a note in this folder if this process crashes from now on. The last of several calls counts.
 
-    work: what the process does, in one line, for the process that reads the note.
+    work: a line that says what the process does, for the process that reads the note.
     """
     global _note
     content = f"{work}\n".encode()
-    if _note is not None:  # its file goes on: the timer of `ending_hangs` may hold it
+    if _note is not None:  # keep the file: the timer of `ending_hangs` may hold it
         os.ftruncate(_note[1], 0)
         os.pwrite(_note[1], content, 0)
         os.lseek(_note[1], len(content), os.SEEK_SET)
@@ -51,15 +51,15 @@ def open_note(folder: Path, work: str) -> None:
         if descriptor is not None:
             os.close(descriptor)
         return
-    # A library may have put its own handlers of signals in the place of faulthandler's, as Ray does. Enabled already,
-    # faulthandler would only take the new file.
+    # A library may have replaced faulthandler's signal handlers, as Ray does. An enabled faulthandler would only switch
+    # to the new file.
     faulthandler.disable()
     faulthandler.enable(descriptor)
     _note = path, descriptor
 
 
 def close_note() -> None:
-    """Leave no note any more. Tracebacks of a crash go to standard error."""
+    """Remove the note. Later crashes write their tracebacks to standard error."""
     if _note is not None:
         _note[0].unlink(missing_ok=True)
         _forget_note()
@@ -76,15 +76,15 @@ def _forget_note() -> None:
     _note = None
 
 
-atexit.register(close_note)  # a crash of a library that ends says nothing
-os.register_at_fork(after_in_child=_forget_note)  # the note is the parent's
+atexit.register(close_note)  # a crash while the interpreter exits means nothing
+os.register_at_fork(after_in_child=_forget_note)  # the note belongs to the parent
 
 
 @contextmanager
 def ending_hangs() -> Iterator[None]:
     """End a process that has a note if the block takes longer than `HANGS_S`: nothing can interrupt a compiler.
 
-    A block within another one has the time of that.
+    A nested block shares the time limit of the outer block.
     """
     global _is_timed
     if _note is None or _is_timed:
@@ -100,15 +100,15 @@ def ending_hangs() -> Iterator[None]:
 
 
 def crashes(folder: Path) -> Iterator[tuple[str, str, float]]:
-    """Of each process that crashed or hung since the last call: its work, the first line of its note, and when.
+    """Yield the work, the note's first line and the end time of each process that crashed or hung since the last call.
 
-    The log gets the whole note. Files of processes that ended otherwise are removed.
+    The whole note is logged. The files of processes that ended normally are removed.
     """
     for path in sorted(folder.glob(f"{_PREFIX}*")):
         try:
             descriptor = take_lock(path)
             if descriptor is None:
-                continue  # its process lives
+                continue  # the process is alive
             try:
                 ended_at = path.stat().st_mtime
                 work, _, note = path.read_text(encoding="utf-8", errors="replace").partition("\n")
@@ -118,5 +118,5 @@ def crashes(folder: Path) -> Iterator[tuple[str, str, float]]:
         except OSError:
             continue
         if note.strip():
-            logger.warning("an earlier process ended while it did this: %s\n%s", work, note)
+            logger.warning("an earlier process crashed or hung during this work: %s\n%s", work, note)
             yield work, note.strip().splitlines()[0], ended_at

@@ -1,4 +1,4 @@
-"""Reads a model's folder without its weights: lengths, end tokens, vocabulary. No torch here.
+"""Reads lengths, end tokens and the vocabulary from a model's folder, without the weights. No torch here.
 
 `AutoConfig` is not used: it imports torch, which a simulated replica never loads.
 """
@@ -15,7 +15,7 @@ from app.config import ModelConfig
 from app.engine.request import ModelInfo, Pooling
 from app.errors import InvalidSetup, first_line
 
-_POOLING_MODES = {  # of sentence-transformers, in both of its forms
+_POOLING_MODES = {  # the names in both config formats of sentence-transformers
     "pooling_mode_cls_token": Pooling.CLS,
     "pooling_mode_mean_tokens": Pooling.MEAN,
     "pooling_mode_lasttoken": Pooling.LAST,
@@ -26,17 +26,17 @@ _POOLING_MODES = {  # of sentence-transformers, in both of its forms
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """The facts in a model's folder."""
+    """The model info that a model's folder provides."""
 
     facts: ModelInfo
-    text_token_ids: tuple[int, ...]  # tokens that are text by themselves: neither special nor part of a character
+    text_token_ids: tuple[int, ...]  # tokens that decode to text: neither special nor part of a character
 
 
 def read_description(config: ModelConfig, location: str) -> ModelDescription:
     """Read config.json, generation_config.json and the tokenizer of a folder or hub id.
 
     Raises:
-        InvalidSetup: a file is missing, or a necessary value in it.
+        InvalidSetup: a file, or a required value in a file, is missing.
     """
     whole = read_config(config, location)
     text: dict[str, Any] = whole.get("text_config") or whole
@@ -57,7 +57,7 @@ def read_description(config: ModelConfig, location: str) -> ModelDescription:
 
 
 def read_config(config: ModelConfig, location: str) -> dict[str, Any]:
-    """The config.json of a folder or hub id. Raises InvalidSetup when there is none that can be read."""
+    """Return the config.json of a folder or hub id. Raises InvalidSetup if it is missing or cannot be read."""
     found: dict[str, Any] = _read_json(config, location, "config.json")
     if not found:
         raise InvalidSetup(f"model.path {config.path!r}: there is no config.json at {location!r}")
@@ -68,15 +68,15 @@ def read_config(config: ModelConfig, location: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class SentenceSettings:
-    """What the files of sentence-transformers in a model's folder say; nothing where there are none."""
+    """The settings in sentence-transformers' files in a model's folder; all None if the folder has no such files."""
 
     pooling: Pooling | None = None
-    max_length: int | None = None  # tokens of one text
-    why_not: str | None = None  # its vectors are made in a way that is not known here
+    max_length: int | None = None  # the most tokens of one text
+    why_not: str | None = None  # the reason if the vectors cannot be computed here
 
 
 def sentence_settings(config: ModelConfig, location: str) -> SentenceSettings:
-    """Read modules.json and what it names. Raises InvalidSetup for a file that cannot be read."""
+    """Read modules.json and the files that it names. Raises InvalidSetup for a file that cannot be read."""
     modules: list[dict[str, Any]] = _read_json(config, location, "modules.json") or []
     kinds = [str(each.get("type", "")).rpartition(".")[2] for each in modules]
     unknown = sorted(set(kinds) - {"Transformer", "Pooling", "Normalize"})
@@ -96,10 +96,10 @@ def sentence_settings(config: ModelConfig, location: str) -> SentenceSettings:
 
 
 def max_model_len(config: ModelConfig, limit: int | None) -> int:
-    """Tokens of prompt and output together: as configured, else the model's own limit, where it has one.
+    """Return the most tokens of prompt and output together: the configured number, or by default the model's limit.
 
     Raises:
-        InvalidSetup: neither says anything, or more is asked for than the model has.
+        InvalidSetup: neither number is known, or the configured number exceeds the model's limit.
     """
     asked = config.max_model_len
     longest = asked if asked is not None else limit
@@ -111,14 +111,14 @@ def max_model_len(config: ModelConfig, limit: int | None) -> int:
 
 
 def as_token_ids(found: int | Iterable[int] | None) -> tuple[int, ...]:
-    """End tokens from a configuration: none, one or several."""
+    """Return the end tokens from a configuration, which names none, one or several."""
     if found is None:
         return ()
     return tuple(found) if isinstance(found, Iterable) else (int(found),)
 
 
 def _token_texts(config: ModelConfig, location: str) -> dict[int, str]:
-    """Token id → its text when decoded alone; empty for a special token."""
+    """Return each token's text when decoded alone, by token id; empty for a special token."""
     from transformers import PreTrainedTokenizerFast
 
     try:
@@ -139,7 +139,7 @@ def _is_text(shown: str) -> bool:
 
 
 def _read_json(config: ModelConfig, location: str, name: str) -> Any:
-    """One of the folder's JSON files; an empty object without such a file."""
+    """Return the content of a JSON file in the folder; an empty object if the file is missing."""
     try:
         file = Path(location) / name if Path(location).is_dir() else _downloaded(config, location, name)
         found = json.loads(file.read_text(encoding="utf-8")) if file and file.exists() else {}

@@ -1,4 +1,4 @@
-"""Which device computes a model, in which type, and what it cannot have."""
+"""Chooses the device and the number type of a model, and rejects settings that the device does not support."""
 
 from __future__ import annotations
 
@@ -23,16 +23,15 @@ from app.model.description import read_config
 
 logger = logging.getLogger(__name__)
 
-# Each says that this machine, or this container, has a card of NVIDIA.
+# Each file shows that this machine, or this container, has an NVIDIA card.
 _SIGNS_OF_A_CARD = (Path("/dev/nvidia0"), Path("/proc/driver/nvidia/version"))
 
 
 def device_of(config: ModelConfig) -> torch.device:
-    """Where a model is computed.
+    """Return the device that computes the model.
 
     Raises:
-        InvalidSetup: there is no such device; or `auto` finds a card that this torch, which is built for CUDA, cannot
-            use.
+        InvalidSetup: the device does not exist; or `auto` finds a card that this torch, built for CUDA, cannot use.
     """
     if config.device == "cpu":
         return torch.device("cpu")
@@ -49,14 +48,14 @@ def device_of(config: ModelConfig) -> torch.device:
 
 
 def _sign_of_a_card() -> str | None:
-    """None also where the environment hides all cards, as for a replica that has none of them."""
+    """Return a sign of a card. None if the environment hides all cards, as in a replica without a card."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return None
     return next((str(each) for each in _SIGNS_OF_A_CARD if each.exists()), shutil.which("nvidia-smi"))
 
 
 def _why_no_cuda() -> str:
-    """And what to do. torch tells that there is no device by a warning, and why by an error."""
+    """Return the reason and a remedy. torch reports the missing device by a warning, and the reason by an error."""
     version, built_for = torch.__version__, torch.version.cuda
     if built_for is None:
         return f"torch {version} is built without CUDA; install a CUDA torch"
@@ -75,7 +74,7 @@ def _why_no_cuda() -> str:
 
 
 def driver_version() -> str:
-    """Of the driver of NVIDIA's cards; in containers, too."""
+    """Return the version of the NVIDIA driver, which containers see as well."""
     try:
         found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", _SIGNS_OF_A_CARD[1].read_text())
     except OSError:
@@ -84,12 +83,12 @@ def driver_version() -> str:
 
 
 def why_no_triton(device: torch.device) -> str | None:
-    """What Triton lacks on this device, and how to install it; None: nothing.
+    """Return what Triton lacks on this device and how to install it; None if it lacks nothing.
 
-    It compiles a launcher in C for its kernels, see `triton/runtime/build.py`.
+    Triton compiles a launcher in C for each of its kernels, see `triton/runtime/build.py`.
     """
     if device.type != "cuda":
-        return None  # its interpreter
+        return None  # Triton runs in its interpreter
     if importlib.util.find_spec("triton") is None:
         return "is not installed: pip install triton (torch for CUDA brings it on Linux)"
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
@@ -100,13 +99,13 @@ def why_no_triton(device: torch.device) -> str | None:
         return None
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"
     return (
-        f"lacks {' and '.join(missing)}, with which it compiles what launches its kernels: apt-get install -y gcc "
+        f"lacks {' and '.join(missing)}, which it needs to compile launchers for its kernels: apt-get install -y gcc "
         f"libc6-dev {python}-dev, or dnf install -y gcc {python}-devel"
     )
 
 
 def warn_of_turns(share: float) -> None:
-    """Of processes on one card CUDA runs one at a time, unless they are clients of its Multi-Process Service (MPS)."""
+    """Warn if processes share a card without the Multi-Process Service (MPS): CUDA runs one process at a time."""
     control = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control")
     if not control.exists():
         logger.warning(
@@ -117,7 +116,7 @@ def warn_of_turns(share: float) -> None:
 
 
 class ChosenDtype(NamedTuple):
-    """A type of weights and KV memory, and why it is that."""
+    """The number type of weights and KV memory, and the reason for this choice."""
 
     dtype: torch.dtype
     reason: str
@@ -128,10 +127,10 @@ class ChosenDtype(NamedTuple):
 
 
 def dtype_of(config: ModelConfig, location: str) -> ChosenDtype:
-    """As configured; else bfloat16 on CUDA, and on a CPU the checkpoint's own where the native code is fast in it.
+    """Return the configured type. By default, bfloat16 on CUDA; on a CPU the checkpoint's type where that is fast.
 
     Raises:
-        InvalidSetup: there is no such device.
+        InvalidSetup: the device does not exist.
     """
     if config.dtype != "auto":
         return ChosenDtype(torch.float32 if config.dtype == "float32" else torch.bfloat16, "model.dtype says so")
@@ -139,7 +138,7 @@ def dtype_of(config: ModelConfig, location: str) -> ChosenDtype:
         return ChosenDtype(torch.bfloat16, "it runs on CUDA")
     try:
         described = read_config(config, location)
-    except InvalidSetup:  # said when the model is loaded, with more
+    except InvalidSetup:  # raised with more detail when the model is loaded
         described = {}
     text = described.get("text_config") or described
     own = next((each[key] for each in (described, text) for key in ("dtype", "torch_dtype") if each.get(key)), None)
@@ -148,7 +147,7 @@ def dtype_of(config: ModelConfig, location: str) -> ChosenDtype:
         if reason is None:
             return ChosenDtype(torch.bfloat16, "the checkpoint's own, in which the native code is fast on this CPU")
         return ChosenDtype(torch.float32, f"the checkpoint is in bfloat16, but {reason}")
-    if own == "float16":  # bfloat16 has 8 bits of its 11
+    if own == "float16":  # bfloat16 keeps 8 of float16's 11 significant bits
         return ChosenDtype(torch.float32, "the checkpoint is in float16, which bfloat16 would round")
     return ChosenDtype(torch.float32, "the checkpoint's own" if own == "float32" else "the checkpoint names no other")
 
@@ -163,7 +162,7 @@ def _why_not_bfloat16(config: ModelConfig, described: dict[str, Any]) -> str | N
 
 
 def refused_quantization(config: ModelConfig, reason: str) -> InvalidSetup:
-    """What to raise where weights cannot be quantised as the settings say."""
+    """Return the error for weights that cannot be quantised as the settings require."""
     return InvalidSetup(
         f"model.quantization is {config.quantization}, which only {config.quantised_by} computes; "
         f"{config.path} cannot run there: {reason}. Set model.quantization to none"
@@ -171,7 +170,7 @@ def refused_quantization(config: ModelConfig, reason: str) -> InvalidSetup:
 
 
 def check_backend_on_cpu(config: ModelConfig) -> None:
-    """Raises InvalidSetup if the settings ask for the backend of a GPU."""
+    """Raise InvalidSetup if the settings ask for a GPU backend."""
     for name, value in (("backend", config.backend), ("require", config.require)):
         if value not in (None, "auto", "torch"):
             raise InvalidSetup(
@@ -180,7 +179,7 @@ def check_backend_on_cpu(config: ModelConfig) -> None:
 
 
 def check_kv_device(config: EngineConfig, device: torch.device) -> None:
-    """Raises InvalidSetup if no attention on a device has the KV memory of `cache.dtype`. Needs no weights."""
+    """Raise InvalidSetup if no attention on the device supports `cache.dtype`. Needs no weights."""
     if config.cache.dtype == "fp8":
         _refuse_kv_dtype(config, why_no_fp8(device, on_a_cpu="cache.dtype: int8"))
     if config.cache.dtype == "int8" and device.type != "cpu":
@@ -188,7 +187,7 @@ def check_kv_device(config: EngineConfig, device: torch.device) -> None:
 
 
 def check_kv_dtype(config: EngineConfig, device: torch.device, why_no_native_attention: str | None) -> None:
-    """The same for a model that has been loaded."""
+    """Raise InvalidSetup if the attention of a loaded model does not support `cache.dtype`."""
     check_kv_device(config, device)
     if config.cache.dtype == "int8":
         _refuse_kv_dtype(config, why_no_native_attention)

@@ -1,4 +1,4 @@
-"""Runs the steps of a model that reads whole prompts and generates nothing: an encoder, alone or with a head."""
+"""Runs the steps of an encoder, which reads whole prompts and generates nothing, alone or with a head."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ScoreHead:
-    """What makes scores of a cross-encoder's or classifier's states: one, or one for each label."""
+    """Turns the states of a cross-encoder or classifier into one score, or one score for each label."""
 
     head: nn.Module  # [num_sequences, hidden_size] → logits [num_sequences, num_scores]
     activation: Activation
-    reads_last: bool  # the last token's state, of a causal model; else the first one's
+    reads_last: bool  # whether it reads the last token's state (causal models) or the first token's
 
 
 class Encoder:
-    """A model without its head. All sequences of a step stand in one row, without padding."""
+    """A model without its head. All sequences of a step are in one row, without padding."""
 
     def __init__(self, module: PreTrainedModel, device: torch.device) -> None:
-        """`module` attends by `packed_attention`."""
+        """module: must attend by `packed_attention`."""
         self._module = module
         self._device = device
         self._has_types = has_token_types(module.config)
         embeddings = getattr(module, "embeddings", None)
-        # RoBERTa's positions begin behind that of padding, and leave padding out where a text names it.
+        # RoBERTa's positions start after the padding position, and skip padding tokens within a text.
         self._positions_of = getattr(embeddings, "create_position_ids_from_input_ids", None)
         self._padding_id = getattr(embeddings, "padding_idx", None)
 
@@ -53,11 +53,11 @@ class Encoder:
 
     @property
     def num_unused_positions(self) -> int:
-        """Positions of the model that no token of a text has."""
+        """Positions of the model that no token of a text can have."""
         return 0 if self._positions_of is None else 1 + int(self._padding_id or 0)
 
     def states(self, sequences: tuple[ScheduledSequence, ...]) -> torch.Tensor:
-        """The last hidden state of each token. [num_tokens, hidden_size]"""
+        """Return the last hidden state of each token: [num_tokens, hidden_size]."""
         token_ids = to_device([token_id for item in sequences for token_id in item.token_ids], self._device)
         lengths = [len(item.token_ids) for item in sequences]
         types = {}
@@ -82,7 +82,7 @@ class Encoder:
 
 
 class EncoderRunner(ModelRunner):
-    """Runs batches of whole prompts; each gives a vector or, of a model with a head, its scores."""
+    """Runs batches of whole prompts. Returns a vector for each prompt, or its scores if the model has a head."""
 
     def __init__(self, encoder: Encoder, device: torch.device, score: ScoreHead | None = None) -> None:
         self._encoder = encoder
@@ -91,7 +91,7 @@ class EncoderRunner(ModelRunner):
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> StepResult:
-        """As `ModelRunner` has it. No token is drawn."""
+        """See `ModelRunner.run`. No token is drawn."""
         states = self._encoder.states(batch.scheduled)
         if self._score is not None:
             scores = scores_of(states, batch.scheduled, self._score).float().tolist()
@@ -101,7 +101,7 @@ class EncoderRunner(ModelRunner):
 
 
 def scores_of(states: torch.Tensor, sequences: tuple[ScheduledSequence, ...], score: ScoreHead) -> torch.Tensor:
-    """states: of all tokens, [num_tokens, hidden_size] → [num_sequences, num_scores]."""
+    """Return scores, [num_sequences, num_scores]. states: of all tokens, [num_tokens, hidden_size]."""
     lengths = [len(item.token_ids) for item in sequences]
     ends = list(accumulate(lengths))
     places = [end - 1 if score.reads_last else end - length for end, length in zip(ends, lengths, strict=True)]
@@ -114,12 +114,12 @@ def scores_of(states: torch.Tensor, sequences: tuple[ScheduledSequence, ...], sc
 
 
 def has_token_types(config: PreTrainedConfig) -> bool:
-    """Whether a model tells the second text of a pair from the first."""
+    """Return whether the model distinguishes the two texts of a pair by token types."""
     return (getattr(config, "type_vocab_size", None) or 1) > 1
 
 
 def token_types(item: ScheduledSequence) -> list[int]:
-    """0 for each token of the first text, 1 for the second."""
+    """Return a type for each token: 0 in the first text, 1 in the second text."""
     num_tokens, at = len(item.token_ids), item.second_text_at
     return [0] * num_tokens if at == 0 else [0] * at + [1] * (num_tokens - at)
 
@@ -132,13 +132,13 @@ def packed_attention(
     attention_mask: torch.Tensor | None,
     *,
     scaling: float | None = None,
-    packed: Sequence[tuple[int, int]] | None = None,  # of each sequence the first token, and the one behind the last
+    packed: Sequence[tuple[int, int]] | None = None,  # each sequence's first token and end
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend over several whole sequences in one row, each with itself only; there is no padding and no KV memory.
+    """Attend over several whole sequences in one row. Each sequence sees only itself; there is no padding or KV memory.
 
-    A layer attends in both directions, or backwards where the model is causal. It is the attention function of
-    transformers' interface; returns [1, num_tokens, num_heads, value_dim].
+    A layer attends in both directions, or only backwards if the model is causal. This is an attention function of
+    transformers' interface; it returns [1, num_tokens, num_heads, value_dim].
     """
     check_call(packed, attention_mask, others)
     assert packed is not None, "checked"

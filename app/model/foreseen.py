@@ -1,4 +1,4 @@
-"""Mistakes in a model's files, found before the model is loaded. Nothing is written. No torch here."""
+"""Finds mistakes in a model's files before the model is loaded. Writes nothing. No torch here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from app.errors import InvalidSetup, UnsupportedModel, first_line
 from app.model.description import max_model_len, read_config
 from app.model.location import existing_place
 
-# Types of models whose layers have a recurrence without an operator in `recurrence`.
+# Model types whose layers have a recurrence that `recurrence` has no operator for.
 STATES_NOT_COMPUTED = {
     "bailing_hybrid": "Kimi Delta Attention (KDA)",
     "kimi_linear": "Kimi Delta Attention (KDA)",
@@ -26,12 +26,12 @@ STATES_NOT_COMPUTED = {
     "zaya": "Compressed Convolutional Attention (CCA)",
 }
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_OTHER_TYPES = ("gpt-sw3",)  # that transformers adds to its table
+_OTHER_TYPES = ("gpt-sw3",)  # types that transformers adds to its table elsewhere
 _LENGTHS = ("max_position_embeddings", "n_positions")
 
 
 def weights_bytes(path: str) -> int:
-    """Bytes of the files with a model's weights; 0 for a hub id."""
+    """Return the bytes of a model's weight files; 0 for a hub id."""
     place = existing_place(path)
     if place is None:
         return 0
@@ -43,10 +43,10 @@ def _numbers_in(name: str) -> list[str]:
 
 
 def check_model(config: ModelConfig) -> None:
-    """Look at a model's files. A hub id is not looked up.
+    """Check a model's files. A hub id is not looked up.
 
-    Raises InvalidSetup, with the place and the fix: the path leads nowhere, the folder or the GGUF file is no model or
-    cannot be served, or the context is longer than the model's.
+    Raises InvalidSetup, with the place and the fix: the path does not exist, the folder or GGUF file is no model or
+    cannot be served, or the configured context is longer than the model's.
     """
     check_path(config.path)
     place = existing_place(config.path)
@@ -57,9 +57,9 @@ def check_model(config: ModelConfig) -> None:
 
 
 def check_path(path: str) -> None:
-    """Raises InvalidSetup for a path without a folder or file here that is no hub id, or that is a slip.
+    """Raise InvalidSetup if a path is neither an existing folder or file nor a hub id, or if it looks like a typo.
 
-    A slip: a model beside it has much the same name.
+    A path looks like a typo if a local model beside it has nearly the same name.
     """
     if existing_place(path) is not None:
         return
@@ -72,9 +72,9 @@ def check_path(path: str) -> None:
 
 
 def check_can_be_asked(path: str) -> None:
-    """Raise InvalidSetup if a hub id was never downloaded and the hub cannot be reached. The hub is asked once.
+    """Raise InvalidSetup if a hub id was never downloaded and the hub cannot be reached. Asks the hub once.
 
-    A download asks six times for each file, over 23 seconds. Whether the hub has the model is not looked at.
+    A download would ask six times for each file, over 23 seconds. This does not check whether the hub has the model.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -87,9 +87,9 @@ def check_can_be_asked(path: str) -> None:
             get_hf_file_metadata(hf_hub_url(path, file))
     except HFValidationError as error:
         raise InvalidSetup(f"got {path!r}; there is no such folder here, and it is no hub id: {error}") from error
-    except HfHubHTTPError:  # an answer
+    except HfHubHTTPError:  # the hub has answered
         return
-    except Exception as error:  # of an HTTP client that depends on the version of huggingface_hub
+    except Exception as error:  # the error's class depends on the version of huggingface_hub
         raise InvalidSetup(
             f"{path!r} is no folder here and was never downloaded, and the model hub cannot be asked for it: "
             f"{first_line(error).rstrip('.')}. Name a folder with the model, or connect this machine"
@@ -103,12 +103,12 @@ def _is_in_hub_cache(path: str) -> bool:
 
 
 def _near(place: Path) -> str | None:
-    """The model beside a place whose name is much the same; None if there is none."""
+    """Return a model beside this path that has nearly the same name; None if there is none."""
     try:
         beside = [each.name for each in place.parent.iterdir() if _is_model(each)]
     except OSError:
         return None
-    # Names that differ in a number are other sizes of a model.
+    # Names that differ in a number belong to models of different sizes.
     beside = [name for name in beside if _numbers_in(name) == _numbers_in(place.name)]
     close = difflib.get_close_matches(place.name, beside, n=1, cutoff=0.85)
     return str(place.with_name(close[0])) if close else None
@@ -154,9 +154,9 @@ def _weight_files(place: Path) -> Iterator[Path]:
 
 
 def _known_types() -> list[str]:
-    """The types of models that the installed transformers has; empty if its table is not where it was in 5.23.
+    """Return the model types of the installed transformers; empty if its table has moved since version 5.23.
 
-    The table is loaded by itself: importing transformers takes seconds, and imports torch.
+    The table is loaded alone, because an import of transformers takes seconds and imports torch.
     """
     found = importlib.util.find_spec("transformers")
     assert found is not None, "transformers is installed"

@@ -1,4 +1,4 @@
-"""The forward pass of one step, as the backends implement it."""
+"""The forward pass of one step: the interface that backends implement, and the one for transformers' code."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Prediction(NamedTuple):
     """The output of a forward pass: logits for the tokens of `logits_indices`."""
 
     logits: torch.Tensor  # [num_rows, vocab_size]
-    likeliest: torch.Tensor | None = None  # [num_rows] int64, the argmax of each row, where the forward pass finds it
-    hidden: torch.Tensor | None = None  # [num_hidden, hidden_size], where `hidden_indices` are given
+    likeliest: torch.Tensor | None = None  # [num_rows] int64, the argmax of each row, if the forward pass finds it
+    hidden: torch.Tensor | None = None  # [num_hidden, hidden_size], if `hidden_indices` are given
 
 
 class Adapting(Protocol):
-    """Makes LoRA adapters into what a forward pass computes with."""
+    """Converts LoRA adapters to the form that a forward pass uses."""
 
     @property
     def sizes(self) -> Mapping[str, Sizes]:
@@ -35,7 +35,7 @@ class Adapting(Protocol):
         ...
 
     def prepare(self, weights: AdapterWeights) -> object:
-        """An adapter as the `adapter` of scheduled sequences needs it. Any thread may call, beside a step."""
+        """Return an adapter as the `adapter` of scheduled sequences. Any thread may call this during a step."""
         ...
 
 
@@ -43,18 +43,18 @@ class ForwardPass(Protocol):
     """A model together with its KV memory."""
 
     block_size: int
-    kv_tensors: list[torch.Tensor]  # all KV memory; the first dimension is that of the blocks
+    kv_tensors: list[torch.Tensor]  # all KV memory; the first dimension counts the blocks
 
     @property
     def adapting(self) -> Adapting: ...
 
     def predict(self, batch: StepBatch, inputs: ModelInputs) -> Prediction:
-        """Write the new tokens' KV and compute the logits of the wanted tokens."""
+        """Write the new tokens' keys and values, and compute the logits of the wanted tokens."""
         ...
 
 
 class DeviceForward(Protocol):
-    """A forward pass over inputs that are on the device already: what a captured step computes."""
+    """A forward pass over inputs that are already on the device: the work of a captured step."""
 
     def compute(
         self,
@@ -66,16 +66,16 @@ class DeviceForward(Protocol):
         hidden_indices: torch.Tensor | None = None,
         adapted: Any = None,
     ) -> Prediction:
-        """token_ids, positions: [1, num_tokens]; step: of the attention that it was built with.
+        """Compute logits. token_ids, positions: [1, num_tokens]. step: a step of the attention of this forward pass.
 
-        logits_indices: the tokens for which logits are wanted; None: all.
-        adapted: the rows with adapters, of a model that has memory for them; None: none.
+        logits_indices: the tokens with wanted logits; None: all tokens.
+        adapted: the rows with adapters, if the model has memory for adapters; None: no rows.
         """
         ...
 
 
 class TransformersForward:
-    """The code of transformers with our paged attention: for any architecture that loads."""
+    """transformers' code with our paged attention, for every architecture that transformers can load."""
 
     def __init__(self, module: PreTrainedModel, attention: PagedAttention) -> None:
         self.block_size = attention.block_size
@@ -117,7 +117,7 @@ class TransformersForward:
 
 
 class ForwardOneByOne(TransformersForward):
-    """The same for a model that attends by its own code: the sequences of a step run one after another."""
+    """A forward pass for models with their own attention: the sequences of a step run one after another."""
 
     def predict(self, batch: StepBatch, inputs: ModelInputs) -> Prediction:
         device, predictions = inputs.token_ids.device, []

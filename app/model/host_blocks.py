@@ -1,4 +1,4 @@
-"""KV memory of a CPU, block by block."""
+"""Copies of blocks of a CPU's KV memory."""
 
 from __future__ import annotations
 
@@ -12,34 +12,33 @@ from app.engine.model_runner import BlockCopies, BlockMemory
 
 
 class HostBlocks(BlockMemory, BlockCopies):
-    """The tensors of KV memory, in each of which all blocks have as many bytes, one after the other.
+    """The tensors of KV memory. In each tensor, blocks of equal size follow one another.
 
-    The slots for states of recurrent layers lie in memory in the same way.
+    The slots for states of recurrent layers are stored in the same way.
 
-    A thread that waits for a folder or another replica may hold this for long. It does not keep the memory that is
-    given up meanwhile.
+    A thread that waits for a folder or another replica may hold this object for long. `leave` frees the memory anyway.
     """
 
     states: HostBlocks | None
 
     def __init__(self, tensors: Sequence[torch.Tensor], states: Sequence[torch.Tensor] = ()) -> None:
-        """The first dimension of each is that of the blocks; of the `states` of recurrent layers, that of the slots."""
+        """tensors: the first dimension counts the blocks. states: of recurrent layers; it counts the slots."""
         self.states = HostBlocks(states) if states else None
         self._sizes = [each.nbytes // len(each) for each in tensors]
         self.block_bytes = sum(self._sizes)
         self._lock = threading.Lock()
-        # Empty once the memory is given up; guarded by _lock.
+        # Guarded by _lock; empty after `leave`.
         self._tensors = [each.flatten().view(torch.uint8).numpy().data for each in tensors]
 
     def leave(self) -> None:
-        """The memory is given up, for good. Waits for the copy of a block."""
+        """Release the memory for good. Waits until the copy of a block in progress has ended."""
         if self.states is not None:
             self.states.leave()
         with self._lock:
             self._tensors = []
 
     def new_buffer(self) -> memoryview:
-        """A thread copies through it: it takes the interpreter's lock a few times for a block, not for each tensor."""
+        """Return a buffer for copies: a thread takes the interpreter's lock a few times per block, not per tensor."""
         return memoryview(bytearray(self.block_bytes))
 
     @contextmanager
@@ -59,7 +58,7 @@ class HostBlocks(BlockMemory, BlockCopies):
             return bool(self._tensors)
 
     def _parts(self, block_id: int) -> Iterator[tuple[int, memoryview]]:
-        """The bytes of a block in each tensor, and where in the buffer."""
+        """Yield the offset in the buffer and the bytes of each tensor's part of a block."""
         at = 0
         for tensor, size in zip(self._tensors, self._sizes, strict=False):
             yield at, tensor[block_id * size : (block_id + 1) * size]

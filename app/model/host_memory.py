@@ -1,4 +1,4 @@
-"""Whether this machine has the memory that replicas take on its CPUs. No torch here."""
+"""Checks that this machine has the memory that replicas take on its CPUs. No torch here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_host_memory(needed: str, num_bytes: int, way_out: str, *, detail: str = "") -> None:
-    """Raise InvalidSetup if this machine and its control groups never have so many bytes.
+    """Raise InvalidSetup if this machine and its control groups never have `num_bytes` bytes.
 
     Call it before the bytes are taken: a process that grows beyond the limit of its control group is killed silently.
 
@@ -26,9 +26,9 @@ def check_host_memory(needed: str, num_bytes: int, way_out: str, *, detail: str 
 
 @contextmanager
 def taking_host_memory(needed: str, num_bytes: int, way_out: str) -> Iterator[None]:
-    """Use it around the work that takes the bytes. The arguments are those of `check_host_memory`.
+    """Check the memory before the block that allocates the bytes. The arguments are those of `check_host_memory`.
 
-    A warning is logged first if the machine has fewer bytes left now.
+    A warning is logged first if the machine currently has fewer bytes left.
 
     Raises InvalidSetup as `check_host_memory`, or if the system refuses the bytes to torch's allocator.
     """

@@ -1,6 +1,6 @@
-"""A batch as packed model inputs: pure functions from plain Python to tensors.
+"""Turns a batch into packed model inputs, by pure functions from plain Python to tensors.
 
-All scheduled tokens stand in one row without padding:
+All scheduled tokens are in one row without padding:
 
     tokens     a0 a1 a2 | b7 | c4 | d16 d17       sequences a and d prefill, b and c decode
     positions   0  1  2    7    4    16  17
@@ -26,13 +26,13 @@ class ModelInputs:
 
     token_ids: torch.Tensor  # [1, num_tokens]
     positions: torch.Tensor  # [1, num_tokens]
-    slots: tuple[torch.Tensor, ...]  # by group of layers: [num_tokens], where each token's KV goes
-    logits_indices: torch.Tensor  # [num_rows], tokens for which logits are wanted, ascending
-    hidden_indices: torch.Tensor | None = None  # [num_hidden], tokens for which hidden states are wanted, ascending
+    slots: tuple[torch.Tensor, ...]  # by group of layers: [num_tokens], the slot of each token's keys and values
+    logits_indices: torch.Tensor  # [num_rows], tokens with wanted logits, ascending
+    hidden_indices: torch.Tensor | None = None  # [num_hidden], tokens with wanted hidden states, ascending
 
 
 class PackedColumns(NamedTuple):
-    """The numbers of `ModelInputs`, before they are tensors."""
+    """The numbers of `ModelInputs` before they become tensors."""
 
     token_ids: list[int]
     positions: list[int]
@@ -44,12 +44,12 @@ class PackedColumns(NamedTuple):
 class DecodeRows:
     """The sequences with a single token in this step, attended together."""
 
-    token_indices: torch.Tensor  # [num_rows], where each one's token stands in the packed row
+    token_indices: torch.Tensor  # [num_rows], each sequence's token in the packed row
     block_tables: torch.Tensor  # [num_rows, max_blocks], padded with 0
-    lengths: torch.Tensor  # [num_rows], tokens to attend to, its own included
+    lengths: torch.Tensor  # [num_rows], tokens to attend to, including the new one
 
     def parts(self, number: int) -> Iterator[DecodeRows]:
-        """So many rows at a time."""
+        """Yield parts of at most `number` rows."""
         for first in range(0, len(self.lengths), number):
             own = slice(first, first + number)
             yield DecodeRows(
@@ -61,15 +61,15 @@ class DecodeRows:
 class PrefillChunk:
     """One sequence with several tokens in this step."""
 
-    tokens: slice  # where they stand in the packed row
+    tokens: slice  # their indices in the packed row
     block_table: torch.Tensor  # [num_blocks]
-    start: int  # position of the first
-    length: int  # tokens to attend to at the last
+    start: int  # position of the first token
+    length: int  # tokens that the last token attends to
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionRows:
-    """A step's sequences as the plain torch attention takes them."""
+    """A step's sequences in the form for attention in plain torch."""
 
     decode: DecodeRows | None
     prefill: tuple[PrefillChunk, ...]
@@ -77,11 +77,11 @@ class AttentionRows:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """A step's sequences as the native attention takes them, long ones in several pieces so that threads share them."""
+    """A step's sequences in the form for native attention. Long sequences are cut, so that threads share the work."""
 
     segments: torch.Tensor  # [num_segments, 4] int32: first token in the packed row, tokens, position, table offset
-    tables: tuple[torch.Tensor, ...]  # by group of layers: [num_block_ids] int32, of all sequences one after the other
-    num_positions: int  # of the longest sequence, its scheduled tokens included
+    tables: tuple[torch.Tensor, ...]  # by group of layers: [num_block_ids] int32, all sequences' tables joined
+    num_positions: int  # of the longest sequence, including its scheduled tokens
 
 
 def build_inputs(batch: StepBatch, *, block_size: int, device: torch.device) -> ModelInputs:
@@ -100,7 +100,7 @@ def packed_columns(batch: StepBatch, *, block_size: int) -> PackedColumns:
     scheduled = batch.scheduled
     num_tokens = [len(item.token_ids) for item in scheduled]
     tables = [[item.block_ids for item in scheduled], *zip(*[item.window_ids for item in scheduled], strict=True)]
-    if max(num_tokens, default=1) == 1:  # the common case, made short: every sequence decodes
+    if max(num_tokens, default=1) == 1:  # a fast path for the common case: every sequence decodes
         positions = [item.start for item in scheduled]
         token_ids = [item.token_ids[0] for item in scheduled]
         slots = [
@@ -127,15 +127,15 @@ def packed_columns(batch: StepBatch, *, block_size: int) -> PackedColumns:
 def _tensors(columns: Sequence[list[int]], device: torch.device) -> Sequence[torch.Tensor]:
     if device.type != "cpu":  # kernels are compiled for aligned tensors
         return [to_device(column, device) for column in columns]
-    # Views of one tensor: the time to make a small tensor is mostly overhead.
+    # The columns are views of one tensor: creating a small tensor is mostly overhead.
     together = torch.tensor(list(chain.from_iterable(columns)), dtype=torch.long)
     return torch.split_with_sizes(together, [len(column) for column in columns])
 
 
 def _wanted(item: ScheduledSequence, end: int) -> list[int]:
-    """The tokens of one sequence for which logits are wanted, as places in the packed row, where it ends at `end`.
+    """Return a sequence's tokens with wanted logits, as indices in the packed row, where the sequence ends at `end`.
 
-    First the tokens that predict its targets, then the last one if it samples. `logprobs.py` relies on this order.
+    The tokens that predict targets come first, then the last token if it samples. `logprobs.py` relies on this order.
     """
     first = end - item.end + item.first_target - 1
     wanted = list(range(first, first + len(item.targets)))
@@ -143,7 +143,7 @@ def _wanted(item: ScheduledSequence, end: int) -> list[int]:
 
 
 def pooled_places(scheduled: Sequence[ScheduledSequence]) -> list[int]:
-    """The tokens for which hidden states are wanted, as places in the packed row; `pooling.py` relies on the order."""
+    """Return the tokens with wanted hidden states, as indices in the packed row. `pooling.py` relies on the order."""
     places: list[int] = []
     end = 0
     for item in scheduled:
@@ -158,18 +158,18 @@ def pooled_places(scheduled: Sequence[ScheduledSequence]) -> list[int]:
 def to_device(
     values: Sequence[float] | Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.long
 ) -> torch.Tensor:
-    """Numbers as a tensor. On CUDA from pinned memory, so that the host does not wait for the device."""
+    """Make a tensor of numbers. On CUDA it uses pinned memory, so that the host does not wait for the device."""
     is_cuda = device.type == "cuda"
     return torch.tensor(values, dtype=dtype, pin_memory=is_cuda).to(device, non_blocking=is_cuda)
 
 
 def bytes_to_device(numbers: bytearray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """As `to_device`, of numbers that lie in memory as the device wants them. There must be some."""
+    """Like `to_device`, for numbers already stored in the type `dtype`. There must be at least one number."""
     return moved(torch.frombuffer(numbers, dtype=dtype), device)
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """As `to_device`, of a tensor in the host's memory."""
+    """Like `to_device`, for a tensor in the host's memory."""
     is_cuda = device.type == "cuda"
     return (tensor.pin_memory() if is_cuda else tensor).to(device, non_blocking=is_cuda)
 
@@ -194,7 +194,7 @@ def build_attention_rows(batch: StepBatch, *, group: int, block_size: int, devic
 
 
 def build_segments(batch: StepBatch, *, num_groups: int = 1, block_size: int, max_tokens: int) -> Segments:
-    """Segments of at most `max_tokens` tokens; on the host, where the native attention runs."""
+    """Return segments of at most `max_tokens` tokens, in the host's memory, where native attention runs."""
     segments: list[int] = []
     tables: list[list[int]] = [[] for _ in range(num_groups)]
     first_token = 0
@@ -214,7 +214,7 @@ def build_segments(batch: StepBatch, *, num_groups: int = 1, block_size: int, ma
 
 
 def _as_tensor(numbers: list[int]) -> torch.Tensor:
-    """[len(numbers)] int32; there must be some. Through an array, because torch reads lists slowly."""
+    """Return an int32 tensor [len(numbers)] of at least one number, through an array: torch reads lists slowly."""
     return torch.frombuffer(array("i", numbers), dtype=torch.int32)
 
 

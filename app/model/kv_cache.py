@@ -1,4 +1,4 @@
-"""The tensors that blocks index, and how many blocks fit into memory."""
+"""The tensors that store blocks, and the number of blocks that fit into memory."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ import torch
 from app.config import GIB, CacheConfig
 from app.errors import InvalidSetup
 
-# The types of 8 bits, by `cache.dtype`. The key and the value of each token and KV head have a float32 scale each.
+# The 8-bit types, by `cache.dtype`. The key and the value of each token and KV head have one float32 scale each.
 _SCALED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
-# A model of recurrent layers alone stores nothing in its blocks. They still count the tokens of its sequences and find
-# its prefixes, and the objects of a block take about this much memory.
+# A model with only recurrent layers stores nothing in its blocks. Blocks still count its tokens and find its
+# prefixes, and the Python objects of a block take about this much memory.
 BOOKKEEPING_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """The numbers that one attention layer stores for a token. Of latent attention `key_dim` leaves out the latent."""
+    """The sizes that one attention layer stores for a token. In latent attention, `key_dim` excludes the latent."""
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
 
     def times(self, number: int) -> LayerShape:
-        """Return the shape of `number` layers of this shape side by side."""
+        """Return the shape of `number` adjacent layers of this shape."""
         return replace(self, num_kv_heads=number * self.num_kv_heads)
 
     def number_in(self, larger: LayerShape) -> int:
-        """Return how many layers of this shape take exactly the memory of a larger one, or 0 if no number does."""
+        """Return the number of layers of this shape that fill exactly one larger layer's memory, or 0 if none does."""
         keys, values = larger.num_kv_heads * larger.key_dim, larger.num_kv_heads * larger.value_dim
         number = max(1, keys // (self.num_kv_heads * self.key_dim))
         whole = self.times(number).num_kv_heads
         return number if (keys, values) == (whole * self.key_dim, whole * self.value_dim) else 0
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Return the bytes of a token. Keys and values in 8 bits have their scales beside them."""
+        """Return the bytes of one token, including the scales of 8-bit keys and values."""
         scales = 2 * torch.float32.itemsize if dtype in _SCALED.values() else 0
         return self.num_kv_heads * ((self.key_dim + self.value_dim) * dtype.itemsize + scales)
 
@@ -57,18 +57,18 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGroups:
-    """The blocks in which each layer keeps its keys and values.
+    """The groups of blocks that store the layers' keys and values.
 
-    Without windows all layers are in one group, and a block has a place for each. Else layers that look back to the
-    start are the first group, and a block has places for them; other groups fill it with layers that look back a
-    window. So one pool has blocks for all groups (`block_pool.py`). Layers without a window may have another shape than
-    those with one: a place has room for a layer of the larger shape, or for several of the smaller one.
+    Without windows, all layers are in one group, and a block has a place for each layer. With windows, the first group
+    has the layers without a window, and a block has places for these layers. Each other group fills a block with layers
+    that have a window. So one pool has blocks for all groups (`block_pool.py`). The two kinds of layers may have
+    different shapes: a place has room for one layer of the larger shape, or for several of the smaller shape.
     """
 
     num_groups: int = 1
-    window: int = 0  # tokens, of the layers in other groups than the first
+    window: int = 0  # the window in tokens of the layers outside the first group
     places: Mapping[int, Place] = field(default_factory=dict)  # by layer
-    # The earlier layer whose keys and values a layer reads, by the layer that reads them and stores none.
+    # By layer: the earlier layer whose keys and values it reads. Layers that store their own are missing.
     stored_by: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
@@ -81,13 +81,13 @@ class LayerGroups:
         stored_by: Mapping[int, int] = MappingProxyType({}),
         is_of_one_shape: bool = False,
     ) -> LayerGroups:
-        """One group where layers of the two kinds do not fill blocks of one size, or more groups would save no memory.
+        """Return the groups, or one group if the two kinds of layers cannot share blocks or groups save no memory.
 
-        All windows must have one size, and layers without a window one shape, as those with a window. A number of
-        layers of one kind must take exactly the memory of a layer of the other kind. There must be as many layers with
-        a window as fill a block, and the context must be longer than the window.
+        All windows must have one size. The layers with a window must have one shape, and those without one as well.
+        A number of layers of one kind must take exactly the memory of one layer of the other. The layers with a window
+        must fill at least one block, and the context must be longer than the window.
 
-        windows: by layer, in tokens. stored_by: as the field. is_of_one_shape: whether all layers must have one.
+        windows: by layer, in tokens. stored_by: as the field. is_of_one_shape: whether all layers must have one shape.
         """
         one_group = cls(stored_by=stored_by)
         looking_back = {layer for layer in windows if not windows[layer]}
@@ -100,7 +100,7 @@ class LayerGroups:
             return one_group
         (window,), (of_all_back, of_window) = sizes, parts
         num_places = -(-len(all_back) // of_all_back)
-        in_block = num_places * of_window  # layers with a window
+        in_block = num_places * of_window  # layers with a window in one block
         if in_block > len(in_window) or window >= max_model_len:
             return one_group
         places = {layer: Place(0, *divmod(at, of_all_back), of_all_back) for at, layer in enumerate(all_back)}
@@ -110,15 +110,15 @@ class LayerGroups:
         return cls(num_groups=1 - -len(in_window) // in_block, window=window, places=places, stored_by=stored_by)
 
     def place_of(self, layer: int) -> Place:
-        """Return a layer's place, which is that of another layer where it reads what the other one stored."""
+        """Return a layer's place. A layer that reads another layer's keys and values has that layer's place."""
         layer = self.stored_by.get(layer, layer)
         return self.places.get(layer, Place(0, layer))
 
     def in_block(self, layers: Mapping[int, LayerShape]) -> dict[int, LayerShape]:
         """Return the shape of each place of a block.
 
-        Two kinds of layers may fill a place. Its shape is the one with more heads, because each head has scales where
-        numbers have 8 bits.
+        If both kinds of layers fill a place, its shape is the one with more heads, because each head has its own scales
+        in 8-bit types.
         """
         found: dict[int, LayerShape] = {}
         for layer, shape in layers.items():
@@ -129,9 +129,9 @@ class LayerGroups:
 
 
 def _parts_of_a_place(all_back: set[LayerShape], in_window: set[LayerShape]) -> tuple[int, int] | None:
-    """Return how many layers without a window fill a place, and how many layers with a window. One of both is 1.
+    """Return how many layers without a window and how many with a window fill one place. One of the numbers is 1.
 
-    The result is None if no number of layers of one shape takes exactly the memory of a layer of the other shape.
+    Returns None if no number of layers of one shape takes exactly the memory of a layer of the other shape.
     """
     if len(all_back) != 1 or len(in_window) != 1:
         return None
@@ -146,7 +146,7 @@ ONE_GROUP = LayerGroups()
 class KVCache:
     """Paged keys and values of every layer. A token's slot is `block_id * block_size + offset`.
 
-    In FP8 only kernels write and read them, with their scales.
+    Only kernels write and read keys and values in FP8, with their scales.
     """
 
     def __init__(
@@ -181,18 +181,18 @@ class KVCache:
         return bool(self.scales)
 
     def layer(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and values [num_blocks, block_size, num_kv_heads, dim] of a layer that has a place alone.
+        """Return the contiguous keys and values [num_blocks, block_size, num_kv_heads, dim] of a layer, for a kernel.
 
-        They are contiguous, for a kernel.
+        The layer must be the only one in its place.
         """
         return self._keys[place], self._values[place]
 
     def write(
         self, place: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, part: int = 0
     ) -> None:
-        """Store new tokens. slots: [num_tokens]; keys, values: [num_tokens, num_kv_heads, dim].
+        """Store the keys and values of new tokens. slots: [num_tokens]; keys, values: [num_tokens, num_kv_heads, dim].
 
-        part: of a place that several layers share, see `LayerGroups`.
+        part: the layer's part of a shared place, see `LayerGroups`.
         """
         at = slots // self.block_size, slots % self.block_size
         for memory, new in ((self._keys[place], keys), (self._values[place], values)):
@@ -206,10 +206,10 @@ class KVCache:
         part: int = 0,
         like: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of whole blocks in token order.
+        """Return copies of whole blocks in token order.
 
         block_tables: [..., num_blocks] → keys and values [..., num_blocks * block_size, num_kv_heads, dim].
-        part: as in `write`. like: keys and values of new tokens, where a place has room for layers of another shape.
+        part: as in `write`. like: keys and values of new tokens, needed if a place has room for layers of other shapes.
         """
         assert like is not None or part == 0, "without a shape there is no part of a place"
         keys, values = self._keys[place], self._values[place]
@@ -221,15 +221,15 @@ class KVCache:
     def read_tokens(
         self, place: int, slots: torch.Tensor, *, part: int, like: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of tokens: keys and values [num_tokens, num_kv_heads, dim]. slots: [num_tokens]; others as `read`."""
+        """Return copies of the keys and values of tokens, [num_tokens, num_kv_heads, dim]. slots: [num_tokens]."""
         at = slots // self.block_size, slots % self.block_size
         keys, values = self._keys[place], self._values[place]
         return self._part(keys, part, like[0])[at], self._part(values, part, like[1])[at]
 
     def _part(self, memory: torch.Tensor, part: int, new: torch.Tensor) -> torch.Tensor:
-        """Return the part of a place that belongs to one layer: [num_blocks, block_size, num_kv_heads, dim].
+        """Return one layer's part of a place: [num_blocks, block_size, num_kv_heads, dim].
 
-        new: [num_tokens, num_kv_heads, dim], keys or values of this layer.
+        new: [num_tokens, num_kv_heads, dim], keys or values of the layer.
         """
         return memory.view(self.num_blocks, -1, self.block_size, *new.shape[1:])[:, part]
 
@@ -240,9 +240,9 @@ def stored_dtype(config: CacheConfig, dtype: torch.dtype) -> torch.dtype:
 
 
 def block_bytes(config: CacheConfig, layers: dict[int, LayerShape], *, dtype: torch.dtype) -> int:
-    """What one block takes in all layers together. dtype: of the model.
+    """Return the bytes of one block in all layers. dtype: the model's type.
 
-    Without attention layers that is what the bookkeeping of the block takes.
+    Without attention layers, return the bytes of the block's bookkeeping.
     """
     stored = stored_dtype(config, dtype)
     num_bytes = config.block_size * sum(layer.bytes_per_token(stored) for layer in layers.values())
@@ -250,16 +250,16 @@ def block_bytes(config: CacheConfig, layers: dict[int, LayerShape], *, dtype: to
 
 
 def _given(config: CacheConfig, gpu_bytes: int | None) -> tuple[str, int]:
-    """Return the setting that gives the memory of blocks and slots, and its bytes. gpu_bytes: None on a CPU."""
+    """Return the setting for the memory of blocks and slots, and its bytes. gpu_bytes: None on a CPU."""
     if gpu_bytes is None:
         return f"memory_gib={config.memory_gib:g}", int(config.memory_gib * GIB)
     return f"gpu_memory_fraction={config.gpu_memory_fraction:g}", gpu_bytes
 
 
 def num_state_slots(config: CacheConfig, state_bytes: int, *, max_running: int, memory_bytes: int) -> int:
-    """Slots for the states of recurrent layers, as configured or by the memory, whether or not they fit into it.
+    """Return the number of slots for recurrent states, as configured or by the memory. The slots may not fit.
 
-    state_bytes: of one slot. memory_bytes: for the slots and the KV memory together.
+    state_bytes: bytes of one slot. memory_bytes: for the slots and the KV memory together.
     """
     if config.num_state_slots is not None:
         return config.num_state_slots
@@ -269,9 +269,9 @@ def num_state_slots(config: CacheConfig, state_bytes: int, *, max_running: int, 
 def num_state_slots_that_fit(
     config: CacheConfig, state_bytes: int, *, max_running: int, gpu_bytes: int | None = None
 ) -> int:
-    """Slots for the states of recurrent layers: as configured, or what the memory settings leave room for.
+    """Return the number of slots for recurrent states, as configured or by the memory settings.
 
-    state_bytes: of one slot. gpu_bytes: as in `num_blocks_that_fit`.
+    state_bytes: bytes of one slot. gpu_bytes: as in `num_blocks_that_fit`.
 
     Raises:
         InvalidSetup: the slots of one sequence do not fit.
@@ -298,13 +298,13 @@ def num_blocks_that_fit(
     draft_bytes: int = 0,
     taken_bytes: int = 0,
 ) -> int:
-    """The pool's size: as configured, or what the memory settings leave room for.
+    """Return the number of blocks in the pool, as configured or by the memory settings.
 
-    layers, dtype: what a block stores, and the model's type. num_groups: of layers, each with blocks for a token.
+    layers, dtype: the shapes in a block, and the model's type. num_groups: groups of layers, each with its own blocks.
 
-    gpu_bytes: what a GPU has left for KV memory (`memory.py`); None on a CPU.
-    draft_bytes: what one block takes of a draft model's KV memory.
-    taken_bytes: what the states of recurrent layers take of the memory.
+    gpu_bytes: bytes that a GPU has left for KV memory (`memory.py`); None on a CPU.
+    draft_bytes: bytes of one block in a draft model's KV memory.
+    taken_bytes: bytes that the states of recurrent layers take from the memory.
 
     Raises:
         InvalidSetup: not even one block of each group fits.
@@ -318,7 +318,7 @@ def num_blocks_that_fit(
         return config.num_blocks
     if (
         gpu_bytes is not None and not layers
-    ):  # a block without layers takes memory of the host, the states are elsewhere
+    ):  # blocks without layers take only host memory, and the states are on the GPU
         gpu_bytes, taken_bytes = None, 0
     given, memory_bytes = _given(config, gpu_bytes)
     memory_bytes -= taken_bytes

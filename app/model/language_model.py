@@ -1,6 +1,6 @@
-"""The language model in a checkpoint that also reads images, audio or video.
+"""Extracts the language model from a checkpoint that also reads images, audio or video.
 
-Text alone is computed here. The towers for everything else are neither read from the files nor held in memory.
+Only text is computed here. The towers for other inputs are neither read from the files nor held in memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from app.model.architectures import TEXT_MODELS, TextModel
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# The beginnings that checkpoints write before the names of a language model's weights, and those of the model itself.
+# The prefixes of a language model's weights in checkpoints, and the prefixes in the language model alone.
 _PREFIXES = {
     r"^(?:model\.)?(?:language_model|text_model)\.(?=lm_head\.)": "",
     r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?": "model.",
@@ -30,14 +30,14 @@ _PREFIXES = {
 
 
 def plain_name(weight: str) -> str:
-    """The name of a weight in the language model alone: model.language_model.norm.weight → model.norm.weight."""
+    """Return a weight's name in the language model alone: model.language_model.norm.weight → model.norm.weight."""
     for prefix, plain in _PREFIXES.items():
         weight = re.sub(prefix, plain, weight)
     return weight
 
 
 def plain_names(whole: PreTrainedConfig) -> dict[str, str]:
-    """The same as patterns and what replaces them, in order, after what transformers renames in such a checkpoint."""
+    """Return the patterns of `plain_name`, in order, preceded by transformers' renames for this checkpoint."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
@@ -51,12 +51,10 @@ def plain_names(whole: PreTrainedConfig) -> dict[str, str]:
 
 
 def check_files_of_text(path: str, folder: Path, whole: PreTrainedConfig, expected: Collection[str]) -> None:
-    """Look, before any weight is read, whether all files of a checkpoint are there, with weights of its language model.
+    """Check, before any weight is read, that all files exist and that they have weights of the language model.
 
-    path: of the model, for messages. expected: the names of the language model's weights. Weights that are missing
-    beside others are found when all are read: which names transformers changes is known to it alone.
-
-    Raises UnsupportedModel, with the numbers.
+    path: the model's path, for messages. expected: the names of the language model's weights. Some missing weights are
+    found only when all weights are read, because only transformers knows how it renames weights.
     """
     names = _names_of_weights(path, folder)
     found = {_renamed(name, plain_names(whole)) for name in names}
@@ -68,7 +66,7 @@ def check_files_of_text(path: str, folder: Path, whole: PreTrainedConfig, expect
 
 
 def _names_of_weights(path: str, folder: Path) -> set[str]:
-    """Of all weights in safetensors files; none where there are no such files. Raises as `check_files_of_text`."""
+    """Return the names in all safetensors files; none if no such file exists. Raises as `check_files_of_text`."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return {name for file in folder.glob("*.safetensors") for name in _header(file)}
@@ -84,8 +82,8 @@ def _names_of_weights(path: str, folder: Path) -> set[str]:
 
 
 def _header(file: Path) -> set[str]:
-    """The names of the weights in a safetensors file; none if it is no such file, as is said when it is read."""
-    max_header_bytes = 100 * 10**6  # as the format has it
+    """Return the names of the weights in a safetensors file; none if the file is invalid, as reading it will report."""
+    max_header_bytes = 100 * 10**6  # the limit of the format
     with file.open("rb") as opened:
         num_bytes = int.from_bytes(opened.read(8), "little")
         try:
@@ -103,9 +101,9 @@ def _renamed(name: str, changes: Mapping[str, str]) -> str:
 
 
 def language_config(whole: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration of a checkpoint's language model; `whole` itself where there is nothing else in it.
+    """Return the configuration of the checkpoint's language model; `whole` if the checkpoint has nothing else.
 
-    Where transformers has no class for the language model alone, it is `whole`: see `language_class`.
+    Returns `whole` as well if transformers has no class for the language model alone: see `language_class`.
     """
     from transformers import AutoModelForCausalLM
 
@@ -124,7 +122,7 @@ def language_config(whole: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _as_plain(text: PreTrainedConfig, plain: TextModel) -> PreTrainedConfig:
-    """A language model that differs from a known one by the positions of images alone, as that one."""
+    """Return the configuration of a known language model that differs from `text` only in the positions of images."""
     from transformers import CONFIG_MAPPING
 
     values = text.to_dict()
@@ -140,7 +138,7 @@ def _as_plain(text: PreTrainedConfig, plain: TextModel) -> PreTrainedConfig:
 
 
 def language_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """transformers' class for what `language_config` gives. Of a class for images and text, one without towers.
+    """Return transformers' class for a result of `language_config`. A class for images and text loses its towers.
 
     Raises ValueError, with the reason, if no class generates text from text alone.
     """
@@ -162,7 +160,7 @@ def language_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 @cache
 def _without_towers(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """A class for images and text of which only the language model has weights. Raises as `language_class`."""
+    """Return a class for images and text in which only the language model has weights. Raises as `language_class`."""
     from transformers import GenerationMixin
 
     needed = [
@@ -178,7 +176,7 @@ def _without_towers(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
     def initialise(self: PreTrainedModel, config: PreTrainedConfig, *others: Any, **more: Any) -> None:
         for part in (getattr(config, name, None) for name in config.sub_configs):
             if part is not None and part is not config.get_text_config():
-                part._attn_implementation = "eager"  # some towers know no other
+                part._attn_implementation = "eager"  # some towers support no other attention
         whole.__init__(self, config, *others, **more)
         text = {*self.get_decoder().modules(), self.get_output_embeddings()}
         _strip(self, text)
@@ -187,7 +185,7 @@ def _without_towers(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def _strip(module: nn.Module, text: set[nn.Module | None]) -> None:
-    """Replace all parts of a module that have nothing of the language model by empty ones."""
+    """Replace all submodules that have no part in the language model by empty modules."""
     for name, child in module.named_children():
         if child in text:
             continue

@@ -1,6 +1,6 @@
-"""A model of a Llama-like architecture in plain values, as both of our decoders take it: `cpu/` and `cuda/`.
+"""Describes a Llama-like model in plain values, for both of our decoders: `cpu/` and `cuda/`.
 
-The loader compares the output of a decoder with the model's own before use.
+The loader compares a decoder's output with the output of the model's own code before it is used.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from app.model.kv_cache import LayerShape
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# The weight of a name in the model's checkpoint; None where the model has none.
+# Returns the weight with this name in the model's checkpoint; None if the model has no such weight.
 Weights = Callable[[str], torch.Tensor | None]
 
-_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}  # in the words of transformers
+_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}  # the names in transformers
 _EXPERT_MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 PER_LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
@@ -31,18 +31,18 @@ QUERIES_KEYS_VALUES = tuple(f"self_attn.{name}_proj" for name in ("q", "k", "v")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSettings:
-    """A mixture of experts; all 0 without one. The fields are those of `ExpertsShape`."""
+    """A mixture of experts; all fields are 0 without one. The fields are those of `ExpertsShape`."""
 
     num_experts: int = 0
     per_token: int = 0
     intermediate_size: int = 0
-    weights_sum_to_one: bool = False  # those of a token's chosen experts; else they are parts of the sum of all
+    weights_sum_to_one: bool = False  # of the chosen experts; otherwise shares of all experts' sum
     rounds_weights: bool = False  # whether weights, and outputs times weights, are rounded to the model's type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentSettings:
-    """The layers with a recurrent state; all 0 without one. The heads are those of the gated delta rule."""
+    """Recurrent layers; all fields are 0 without any. The heads are those of the gated delta rule."""
 
     kernel_size: int = 0  # of the short convolution
     num_key_heads: int = 0
@@ -52,7 +52,7 @@ class RecurrentSettings:
 
     @property
     def keys_size(self) -> int:
-        """The numbers of a token's keys, and of its queries."""
+        """The size of one token's keys, and of its queries."""
         return self.num_key_heads * self.key_dim
 
     @property
@@ -62,13 +62,13 @@ class RecurrentSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RotaryPositions:
-    """One way to turn heads (Su et al., 2021). The first 2 × len(frequencies) numbers of a head are turned."""
+    """Rotary positions (Su et al., 2021). They turn the first 2 × len(frequencies) numbers of a head."""
 
     frequencies: tuple[float, ...]
     scaling: float = 1.0
 
     def table(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The cosines of each position, then its sines: [num_positions, 2, len(frequencies)], rounded to `dtype`.
+        """Return the cosines and then the sines: [num_positions, 2, len(frequencies)], rounded to `dtype`.
 
         positions: [num_positions].
         """
@@ -78,38 +78,38 @@ class RotaryPositions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSettings:
-    """One layer. The fields of attention are 0 in a layer without it."""
+    """One layer. The attention fields are 0 in a layer without attention."""
 
     mixer: Mixer = "attention"
     num_kv_heads: int = 0
     head_dim: int = 0
-    intermediate_size: int = 0  # of an MLP; of a layer with experts, any number
+    intermediate_size: int = 0  # of an MLP; has no meaning in a layer with experts
     sliding_window: int = 0  # 0: none
-    rotary: int = 0  # which of the model's rotary positions
+    rotary: int = 0  # index of the layer's rotary positions in the model's list
     stored_by: int | None = None  # the earlier layer whose keys and values this layer reads; None: it has its own
-    values_are_keys: bool = False  # before the norm and the rotary positions of keys
+    values_are_keys: bool = False  # the values are the keys before norm and rotary positions
 
     @property
     def attention_linears(self) -> tuple[str, ...]:
-        """The projections of queries, keys and values that the layer has, by the ends of their names."""
+        """The projections of queries, keys and values that the layer has, as ends of weight names."""
         if self.stored_by is not None:
             return QUERIES_KEYS_VALUES[:1]
         return QUERIES_KEYS_VALUES[: 2 if self.values_are_keys else 3]
 
     @property
     def kv_shape(self) -> LayerShape:
-        """The keys and values that it attends over, of one token."""
+        """The keys and values of one token that the layer reads."""
         return LayerShape(num_kv_heads=self.num_kv_heads, key_dim=self.head_dim, value_dim=self.head_dim)
 
     @property
     def kv_size(self) -> int:
-        """The numbers of a token's keys, and of its values."""
+        """The size of one token's keys, and of its values."""
         return self.num_kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSettings:
-    """A Llama-like model without its weights, in plain values; or the part of it that one of several ranks has."""
+    """A Llama-like model without its weights, in plain values; or one rank's part of such a model."""
 
     architecture: str  # a key of `ARCHITECTURES`
     hidden_size: int
@@ -123,7 +123,7 @@ class DecoderSettings:
     recurrent: RecurrentSettings = RecurrentSettings()
     softcap: float = 0.0  # of attention scores; 0: none
     logits_softcap: float = 0.0
-    per_layer_size: int = 0  # of the inputs that each token has for each layer beside the residual; 0: none
+    per_layer_size: int = 0  # size of each token's additional inputs per layer; 0: none
 
     @property
     def described(self) -> Architecture:
@@ -138,7 +138,7 @@ class DecoderSettings:
         )
 
     def of_rank(self, size: int) -> DecoderSettings:
-        """The part that each of `size` ranks has: some heads, and some inner numbers of each MLP and each expert."""
+        """Return the part of one of `size` ranks: some heads, and some inner outputs of each MLP and each expert."""
         layers = tuple(
             replace(each, num_kv_heads=each.num_kv_heads // size, intermediate_size=each.intermediate_size // size)
             for each in self.layers
@@ -147,11 +147,11 @@ class DecoderSettings:
         return replace(self, num_heads=self.num_heads // size, layers=layers, experts=experts)
 
     def query_outputs(self, layer: LayerSettings) -> int:
-        """The outputs of the projection of queries: with gated attention, the gates among them."""
+        """Return the outputs of the query projection, including the gates of gated attention."""
         return self.num_heads * layer.head_dim * (2 if self.described.gates_attention else 1)
 
     def projected_size(self, layer: LayerSettings) -> int:
-        """The numbers of a token that the mixer of a layer reads: its projected inputs, and values behind them."""
+        """Return the size of the inputs of a layer's mixer for one token: the outputs of its input projections."""
         if layer.mixer == "short_convolution":
             return 3 * self.hidden_size
         if layer.mixer == "gated_delta_rule":
@@ -159,20 +159,20 @@ class DecoderSettings:
         return self.query_outputs(layer) + (2 * layer.kv_size if layer.stored_by is None else 0)
 
     def mixed_size(self, layer: LayerSettings) -> int:
-        """The numbers of a token that the mixer of a layer gives, before the projection of its outputs."""
+        """Return the size of a mixer's output for one token, before the output projection."""
         if layer.mixer == "short_convolution":
             return self.hidden_size
         return self.recurrent.values_size if layer.mixer == "gated_delta_rule" else self.num_heads * layer.head_dim
 
     @property
     def num_channels(self) -> int:
-        """Of the short convolution."""
+        """The number of channels in the short convolution."""
         if self.recurrent.num_value_heads:
             return 2 * self.recurrent.keys_size + self.recurrent.values_size
         return self.hidden_size
 
     def attention_layers(self) -> dict[int, LayerShape]:
-        """Return the keys and values of a token, by the layer that stores them."""
+        """Return the shapes of a token's keys and values, by the layer that stores them."""
         return {
             index: layer.kv_shape
             for index, layer in enumerate(self.layers)
@@ -181,11 +181,11 @@ class DecoderSettings:
 
     @property
     def stored_by(self) -> dict[int, int]:
-        """The earlier layer whose keys and values a layer reads, by the layer that reads them."""
+        """By layer: the earlier layer whose keys and values it reads. Layers that store their own are missing."""
         return {index: each.stored_by for index, each in enumerate(self.layers) if each.stored_by is not None}
 
     def states(self, dtype: torch.dtype) -> tuple[StateShape, ...]:
-        """The states of a sequence, in the order in which a step reads them. dtype: of the model."""
+        """Return the states of a sequence, in the order in which a step reads them. dtype: the model's type."""
         own = self.recurrent
         convolution = StateShape((own.kernel_size - 1, self.num_channels), dtype)
         heads = StateShape((own.num_value_heads, own.key_dim, own.value_dim), torch.float32)
@@ -194,7 +194,7 @@ class DecoderSettings:
 
 
 def why_not_llama_like(model: PreTrainedModel, backend: Backend) -> str | None:
-    """Why one of our decoders does not compute a model, by all but its attention; None when no reason is known."""
+    """Return why one of our decoders cannot compute a model, apart from its attention; None if no reason is known."""
     name, config = type(model).__name__, model.config
     known = computed_by(backend)
     if name not in known:
@@ -221,14 +221,14 @@ def has_shared_expert(model: PreTrainedModel) -> bool:
 
 
 def described_as(model: PreTrainedModel) -> Architecture:
-    """The description of a model's architecture; that of Llama for one without."""
+    """Return the description of a model's architecture; Llama's description if it has none."""
     return ARCHITECTURES.get(type(model).__name__, Architecture())
 
 
 def why_attention_is_not_llama_like(
     model: PreTrainedModel, rules: dict[int, AttentionRules], backend: Backend
 ) -> str | None:
-    """The same for what its layers have asked of their attention."""
+    """Return why one of our decoders cannot compute a model's attention; None if no reason is known."""
     layers = layers_of(model)
     if sorted(rules) != [index for index, mixer in enumerate(layers) if mixer == "attention"]:
         return "its layers do not all attend once"
@@ -241,13 +241,13 @@ def why_attention_is_not_llama_like(
 
 
 def layers_of(model: PreTrainedModel) -> list[Mixer]:
-    """The mixer of each layer."""
+    """Return the mixer of each layer."""
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * len(model.model.layers)
     return [MIXERS.get(kind, "attention") for kind in kinds]
 
 
 def settings_of(model: PreTrainedModel, rules: dict[int, AttentionRules]) -> DecoderSettings:
-    """`why_not_llama_like` and `why_attention_is_not_llama_like` must be None."""
+    """Describe a model. `why_not_llama_like` and `why_attention_is_not_llama_like` must both return None for it."""
     config, first = model.config, next(iter(rules.values()))
     rotary = _rotary_of(model)
     return DecoderSettings(
@@ -268,9 +268,9 @@ def settings_of(model: PreTrainedModel, rules: dict[int, AttentionRules]) -> Dec
 
 
 def _layers_of(model: PreTrainedModel, rules: dict[int, AttentionRules], kinds: list[str]) -> Iterator[LayerSettings]:
-    """kinds: those of layers that have rotary positions of their own."""
+    """kinds: the layer types that have rotary positions of their own."""
     config, described = model.config, described_as(model)
-    # The module of one of several ranks has a part of each weight, so there the configuration tells.
+    # The module of one rank has only a part of each weight, so the size must come from the configuration.
     gate = "" if "cuda" in described.backends else described.names.gate
     for index, (mixer, layer) in enumerate(zip(layers_of(model), model.model.layers, strict=True)):
         mlp = _part(layer, gate) if gate else None
@@ -294,12 +294,12 @@ def _layers_of(model: PreTrainedModel, rules: dict[int, AttentionRules], kinds: 
 
 
 def head_dims_of(model: PreTrainedModel) -> set[int]:
-    """Return the sizes of heads in all layers with attention."""
+    """Return the head sizes of all layers with attention."""
     return {int(part.head_dim) for part in _parts(model, "self_attn")}
 
 
 def intermediate_sizes_of(model: PreTrainedModel) -> set[int]:
-    """Return the inner sizes of all MLPs that are no experts."""
+    """Return the inner sizes of all MLPs outside of experts."""
     return {int(part.weight.shape[0]) for part in _parts(model, described_as(model).names.gate)}
 
 
@@ -331,7 +331,7 @@ def recurrent_of(model: PreTrainedModel) -> RecurrentSettings:
 
 
 def _rotary_of(model: PreTrainedModel) -> dict[str, RotaryPositions]:
-    """The model's rotary positions: by kind of layer where kinds have their own, else one."""
+    """Return the model's rotary positions, by layer type if the types differ in them; otherwise one entry."""
     rotary = model.model.rotary_emb
     prefixes = [f"{kind}_" for kind in getattr(rotary, "layer_types", ())] or [""]
     return {
@@ -344,13 +344,13 @@ def _rotary_of(model: PreTrainedModel) -> dict[str, RotaryPositions]:
 
 
 def _parts(model: PreTrainedModel, *names: str) -> list[Any]:
-    """Return the parts of these names in all layers that have them."""
+    """Return the submodules with these names in all layers that have them."""
     found = (_part(layer, name) for layer in model.model.layers for name in names)
     return [part for part in found if part is not None]
 
 
 def _part(layer: Any, name: str) -> Any:
-    """None where a layer has no such part."""
+    """Return a submodule; None if the layer does not have it."""
     try:
         return layer.get_submodule(name)
     except AttributeError:
@@ -358,7 +358,7 @@ def _part(layer: Any, name: str) -> Any:
 
 
 def by_expert(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A model's weights under the names in its checkpoint: transformers joins those of a layer's experts in memory."""
+    """Return a model's weights by their checkpoint names: transformers joins the experts of a layer in memory."""
     found = {}
     for name, weight in weights.items():
         prefix, is_joined, joined = name.partition(".mlp.experts.")
@@ -373,21 +373,21 @@ def by_expert(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def named(weights: Weights, prefix: str, name: str) -> torch.Tensor | None:
-    """The weight of a part's own name: `partial(named, weights, prefix)` has the weights of one layer."""
+    """Return a weight of one part: `partial(named, weights, prefix)` finds the weights of one layer."""
     return weights(prefix + name)
 
 
 def given(weights: Weights, name: str) -> torch.Tensor:
-    """The weight of a name that every such model has."""
+    """Return a weight that every Llama-like model has."""
     weight = weights(name)
     assert weight is not None, f"a Llama-like model has {name}"
     return weight
 
 
 def joined_bias(weights: Weights, linears: tuple[str, ...], dtype: torch.dtype | None = None) -> torch.Tensor | None:
-    """The biases of linear layers side by side, zeros for those without; None if none has one.
+    """Join the biases of linear layers, with zeros for layers without a bias. None if no layer has a bias.
 
-    dtype: None for that of the weights.
+    dtype: the type of the result; None for the type of the weights.
     """
     if all(weights(f"{linear}.bias") is None for linear in linears):
         return None

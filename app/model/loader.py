@@ -1,6 +1,6 @@
-"""Loads a model by the first way to compute that can, verified by transformers' code. `ways/` has a file for each.
+"""Loads a model in the first implementation that supports it, verified by transformers' code.
 
-Its runner comes with KV memory of a size that fits.
+`ways/` has one file for each implementation. The runner comes with KV memory of a size that fits.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from app.progress import tell
 
 logger = logging.getLogger(__name__)
 
-MIN_INTERVAL_TOKENS = 256  # between two snapshots of the states of a long prompt
+MIN_INTERVAL_TOKENS = 256  # the least distance between two snapshots of the states of a long prompt
 
 
 CheckStates = Callable[[Sequence[StateShape]], object]
@@ -59,13 +59,13 @@ CheckStates = Callable[[Sequence[StateShape]], object]
 
 @dataclass(frozen=True, slots=True)
 class LoadedRunner:
-    """A model, and what runs its steps."""
+    """A model and the runner of its steps."""
 
-    config: EngineConfig  # with the backend that computes it
+    config: EngineConfig  # with the backend that runs the model
     model: LoadedModel
     runner: TorchModelRunner | GraphModelRunner
-    num_blocks: int  # of its KV memory
-    draft: LoadedRunner | None = None  # the draft model, with as many
+    num_blocks: int  # blocks of KV memory
+    draft: LoadedRunner | None = None  # the draft model, with equally many blocks
 
 
 def load_runner(
@@ -73,7 +73,8 @@ def load_runner(
 ) -> LoadedRunner:
     """Load the model, or one rank's part of it, and its draft model, and size the KV memory of both.
 
-    All ranks of a group call it. keeps_all: also what lies behind layers' windows, as prefixes are kept elsewhere too.
+    All ranks of a group must call this. keeps_all: keep the blocks behind layers' windows, because prefixes are also
+    stored elsewhere.
     """
     num_threads = config.model.num_threads or max(1, num_cores() // (1 if group is None else group.size))
     torch.set_num_threads(num_threads)
@@ -95,7 +96,7 @@ def load_runner(
         chosen = config_for(config, backend)
         with ladder.trying(backend):
             if model is None or (backend in WITHOUT_DECODER and not isinstance(model, TransformersModel)):
-                model = None  # before another one takes its memory
+                model = None  # free this memory before another model takes it
                 model = _load(chosen, group)
             ladder.has_weights, ladder.has_own_decoder = True, not isinstance(model, TransformersModel)
             ladder.note("decoder", model.why_not_ours)
@@ -122,10 +123,10 @@ def _with_memory(
     group: RankGroup | None,
     keeps_all: bool,
 ) -> LoadedRunner:
-    """A loaded model with its draft model, and the KV memory of both."""
+    """Provide KV memory for a loaded model and its draft model, which is loaded here."""
     of_draft = config.of_draft_model
     draft = None if of_draft is None else _load(of_draft, None)
-    if draft is None and not keeps_all:  # a draft model's KV memory lies in the same blocks
+    if draft is None and not keeps_all:  # a draft model stores its keys and values in the same blocks
         model = model.giving_back()
     needs_slots = bool(model.states) and config.cache.num_state_slots is None
     is_measured = model.device.type == "cuda" and (config.cache.num_blocks is None or needs_slots)
@@ -152,7 +153,7 @@ def _with_memory(
 
 
 def _taking_memory_of(device: torch.device, config: CacheConfig, num_bytes: int) -> AbstractContextManager[None]:
-    """Around the work that takes the KV memory and the slots for states."""
+    """Return a context for the allocation of the KV memory and the state slots, which explains a lack of memory."""
     if device.type != "cpu":
         return refusing_to_run_short(
             "the KV memory", "Lower cache.num_blocks, or cache.gpu_memory_fraction where that is not set"
@@ -166,14 +167,14 @@ def _taking_memory_of(device: torch.device, config: CacheConfig, num_bytes: int)
 
 
 def _with_state_slots(config: EngineConfig, model: LoadedModel, gpu_bytes: int | None) -> tuple[LoadedModel, int]:
-    """The model with slots for the states of its recurrent layers, if it has any, and the bytes of all slots.
+    """Return the model with slots for the states of its recurrent layers, if it has any, and the bytes of all slots.
 
     gpu_bytes: as in `num_state_slots_that_fit`.
     """
     number, of_state = _num_state_slots(config, model.states, gpu_bytes), state_bytes(model.states)
     if not of_state:
         return model, 0
-    # A snapshot for so many tokens of a long prompt that their keys and values take as much memory as the state.
+    # Take a snapshot each time the keys and values of the tokens since the last one need as much memory as a state.
     block_size, of_block = config.cache.block_size, block_bytes(config.cache, model.in_block, dtype=model.dtype)
     num_blocks = max(-(-MIN_INTERVAL_TOKENS // block_size), of_state // of_block)
     facts = replace(model.facts, num_state_slots=number, state_interval_tokens=num_blocks * block_size)
@@ -181,7 +182,7 @@ def _with_state_slots(config: EngineConfig, model: LoadedModel, gpu_bytes: int |
 
 
 def _num_state_slots(config: EngineConfig, states: Sequence[StateShape], gpu_bytes: int | None = None) -> int:
-    """Raises InvalidSetup if the slots of one sequence do not fit."""
+    """Return the number of state slots. Raises InvalidSetup if the slots of one sequence do not fit."""
     if not states:
         return 0
     max_running = config.scheduler.max_running
@@ -226,15 +227,14 @@ def load_model(
 ) -> LoadedModel:
     """Load weights from safetensors and try one short forward pass. Code from a model repository never runs.
 
-    block_size: of the KV memory; native code supports only some sizes.
-    checks: a folder that keeps which models in local folders have been verified; they are not tried again. It also has
-        the locks of weights that are shared with other processes.
-    group: the ranks that have a part of the model each; all call this function.
-    check_states: gets the states of a model with recurrent layers before its weights are read, and may raise.
+    block_size: tokens in a block of KV memory; native code supports only some sizes.
+    checks: a folder that stores which local models are verified, to skip their trial, and locks for shared weights.
+    group: the ranks that each load one part of the model; all of them call this function.
+    check_states: receives the states of a model with recurrent layers before its weights are read, and may raise.
 
     Raises:
-        InvalidSetup: there is no such model, or no such device, or the model cannot be quantised as asked.
-        UnsupportedModel: it is not a decoder-only model with an attention that can be paged; the message says why.
+        InvalidSetup: the model or the device does not exist, or the model cannot be quantised as configured.
+        UnsupportedModel: the model is not decoder-only or its attention cannot be paged; the message says why.
     """
     chosen = dtype_of(config, location)
     source = ModelSource(
@@ -246,7 +246,7 @@ def load_model(
 
 
 def _by_first_way(source: ModelSource, chosen: ChosenDtype, check_states: CheckStates | None) -> LoadedModel:
-    """The model as the first way that can compute it has it. chosen: the type, and why."""
+    """Return the model in the first implementation that supports it. chosen: the number type and its reason."""
     config = source.config
     way = _decoder_for(config, source.device)
     reason = way.why_not_here(source)
@@ -269,7 +269,7 @@ def _by_first_way(source: ModelSource, chosen: ChosenDtype, check_states: CheckS
 
 
 def _check_before_weights(source: ModelSource, check_states: CheckStates | None) -> None:
-    """Refuse a checkpoint that its configuration and the names of its weights show to be wrong."""
+    """Refuse a checkpoint that is wrong by its configuration or the names of its weights."""
     folder = Path(source.location)
     if source.whole.get_text_config() is not source.whole and folder.is_dir():
         module = module_without_weights(source, source.dtype)
@@ -293,9 +293,9 @@ def _on_transformers_code(source: ModelSource, own: TransformersModel, reason: s
 def _verified(
     way: type[CudaModel | NativeModel], source: ModelSource, own: TransformersModel
 ) -> CudaModel | NativeModel | str:
-    """The model loaded by a way; the reason, which is in the log, if that computes something else.
+    """Return the verified model in an implementation; or the reason, already logged, if its outputs are wrong.
 
-    Of ranks all call it; where one finds a difference, none has this way.
+    All ranks of a group call this. If one rank finds a difference, no rank uses the implementation.
     """
     tell("comparing its outputs with those of transformers' code (once)")
     expected = own.expected.behind_head(own.module)

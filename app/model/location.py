@@ -1,4 +1,4 @@
-"""Where a model lies. No torch here."""
+"""Finds the folder of a model. No torch here."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from app.errors import InvalidSetup
 
 
 def resolve_model_path(path: str) -> str:
-    """A folder seen from the working directory or from the project; else `path`, a hub id.
+    """Return the folder of a path relative to the working directory or the project; else `path`, a hub id.
 
-    Of a GGUF file, the folder that is made of it, which takes seconds to minutes the first time.
-
+    For a GGUF file, return the folder that is made from the file, which takes seconds to minutes the first time.
     Raises:
-        InvalidSetup: there is no such file, or it cannot be read.
-        UnsupportedModel: something in the file cannot be read; the message names it.
+        InvalidSetup: the file does not exist or cannot be read.
+        UnsupportedModel: the file has a feature that is not supported; the message names the feature.
     """
     for place in _places(path):
         if place.is_dir():
@@ -33,18 +32,18 @@ def resolve_model_path(path: str) -> str:
 
 
 def existing_place(path: str) -> Path | None:
-    """The folder or the file that a path of the settings means; None where there is none, as for a hub id."""
-    # Not those of Path, which raise OSError for a name that is too long.
+    """Return the folder or file that a path of the settings names; None if it does not exist, as for a hub id."""
+    # Path.is_dir and Path.is_file raise OSError for a name that is too long.
     return next((place for place in _places(path) if os.path.isdir(place) or os.path.isfile(place)), None)
 
 
 def is_local(path: str) -> bool:
-    """Whether a model path is a folder or a GGUF file here; else it is a hub id. Raises InvalidSetup for the file."""
+    """Return whether the path is a local folder or GGUF file, and no hub id. Raises InvalidSetup for a GGUF file."""
     return resolve_model_path(path) != path or Path(path).is_dir()
 
 
 def has_chat_template(path: str) -> bool:
-    """Whether a model can answer chats, as far as its files here say; true for a hub id."""
+    """Return whether the model can answer chats, judged by its local files; true for a hub id."""
     folder = Path(resolve_model_path(path))
     if not folder.is_dir() or (folder / "chat_template.jinja").is_file():
         return True
@@ -56,11 +55,11 @@ def has_chat_template(path: str) -> bool:
 
 
 def folder_seen_from_here(path: str) -> str:
-    """The folder of that path; else the path itself, a hub id."""
-    # Not Path.is_dir, which raises OSError for a name that is too long.
+    """Return the folder that the path names; else the path itself, a hub id."""
+    # Path.is_dir raises OSError for a name that is too long.
     return next((str(place) for place in _places(path) if os.path.isdir(place)), path)
 
 
 def _places(path: str) -> tuple[Path, Path]:
-    """What a path of the settings may mean: seen from the working directory, or from the project."""
-    return Path(os.path.expanduser(path)), PROJECT / path  # that of Path raises for a user who is not here
+    """Return the two readings of a path in the settings: relative to the working directory, and to the project."""
+    return Path(os.path.expanduser(path)), PROJECT / path  # Path.expanduser raises for an unknown user

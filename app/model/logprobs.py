@@ -1,4 +1,4 @@
-"""Log-probabilities of drawn tokens and of prompt tokens; computed only for the rows that want them."""
+"""Log-probabilities of drawn tokens and of prompt tokens, computed only for the rows that want them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from app.engine.batch import StepBatch, StepResult, by_request
 from app.engine.request import TokenLogprobs
 from app.model.inputs import to_device
 
-_ROWS_AT_ONCE = 64  # each takes several times the vocabulary in float32
+_ROWS_AT_ONCE = 64  # each row takes several times the vocabulary's size in float32
 
 
 class Logprobs(NamedTuple):
-    """Of one token in each of some rows, and of the likeliest tokens there. Natural logarithms, float32."""
+    """The log-probabilities of one token in each row, and of the likeliest tokens. Natural logarithms in float32."""
 
-    normalisers: torch.Tensor  # [num_rows], what is subtracted from a logit
+    normalisers: torch.Tensor  # [num_rows], the value subtracted from each logit
     logprobs: torch.Tensor  # [num_rows]
     ranks: torch.Tensor  # [num_rows] int64, from 1
     top_token_ids: torch.Tensor  # [num_rows, num_top] int64
@@ -27,7 +27,7 @@ class Logprobs(NamedTuple):
 
 
 def compute_logprobs(logits: torch.Tensor, rows: Sequence[int], token_ids: torch.Tensor, *, num_top: int) -> Logprobs:
-    """Plain torch, on any device. See `Sampler.logprobs`."""
+    """Compute log-probabilities in plain torch, on any device. See `Sampler.logprobs`."""
     where = to_device(rows, logits.device)
     pieces = [slice(at, at + _ROWS_AT_ONCE) for at in range(0, len(rows), _ROWS_AT_ONCE)]
     found = [_compute(logits[where[piece]], token_ids[piece], num_top) for piece in pieces]
@@ -39,7 +39,7 @@ def _compute(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Log
     normaliser = logits.logsumexp(dim=-1, keepdim=True)
     own = logits.gather(-1, token_ids[:, None])
     top, top_token_ids = logits.topk(num_top, dim=-1)
-    # One subtraction for all: the likeliest token's value then equals `top_logprobs[0]` in every bit.
+    # All values subtract one normaliser, so the likeliest token's value equals `top_logprobs[0]` in every bit.
     return Logprobs(
         normaliser[:, 0],
         (own - normaliser)[:, 0],
@@ -50,7 +50,7 @@ def _compute(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Log
 
 
 class WantedLogprobs:
-    """The log-probabilities that a batch wants, and their rows in its logits (in the order of `inputs.py`)."""
+    """The log-probabilities that a batch wants, and their rows in the logits (in the order of `inputs.py`)."""
 
     def __init__(self, batch: StepBatch) -> None:
         self._batch = batch
@@ -58,7 +58,7 @@ class WantedLogprobs:
         no_rows = ()
         self._sampled_rows, self._target_rows = _rows(batch) if self._scored else (range(len(batch.sampled)), no_rows)
         self._targets = [target for item in self._scored for target in item.targets]
-        # Indices in `batch.sampled` of the items that want them, and how many of the likeliest tokens each wants.
+        # Indices in `batch.sampled` of the items that want log-probabilities, and the number of top tokens for each.
         num_top = [item.sampling.logprobs for item in batch.sampled]
         self._wanting = [at for at, each in enumerate(num_top) if each is not None]
         self._num_drawn_top = [each for each in num_top if each is not None]
@@ -66,13 +66,13 @@ class WantedLogprobs:
         self._named = [batch.sampled[at].sampling.logprob_token_ids for at in self._wanting]
 
     def of_sampled(self, of_rows: torch.Tensor) -> torch.Tensor:
-        """Of a tensor with all rows of the logits: the rows of `batch.sampled`."""
+        """Select the rows of `batch.sampled` from a tensor that has all rows of the logits."""
         return of_rows[to_device(self._sampled_rows, of_rows.device)] if self._scored else of_rows
 
     def compute(self, logits: torch.Tensor, token_ids: torch.Tensor, compute: Callable[..., Logprobs]) -> Logprobs:
-        """logits: all rows; token_ids: [num_sampled] int64, the drawn tokens. compute: `Sampler.logprobs`.
+        """Compute the wanted log-probabilities. The values of named tokens are last in `logprobs`.
 
-        → `logprobs` has behind the rows' own tokens those that are named.
+        logits: all rows. token_ids: [num_sampled] int64, the drawn tokens. compute: `Sampler.logprobs`.
         """
         device = logits.device
         rows: Sequence[int] = self._sampled_rows
@@ -87,11 +87,11 @@ class WantedLogprobs:
             return found
         places = to_device([at for at, named in enumerate(self._named) for _ in named], device)
         of_named = logits[to_device(rows, device)[places], to_device(list(chain.from_iterable(self._named)), device)]
-        # The subtraction with which all others are made.
+        # The same subtraction as for all other values.
         return found._replace(logprobs=torch.cat((found.logprobs, of_named.float() - found.normalisers[places])))
 
     def result(self, token_ids: list[int], found: Logprobs) -> StepResult:
-        """The step's result, from the tensors of `compute` on the host."""
+        """Return the step's result, from the tensors of `compute` on the host."""
         num_top = list(self._num_drawn_top)
         for item, num_scored_top in zip(self._scored, self._num_scored_top, strict=True):
             num_top += [num_scored_top] * len(item.targets)
@@ -114,7 +114,7 @@ class WantedLogprobs:
 
 
 def _rows(batch: StepBatch) -> tuple[Sequence[int], Sequence[int]]:
-    """The rows of the logits for `batch.sampled`, and those for all targets."""
+    """Return the rows of the logits for `batch.sampled`, and the rows for all targets."""
     sampled_rows: list[int] = []
     target_rows: list[int] = []
     row = 0
@@ -128,7 +128,7 @@ def _rows(batch: StepBatch) -> tuple[Sequence[int], Sequence[int]]:
 
 
 def _by_row(found: Logprobs, num_top: list[int]) -> list[TokenLogprobs]:
-    """As plain numbers, with `num_top` of the likeliest tokens in each row."""
+    """Return plain numbers, with `num_top` of the likeliest tokens in each row."""
     logprobs, ranks, top_token_ids, top_logprobs = (column.tolist() for column in found[1:])
     if min(num_top) == max(num_top):
         return list(map(_entry, zip(logprobs, ranks, map(tuple, top_token_ids), map(tuple, top_logprobs), strict=True)))
@@ -136,5 +136,5 @@ def _by_row(found: Logprobs, num_top: list[int]) -> list[TokenLogprobs]:
     return [_entry((a, b, tuple(c[:num]), tuple(d[:num]))) for a, b, c, d, num in rows]
 
 
-# TokenLogprobs from its four fields; `_make` without a Python frame.
+# Makes a TokenLogprobs from its four fields; unlike `_make`, it needs no Python frame.
 _entry: Callable[[Iterable[object]], TokenLogprobs] = partial(tuple.__new__, TokenLogprobs)

@@ -10,15 +10,15 @@ from typing import Protocol
 
 
 class Preparable(Protocol):
-    """The part of a matcher that is used here."""
+    """The part of a matcher that this module uses."""
 
     def prepare(self) -> None: ...
 
 
 class MatcherPreparer:
-    """A thread that prepares matchers. Matchers that it has not begun when they are needed, the caller prepares itself.
+    """A thread that prepares matchers. The caller prepares the matchers that the thread has not started in time.
 
-    It saves time where a core is idle. The thread starts with the first matcher.
+    Preparing saves time if a core is idle. The thread starts with the first matcher.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class MatcherPreparer:
 
     @contextmanager
     def preparing(self, matchers: Iterable[Preparable]) -> Iterator[None]:
-        """Inside this context the matchers must not be used; afterwards all are prepared."""
+        """Prepare the matchers. No matcher may be used inside the context; after it, all matchers are prepared."""
         left = deque(matchers)
         if not left:
             yield
@@ -37,13 +37,13 @@ class MatcherPreparer:
         finally:
             _prepare_all(left)
             if not elsewhere.cancel():
-                elsewhere.result()  # it may still prepare the last that it took
+                elsewhere.result()  # the thread may still be preparing the last matcher that it took
 
 
 def _prepare_all(left: deque[Preparable]) -> None:
-    # Both threads take from the same end, and each matcher is taken once: `popleft` is atomic.
+    # The two threads take matchers from the same end, and `popleft` is atomic, so each matcher is taken only once.
     with suppress(IndexError):
         while True:
             matcher = left.popleft()
-            with suppress(Exception):  # `allowed` raises the same error, and there the request at fault is found
+            with suppress(Exception):  # `allowed` raises the same error, where it can be assigned to the request
                 matcher.prepare()

@@ -1,7 +1,8 @@
-"""How the memory of a GPU is divided: what a replica needs beside its KV memory, and what is left for that.
+"""Divides the memory of a GPU: a replica's needs beside its KV memory, and the memory left for KV.
 
-The same functions size a replica when it starts and predict it from a model's configuration (`deployments/plan`).
-They work on numbers alone and run on any machine. None of the constants has been measured by this project on a GPU yet.
+The same functions size a replica when it starts and predict its memory from a model's configuration
+(`deployments/plan`). They need only numbers and run on any machine. This project has not yet measured any of the
+constants on a GPU.
 """
 
 from __future__ import annotations
@@ -18,26 +19,26 @@ from app.model.attention import StateShape
 from app.progress import tell
 
 # The CUDA context with the code of all kernels, outside of torch's allocator: 0.5 GiB on an A100 (the baseline in
-# https://github.com/JBjoernskov/Twin4Build/issues/134), and some for kernels that are compiled later.
+# https://github.com/JBjoernskov/Twin4Build/issues/134), and a reserve for kernels that are compiled later.
 CONTEXT_BYTES = GIB * 6 // 10
-# What torch gives cuBLAS on each stream: 32 MiB on Hopper and newer, 8 MiB on older cards.
+# torch gives cuBLAS this much on each stream: 32 MiB on Hopper and newer cards, 8 MiB on older ones.
 WORKSPACE_BYTES = 32 * 1024**2
 
-# A replica's process on a CPU without its model: 0.44 GiB for Python with torch, transformers and Ray, the rest for
-# buffers of threads and what requests hold.
+# A replica's process on a CPU without its model: 0.44 GiB for Python with torch, transformers and Ray; the rest is
+# for thread buffers and for requests.
 PROCESS_BYTES = GIB * 6 // 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryNeeds:
-    """Bytes on a GPU, or on a machine with CPUs, that a replica needs beside its KV memory."""
+    """Bytes that a replica needs beside its KV memory, on a GPU or on a machine with CPUs."""
 
     weights: int
     step: int  # the largest step: activations, attention's partial results, logits, sampling
     graphs: int  # memory of the captured steps, and the graphs themselves
-    workspaces: int  # of libraries
-    context: int = CONTEXT_BYTES  # on a CPU the process
-    adapters: int = 0  # LoRA adapters that are loaded; on a GPU those that may be
+    workspaces: int  # of libraries such as cuBLAS
+    context: int = CONTEXT_BYTES  # on a CPU: the process
+    adapters: int = 0  # loaded LoRA adapters; on a GPU all that may be loaded
 
     @property
     def total(self) -> int:
@@ -50,29 +51,29 @@ class MemoryNeeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMemory:
-    """A GPU's memory, and the part of it that one replica may take."""
+    """A GPU's memory, and the part that one replica may take."""
 
     total: int
     fraction: float = 0.9  # `cache.gpu_memory_fraction`
-    share: float = 1.0  # `replicas.num_gpus`: the part of the card that is this replica's; others have the rest
-    used_by_others: int = 0  # beside torch's allocator in this process; the own context counts here too
+    share: float = 1.0  # `replicas.num_gpus`: this replica's share of the card
+    used_by_others: int = 0  # outside this process's torch allocator, including this process's context
 
     @property
     def granted(self) -> int:
-        """Bytes for everything that this replica has."""
+        """Bytes that this replica may use in total."""
         return int(self.total * self.share * self.fraction)
 
     def left_for_kv(self, needs: MemoryNeeds) -> int:
-        """Bytes for KV memory; negative where as much is missing.
+        """Return the bytes for KV memory; negative if memory is missing.
 
-        The replicas with which it shares the card may use theirs: only what is used beyond that is subtracted.
+        Other replicas on the card may use their shares: only memory used beyond these shares is subtracted.
         """
         of_others = max(0, self.used_by_others - needs.context)
         beyond_their_share = max(0, of_others - int(self.total * (1 - self.share)))
         return self.granted - needs.total - beyond_their_share
 
     def check(self, needs: MemoryNeeds, *, block_bytes: int) -> None:
-        """Raises TooLittleMemory, with the numbers, if not even one block fits beside the needs."""
+        """Raise TooLittleMemory, with the numbers, if not even one block fits beside the needs."""
         left = self.left_for_kv(needs)
         if left >= block_bytes:
             return
@@ -90,7 +91,7 @@ class GpuMemory:
 
 
 def gpu_memory(device: torch.device, *, fraction: float, share: float) -> GpuMemory:
-    """The memory of a CUDA device as it is now. What torch keeps without using it is given back first."""
+    """Return the current memory of a CUDA device. Frees the memory that torch caches first."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     used_by_others = total - free - torch.cuda.memory_reserved(device)
@@ -98,23 +99,23 @@ def gpu_memory(device: torch.device, *, fraction: float, share: float) -> GpuMem
 
 
 def graph_bytes(*, step: int, num_kernels: int, num_graphs: int) -> int:
-    """Memory of captured steps.
+    """Return the memory of captured steps.
 
-    step: bytes that the largest of them takes, its logits included; the others fit into its memory.
+    step: bytes of the largest step, including its logits; the other steps reuse this memory.
     num_kernels: launches in one step.
     """
-    # One kernel in a graph that can be replayed (https://github.com/NVIDIA/cccl/pull/3768).
+    # Bytes of one kernel in a replayable graph (https://github.com/NVIDIA/cccl/pull/3768).
     graph_node_bytes = 10 * 1024
     return step + num_graphs * num_kernels * graph_node_bytes
 
 
 def state_bytes(states: Iterable[StateShape]) -> int:
-    """What a slot takes, which holds the states of all recurrent layers for one sequence; 0 without such layers."""
+    """Return the bytes of one slot: the states of all recurrent layers for one sequence; 0 without such layers."""
     return sum(shape.num_bytes for shape in states)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device had too little memory; the CUDA driver's own error has no class of its own."""
+    """Return whether a device had too little memory. The CUDA driver's error has no class of its own."""
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
     )
@@ -122,7 +123,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def loading_weights() -> Iterator[None]:
-    """Around the load of a model's weights. Raises TooLittleMemory as `refusing_to_run_short`."""
+    """Wrap the load of a model's weights. Raises TooLittleMemory as `refusing_to_run_short`."""
     tell("loading the weights")
     with refusing_to_run_short("the weights", "Serve a smaller model, or set model.dtype: bfloat16"):
         yield
@@ -130,9 +131,9 @@ def loading_weights() -> Iterator[None]:
 
 @contextmanager
 def refusing_to_run_short(doing: str, fix: str) -> Iterator[None]:
-    """Around work at the start of a replica.
+    """Wrap work at the start of a replica, to explain a lack of memory.
 
-    Raises TooLittleMemory, with how much is free and what to set, if the device has too little memory for it.
+    Raises TooLittleMemory, with the free memory and the fix, if the device has too little memory for the work.
     """
     try:
         yield

@@ -1,9 +1,9 @@
-"""Models whose attention is code of their own, which ignores the attention function that it is given.
+"""Support for models with attention code of their own, which ignores the attention function that it is given.
 
-Such code still takes the keys and values of earlier tokens from a cache object of transformers. That object is filled
-here from the blocks of one sequence, and what a forward pass adds to it is written back to blocks. So ALiBi, masks and
-every other rule of the model hold. The code knows nothing of packed rows: the sequences of a step run one after
-another, and each of them reads all weights.
+Such code still reads the keys and values of earlier tokens from transformers' cache object. This module fills that
+object from the blocks of one sequence, and writes the new keys and values back to blocks. So ALiBi, masks and all other
+rules of the model apply. The code does not support packed rows: the sequences of a step run one after another, and
+each sequence reads all weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def attend_by_own_code(module: PreTrainedModel) -> None:
-    """Have a model use its own attention. transformers has a method for this, which old code does not obey."""
+    """Make a module use its own attention. transformers' method for this has no effect on old code."""
     from transformers import PreTrainedConfig
 
     for part in module.modules():
@@ -33,23 +33,23 @@ def attend_by_own_code(module: PreTrainedModel) -> None:
 
 
 def run_forward(module: PreTrainedModel, step: AttentionStep | CacheProbe | None, **given: Any) -> Any:
-    """The output of a model in a step. given: keyword arguments beside those that bring the step to its attention."""
+    """Return the output of a module in a step. given: keyword arguments beside those that carry the step."""
     if isinstance(step, CacheProbe | OwnStep):
         return step.run(module, **given)
     return module(**given, use_cache=False, paged=step)
 
 
 class CacheProbe:
-    """A forward pass over one sequence from its start; records what the layers keep in a cache object."""
+    """A forward pass over one sequence from its start, which records the layers' shapes in the cache object."""
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerShape] = {}
-        self.rules: dict[int, AttentionRules] = {}  # stays empty: the model's code has them
+        self.rules: dict[int, AttentionRules] = {}  # stays empty: the model's code applies its rules
         self.states: list[StateShape] = []  # stays empty
         self.stored_by: dict[int, int] = {}  # stays empty
 
     def run(self, module: PreTrainedModel, **given: Any) -> Any:
-        """The output of the module. given: its keyword arguments."""
+        """Return the output of the module. given: its keyword arguments."""
         cache = _cache()
         output = _call(module, cache, given)
         if not cache.layers:
@@ -62,7 +62,7 @@ class CacheProbe:
 
 
 class OwnAttention:
-    """KV memory in blocks for a model that attends by its own code. A step has tokens of one sequence."""
+    """KV memory in blocks for a model with its own attention. A step holds tokens of only one sequence."""
 
     def __init__(self, cache: KVCache, layers: Mapping[int, LayerShape], device: torch.device) -> None:
         self.block_size = cache.block_size
@@ -81,7 +81,7 @@ class OwnStep:
     """One step of one sequence."""
 
     def __init__(self, attention: OwnAttention, blocks: torch.Tensor, num_before: int, slots: torch.Tensor) -> None:
-        """blocks: that hold the earlier tokens, of which there are `num_before`. slots: of the new tokens."""
+        """blocks: the blocks of the `num_before` earlier tokens. slots: the slots of the new tokens."""
         self._attention = attention
         self._blocks = blocks
         self._num_before = num_before
@@ -93,7 +93,7 @@ class OwnStep:
         raise UnknownAttention("the model attends by its own code")
 
     def run(self, module: PreTrainedModel, **given: Any) -> Any:
-        """The output of the module. given: its keyword arguments."""
+        """Return the output of the module. given: its keyword arguments."""
         memory, cache = self._attention.cache, _cache()
         if self._num_before:
             for layer in self._attention.layers:
@@ -113,7 +113,7 @@ def _cache() -> Cache:
 
 
 def _call(module: PreTrainedModel, cache: Cache, given: dict[str, Any]) -> Any:
-    """The output of a module, with logits for the wanted tokens alone."""
+    """Return the output of a module, with logits only for the wanted tokens."""
     known = signature(module.forward).parameters
     wanted = given.get("logits_to_keep", 0)
     takes_all = any(each.kind is each.VAR_KEYWORD for each in known.values())
@@ -125,9 +125,9 @@ def _call(module: PreTrainedModel, cache: Cache, given: dict[str, Any]) -> Any:
 
 
 def _added(cache: Cache, num_tokens: int, *, num_before: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """By layer the keys and values of the new tokens, [num_tokens, num_kv_heads, dim] each.
+    """Return the keys and values of the new tokens by layer, [num_tokens, num_kv_heads, dim] each.
 
-    Raises UnknownAttention if a layer keeps anything else than a key and a value for each token.
+    Raises UnknownAttention if a layer stores anything else than one key and one value for each token.
     """
     added = []
     for layer in cache.layers:

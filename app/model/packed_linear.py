@@ -1,7 +1,7 @@
-"""Linear layers on a CPU with weights packed once for oneDNN, and layers with the same input joined into one.
+"""Linear layers on a CPU: weights are packed once for oneDNN, and layers with the same input are joined.
 
-The operators are private ones of torch (2.11 to 2.13 have them). `pack_linear_layers` tests them first and leaves a
-model unchanged where they are missing or compute other results.
+The operators are private in torch (versions 2.11 to 2.13 have them). `pack_linear_layers` tests them first. It leaves
+a model unchanged if the operators are missing or compute other results.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """A copy as `nn.Linear` has it: the code of some models reads the weights of a layer in place of calling it."""
+        """A copy as in `nn.Linear`: some models' code reads the weights of a layer instead of calling the layer."""
         dense: torch.Tensor = self._packed.to_dense()
         return dense
 
@@ -40,8 +40,8 @@ class PackedLinear(nn.Module):
 class JoinedLinear(nn.Module):
     """Several linear layers with the same input, computed as one when the first of them is called.
 
-    Each JoinedPart replaces one of the layers in the model. They are called one after the other with the same tensor,
-    so the first call computes all outputs and each part takes its own once.
+    A JoinedPart replaces each of the layers in the model. The parts are called one after another with the same tensor:
+    the first call computes all outputs, and each part takes its own output once.
     """
 
     def __init__(self, linears: list[nn.Linear]) -> None:
@@ -54,7 +54,7 @@ class JoinedLinear(nn.Module):
         self._outputs: list[torch.Tensor | None] = []
 
     def take(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """The output of one of the layers for `x`."""
+        """Return the output of one of the layers for `x`."""
         if x is not self._input or self._outputs[index] is None:
             self._input, self._outputs = x, list(self._linear(x).split(self._sizes, dim=-1))
         output = self._outputs[index]
@@ -65,17 +65,17 @@ class JoinedLinear(nn.Module):
         return output
 
     def weight_of(self, index: int) -> torch.Tensor:
-        """A copy of the weight of one of the layers."""
+        """Return a copy of one layer's weight."""
         weight: torch.Tensor = torch.split(self._linear.weight, self._sizes)[index]
         return weight
 
 
 class JoinedPart(nn.Module):
-    """One layer of a JoinedLinear, at its place in the model."""
+    """Replaces one layer of a JoinedLinear in the model."""
 
     def __init__(self, joined: JoinedLinear, index: int, linear: nn.Linear) -> None:
         super().__init__()
-        # No submodule: the parts share it.
+        # The joined layer is no submodule, because several parts share it.
         self._take, self._weight_of, self._index = joined.take, joined.weight_of, index
         self.in_features, self.out_features = linear.in_features, linear.out_features
 
@@ -84,13 +84,13 @@ class JoinedPart(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """A copy, as `PackedLinear` gives one."""
+        """A copy of the weight, as in `PackedLinear`."""
         return self._weight_of(self._index)
 
 
 @torch.inference_mode()
 def pack_linear_layers(model: nn.Module) -> int:
-    """Replace a CPU model's linear layers by packed ones, in place; returns how many were replaced."""
+    """Replace a CPU model's linear layers by packed ones, in place. Return the number of replaced layers."""
     for dtype in {module.weight.dtype for module in model.modules() if type(module) is nn.Linear}:
         if not _operators_work(dtype):
             logger.warning(
@@ -98,10 +98,9 @@ def pack_linear_layers(model: nn.Module) -> int:
             )
             return 0
     num_replaced = 0
-    # Attributes of transformers' attention and MLP modules that are applied to one and the same input, in calling
-    # order.
+    # Attributes of transformers' modules that are applied to the same input, in calling order.
     siblings = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-    # No list of the layers themselves: each gives its memory back when it is replaced.
+    # The list does not hold the linear layers, so that each layer frees its memory when it is replaced.
     for module in [each for each in model.modules() if type(each) is not nn.Linear]:
         for names in siblings:
             linears = [getattr(module, name, None) for name in names]
@@ -128,7 +127,7 @@ def _can_join(linears: list[nn.Module | None]) -> bool:
 
 
 def _operators_work(dtype: torch.dtype) -> bool:
-    """Try them on a small layer. In bfloat16 they need AVX-512 or AVX-NE-CONVERT."""
+    """Return whether the operators work on a small layer. In bfloat16 they need AVX-512 or AVX-NE-CONVERT."""
     try:
         linear = nn.Linear(32, 48, dtype=dtype)
         x = torch.randn(5, 32, dtype=dtype)

@@ -1,6 +1,6 @@
-"""What a replica would take of memory, from its model's config.json alone: for the planner, and for engines that sleep.
+"""Predicts a replica's memory from its model's config.json alone, for the planner and for engines that sleep.
 
-The same code counts a replica that has loaded its weights.
+The same code counts the memory of a replica that has loaded its weights.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from app.model.ways.transformers_code import TransformersModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedMemory:
-    """What a replica would take of memory, in bytes, and what its KV memory consists of."""
+    """The memory that a replica would take, in bytes, and the parts of its KV memory."""
 
     needs: MemoryNeeds
     block_bytes: int
-    sequence_blocks: int  # of a sequence of the whole context, with those that its windows keep
+    sequence_blocks: int  # blocks of a sequence of full length, including the blocks inside its windows
     context: int  # tokens of the longest sequence
-    dtype: str  # of weights and KV memory that are not quantised
+    dtype: str  # type of weights and KV memory, if they are not quantised
     abilities: Abilities
-    state_bytes: int = 0  # of a slot for the states of recurrent layers; 0 without such layers
+    state_bytes: int = 0  # bytes of one slot for recurrent states; 0 without recurrent layers
 
     @property
     def sequence_bytes(self) -> int:
-        """KV memory of a sequence of the whole context."""
+        """Bytes of KV memory for a sequence of full length."""
         return self.sequence_blocks * self.block_bytes
 
     def num_slots(self, config: EngineConfig, memory_bytes: int) -> int:
-        """Slots for states. memory_bytes: for the slots and the KV memory together."""
+        """Return the number of state slots. memory_bytes: for the slots and the KV memory together."""
         if not self.state_bytes:
             return 0
         max_running = config.scheduler.max_running
         return num_state_slots(config.cache, self.state_bytes, max_running=max_running, memory_bytes=memory_bytes)
 
     def beside(self, draft: PlannedMemory) -> PlannedMemory:
-        """With a draft model, which has KV memory in as many blocks."""
+        """Return the memory together with a draft model, which has KV memory in equally many blocks."""
         needs = replace(
             self.needs, weights=self.needs.weights + draft.needs.weights, step=self.needs.step + draft.needs.step
         )
@@ -65,7 +65,7 @@ class PlannedMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedAdapters:
-    """LoRA adapters that a replica has loaded, of every linear layer that can be adapted."""
+    """Loaded LoRA adapters that change every linear layer that adapters may change."""
 
     number: int = 0
     rank: int = 16
@@ -74,13 +74,13 @@ class PlannedAdapters:
 def planned_cpu_memory(
     config: EngineConfig, adapters: PlannedAdapters = PlannedAdapters(), *, has_peers: bool = False
 ) -> PlannedMemory:
-    """The sizes of a replica on a CPU like this machine's.
+    """Return the sizes of a replica on a CPU like the CPU of this machine.
 
-    has_peers: whether replicas fetch prefixes from one another, so that blocks behind windows are kept.
+    has_peers: whether replicas fetch prefixes from one another; blocks behind windows are then kept.
 
     Raises:
-        InvalidSetup: there is no such model, nothing says how long its context is, or adapters have too high a rank.
-        UnsupportedModel: it cannot be served, or the native decoder does not compute it.
+        InvalidSetup: the model does not exist, its context length is unknown, or the adapters' rank is too high.
+        UnsupportedModel: the model cannot be served, or the native decoder cannot compute it.
     """
     if adapters.rank > MAX_RANK:
         raise InvalidSetup(f"adapters of rank {adapters.rank}: at most {MAX_RANK} is computed")
@@ -93,20 +93,20 @@ def planned_cpu_memory(
 
 
 class DeviceMemory(NamedTuple):
-    """A device whose engines sleep, and what one of them needs of it."""
+    """A device for engines that sleep, and the memory that one engine needs on it."""
 
     name: str
     total_bytes: int  # for all engines
-    needed_bytes: int | None  # that sleep gives up; None: all that is left
+    needed_bytes: int | None  # bytes that sleep frees; None: all remaining memory
 
 
 def memory_to_sleep(config: EngineConfig, *, has_peers: bool = False) -> DeviceMemory:
-    """Told as fast as it can be: on a CPU without transformers, of a model that was verified before.
+    """Predict the memory quickly: on a CPU, a model that was verified earlier needs no transformers.
 
     has_peers: as in `planned_cpu_memory`.
 
     Raises:
-        InvalidSetup: its memory cannot be planned, so it cannot sleep.
+        InvalidSetup: the engine's memory cannot be planned, so the engine cannot sleep.
     """
     cache = config.cache
     if device_of(config.model).type == "cpu":
@@ -120,7 +120,7 @@ def memory_to_sleep(config: EngineConfig, *, has_peers: bool = False) -> DeviceM
 
 
 def _needs_to_sleep_on_cpu(config: EngineConfig, has_peers: bool) -> int:
-    """Bytes of weights, KV memory and the largest step."""
+    """Return the bytes of weights, KV memory and the largest step."""
     cache, of_draft = config.cache, config.of_draft_model
     try:
         planned = _planned_by_cache(config, keeps_all=has_peers)
@@ -134,34 +134,34 @@ def _needs_to_sleep_on_cpu(config: EngineConfig, has_peers: bool) -> int:
 
 
 def _bytes_of_blocks(config: EngineConfig, planned: PlannedMemory, memory_bytes: int) -> int:
-    """Of as many blocks as the settings say, and of the slots for states beside them.
+    """Return the bytes of the configured number of blocks, and of the state slots.
 
     memory_bytes: as in `num_slots`.
     """
     cache = config.cache
-    assert cache.num_blocks is not None, "the settings say how many"
+    assert cache.num_blocks is not None, "the settings give the number"
     num_slots = planned.num_slots(config, memory_bytes)
     return cache.num_blocks * planned.block_bytes + num_slots * planned.state_bytes
 
 
 def planned_memory(config: EngineConfig, *, num_ranks: int = 1) -> PlannedMemory:
-    """The sizes of a replica on a GPU, or of each of its ranks, at its start. Needs no GPU.
+    """Return the sizes of a replica on a GPU, or of each of its ranks, at its start. Needs no GPU.
 
     Raises:
-        InvalidSetup: there is no such model, nothing says how long its context is, or the ranks cannot share it.
-        UnsupportedModel: it cannot be served, or its sizes do not follow from its configuration.
+        InvalidSetup: the model does not exist, its context length is unknown, or the ranks cannot share it.
+        UnsupportedModel: the model cannot be served, or its sizes do not follow from its configuration.
     """
     dtype = torch.float32 if config.model.dtype == "float32" else torch.bfloat16
     model = planned_gpu_model(config, dtype=dtype, num_ranks=num_ranks)
     try:
         return _planned(config, model)
-    except RuntimeError as error:  # of an operator that the meta device does not have
+    except RuntimeError as error:  # the meta device lacks an operator
         raise UnsupportedModel(f"{config.model.path} cannot be planned in {dtype}: {described(error)}") from error
 
 
 @torch.inference_mode()
 def planned_gpu_model(config: EngineConfig, *, dtype: torch.dtype, num_ranks: int = 1) -> CudaModel | TransformersModel:
-    """A model, or the part that each of several ranks has, on the meta device: it has sizes and no weights."""
+    """Build a model, or one rank's part of it, on the meta device, with sizes and no weights."""
     source = _source(config, dtype)
     with refusing_what_fails(config.model.path):
         own = TransformersModel.planned(source, num_ranks=num_ranks)
@@ -174,7 +174,7 @@ def planned_gpu_model(config: EngineConfig, *, dtype: torch.dtype, num_ranks: in
 
 @torch.inference_mode()
 def planned_native_model(config: EngineConfig) -> NativeModel:
-    """The same as the C++ decoder has it. Raises UnsupportedModel where that does not compute it on this machine."""
+    """Build the model for the C++ decoder. Raises UnsupportedModel if that cannot compute it on this machine."""
     source = _source(config, _dtype_on_cpu(config))
     with refusing_what_fails(config.model.path):
         return NativeModel.planned(source, TransformersModel.planned(source))
@@ -202,7 +202,7 @@ def _source(config: EngineConfig, dtype: torch.dtype) -> ModelSource:
 
 
 def _planned(config: EngineConfig, model: LoadedModel, *, keeps_all: bool = False) -> PlannedMemory:
-    """keeps_all: whether blocks behind windows are kept, as they are with tiers and with a draft model in any case."""
+    """keeps_all: keep blocks behind windows. Tiers and draft models keep these blocks in any case."""
     if not (keeps_all or config.cache.tiers or config.of_draft_model):
         model = model.giving_back()
     block_size, facts = config.cache.block_size, model.facts

@@ -1,4 +1,4 @@
-"""Hidden states for embeddings; computed only for the requests that want them."""
+"""Hidden states for embeddings, computed only for requests that want them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LastHiddenStates:
 
     @contextmanager
     def kept(self, indices: torch.Tensor | None) -> Iterator[LastHiddenStates]:
-        """Around a forward pass: keep the hidden states of these tokens of its packed row; None: keep none."""
+        """Wrap a forward pass, to store the hidden states of these tokens of its packed row; None: store nothing."""
         self._indices, self.hidden = indices, None
         try:
             yield self
@@ -39,7 +39,7 @@ class LastHiddenStates:
 
 
 class PooledStates:
-    """The sum of each sequence's wanted hidden states: of one token or of all in this step."""
+    """The sum of each sequence's wanted hidden states: of one token, or of all tokens in this step."""
 
     def __init__(self, batch: StepBatch, hidden: torch.Tensor) -> None:
         """hidden: [num_hidden, hidden_size], in the order of `inputs.py`."""
@@ -51,5 +51,5 @@ class PooledStates:
         )  # [num_pooled, hidden_size]
 
     def result(self, sums: torch.Tensor) -> dict[str, list[float]]:
-        """By request id. `sums` is `self.sums` on the host."""
+        """Return the sums by request id. sums: `self.sums` on the host."""
         return dict(zip(self._request_ids, sums.tolist(), strict=True))

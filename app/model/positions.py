@@ -1,7 +1,7 @@
-"""Rotary positions that follow the length of a sequence, made to depend on nothing but a token's own place.
+"""Fixes rotary positions that depend on sequence length, so that they depend only on a token's own position.
 
 transformers computes `dynamic` and `longrope` frequencies from the longest sequence of a forward pass. In a step with
-several sequences a request's keys would follow from what shares its steps, and cached blocks would mix frequencies.
+several sequences, a request's keys would depend on the other sequences, and cached blocks would mix frequencies.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ ROTARY_BY_LENGTH = frozenset({"dynamic", "longrope"})
 
 
 def fix_positions(module: PreTrainedModel, max_model_len: int) -> None:
-    """Use for every sequence the frequencies that transformers has for one of `max_model_len` tokens, as vLLM does.
+    """Use transformers' frequencies for `max_model_len` tokens in every sequence, as vLLM does.
 
-    Up to the length that a model was trained with, they are those of any sequence. Nothing is read from the device
-    afterwards, so that a step can be captured in a CUDA graph.
+    Up to a model's training length, all lengths have the same frequencies. Afterwards nothing is read from the device,
+    so a step can be captured in a CUDA graph.
     """
-    fixed = "default"  # the kind of which transformers changes nothing in a forward pass
+    fixed = "default"  # transformers does not update this kind in a forward pass
     for part in module.modules():
         kinds = getattr(part, "rope_type", None)
         if isinstance(kinds, str) and kinds in ROTARY_BY_LENGTH:
             _fix(part, max_model_len, kinds, "inv_freq")
             part.rope_type = fixed
-        elif isinstance(kinds, dict):  # one for each type of layer
+        elif isinstance(kinds, dict):  # one kind for each layer type
             following = [(layer_type, kind) for layer_type, kind in kinds.items() if kind in ROTARY_BY_LENGTH]
             for layer_type, kind in following:
                 _fix(part, max_model_len, kind, f"{layer_type}_inv_freq", layer_type=layer_type)
@@ -39,9 +39,9 @@ def fix_positions(module: PreTrainedModel, max_model_len: int) -> None:
 
 
 def why_places_matter(module: PreTrainedModel, max_model_len: int) -> str | None:
-    """Why queries follow from the place of a token in a forward pass, not from its position; None if they do not.
+    """Return why queries depend on a token's place in the forward pass instead of its position; None if they do not.
 
-    Llama 4 scales queries so in layers without rotary positions, from a length on that no short comparison reaches.
+    Llama 4 scales queries like this in layers without rotary positions, from a length that no short comparison reaches.
     """
     for part in module.modules():
         is_scaled = getattr(part, "attn_temperature_tuning", False) and not getattr(part, "use_rope", True)
@@ -54,15 +54,15 @@ def why_places_matter(module: PreTrainedModel, max_model_len: int) -> str | None
 
 
 def _fix(part: Any, max_model_len: int, kind: str, frequencies: str, **options: str) -> None:
-    """Have a rotary part compute the last position there can be: it keeps the frequencies that it used."""
+    """Make a rotary module compute the last possible position: it keeps the frequencies of this computation."""
     before = getattr(part, frequencies).clone()
-    if before.is_meta:  # of a model that has sizes and no numbers
+    if before.is_meta:  # the model has sizes and no weights
         return
     last = torch.full((1, 1), max_model_len - 1, device=before.device)
     part(before, last, **options)
     if not torch.equal(before, getattr(part, frequencies)):
         logger.info(
-            "all sequences have the %s positions of one of %d tokens; a smaller model.max_model_len gives those of "
-            "shorter ones",
+            "all sequences have the %s positions of a sequence of %d tokens; a smaller model.max_model_len gives "
+            "the positions of shorter sequences",
             kind, max_model_len,
         )  # fmt: skip

@@ -1,10 +1,11 @@
 """Operators with a recurrent state: the short convolution, the gated delta rule, Mamba 1 and Mamba 2.
 
-The tokens of all sequences of a step stand in one packed row. The states of a layer lie in slots of one tensor. Every
-operator computes one token after the other, so the bits of a token depend on nothing but the tokens before it in its
-own sequence: not on how the sequence is cut into steps, and not on what else is in a step.
+The tokens of all sequences of a step are in one packed row. The states of a layer are in slots of one tensor. Every
+operator computes one token after another, so a token's bits depend only on the earlier tokens of its own sequence. They
+do not depend on how the sequence is cut into steps, or on other sequences in a step.
 
-The operators below are plain torch: the reference for the faster ones (`cpu/recurrence.py`, `cuda/recurrence.py`).
+The operators in this module are plain torch, the reference for the faster ones (`cpu/recurrence.py`,
+`cuda/recurrence.py`).
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from torch.nn import functional
 from app.model.inputs import to_device
 
 ACTIVATIONS = (None, "silu")  # of a short convolution
-NORM_EPSILON = 1e-6  # is added to the squared length of a query or a key
+NORM_EPSILON = 1e-6  # added to the squared length of a query or a key
 
 
 class StatePiece(NamedTuple):
-    """Neighbouring tokens of one sequence in the packed row."""
+    """Consecutive tokens of one sequence in the packed row."""
 
     first_token: int
     num_tokens: int
-    read_slot: int  # -1: the zero state, since a sequence begins
-    written_slot: int  # gets the state after the last token
+    read_slot: int  # -1: the zero state, at the start of a sequence
+    written_slot: int  # receives the state after the last token
 
     @property
     def tokens(self) -> slice:
@@ -38,7 +39,7 @@ class StatePiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StatePieces:
-    """The pieces of a step. Pieces of one sequence follow one another: each reads the slot that the last one wrote.
+    """The pieces of a step. Adjacent pieces of a sequence: each reads the slot that the previous one wrote.
 
     No piece writes the slot that it reads, and each token of the packed row belongs to one piece.
     """
@@ -57,10 +58,10 @@ class StatePieces:
         return (StatePiece(*row) for row in self.table.tolist())
 
     def chains_on(self, device: torch.device) -> tuple[torch.Tensor, int]:
-        """The pieces as chains that may be computed side by side, and the number of chains; copied once for a device.
+        """Return the pieces as independent chains, and the number of chains. The result is copied to a device once.
 
-        Returns: [num_chains + num_pieces, 4] int32. A row for each chain has the row of its first piece, the row behind
-            its last piece, and two zeros; the rows of the pieces follow. The chain with most tokens is the first.
+        Returns: [num_chains + num_pieces, 4] int32. The chains come first: the row of a chain's first piece, the row
+            after its last piece, and two zeros. The rows of the pieces follow. The longest chain in tokens is first.
         """
         if device not in self._chains:
             chains = sorted(_chains_of(list(self)), key=_num_tokens, reverse=True)
@@ -72,7 +73,7 @@ class StatePieces:
 
 
 def _chains_of(pieces: Sequence[StatePiece]) -> list[list[StatePiece]]:
-    """The pieces in groups, each in the given order. Nothing reads or writes a slot that another group writes."""
+    """Group the pieces, in the given order. No group reads or writes a slot that another group writes."""
     same = {piece.written_slot: piece.written_slot for piece in pieces}  # leads from slot to slot within a group
 
     def root(slot: int) -> int:
@@ -94,10 +95,10 @@ def _num_tokens(pieces: Sequence[StatePiece]) -> int:
 
 
 class Recurrence(Protocol):
-    """The operators of layers that have a recurrent state: one of several backends, chosen when an engine is built.
+    """The operators of layers with a recurrent state: one of several backends, chosen when an engine is built.
 
-    Each operator reads and writes slots of `states` and returns the outputs of the packed row in the type of its
-    inputs, which is the model's. States of heads are float32, and all sums are.
+    Each operator reads and writes slots of `states`, and returns outputs for the packed row in the model's type, which
+    is also the type of its inputs. The states of heads, and all sums, are float32.
     """
 
     def short_convolution(
@@ -110,13 +111,13 @@ class Recurrence(Protocol):
         *,
         activation: str | None,
     ) -> torch.Tensor:
-        """A causal convolution of each channel with the last inputs.
+        """Compute a causal convolution of each channel with the last inputs.
 
         Args:
             inputs: [num_tokens, num_channels].
-            weight: [num_channels, kernel_size], that of the oldest input first.
+            weight: [num_channels, kernel_size], for the oldest input first.
             bias: [num_channels].
-            states: [num_slots, kernel_size - 1, num_channels] in the model's type: the last inputs, the oldest first.
+            states: [num_slots, kernel_size - 1, num_channels] in the model's type: the last inputs, oldest first.
             activation: one of `ACTIVATIONS`.
 
         Returns: [num_tokens, num_channels].
@@ -136,18 +137,18 @@ class Recurrence(Protocol):
         scale: float,
         normalises: bool,
     ) -> torch.Tensor:
-        """The gated delta rule (Yang, Kautz & Hatamizadeh, arXiv 2412.06464), as Qwen3-Next and Qwen3.5 compute it.
+        """Compute the gated delta rule (Yang, Kautz & Hatamizadeh, arXiv 2412.06464), as in Qwen3-Next and Qwen3.5.
 
-        A state decays by exp(decay), then moves by `beta` of the way to where its product with the key is the value.
-        Its product with the query is the output.
+        A state decays by exp(decay). It then moves, by the fraction `beta`, towards the state whose product with the
+        key is the value. The product of the state with the query is the output.
 
         Args:
-            query, key: [num_tokens, num_key_heads, key_dim]; each head serves neighbouring value heads, as many each.
+            query, key: [num_tokens, num_key_heads, key_dim]; each head serves equally many adjacent value heads.
             value: [num_tokens, num_value_heads, value_dim].
             decay: [num_tokens, num_value_heads] float32, a logarithm.
             beta: [num_tokens, num_value_heads].
             states: [num_slots, num_value_heads, key_dim, value_dim] float32.
-            scale: is multiplied with each query.
+            scale: multiplies each query.
             normalises: whether queries and keys are divided by their lengths first.
 
         Returns: [num_tokens, num_value_heads, value_dim].
@@ -165,10 +166,10 @@ class Recurrence(Protocol):
         states: torch.Tensor,
         pieces: StatePieces,
     ) -> torch.Tensor:
-        """The selective state space of Mamba (Gu & Dao, arXiv 2312.00752), as Jamba and Falcon Mamba compute it.
+        """Compute the selective state space of Mamba (Gu & Dao, arXiv 2312.00752), as in Jamba and Falcon Mamba.
 
-        As in Mamba 2, but each channel has a time step of its own, and each number of its state decays by a factor of
-        its own: by exp(time step × decay).
+        This is Mamba 2, except that each channel has its own time step, and each number of a channel's state has its
+        own decay factor exp(time step × decay).
 
         Args:
             inputs: [num_tokens, num_channels].
@@ -193,17 +194,17 @@ class Recurrence(Protocol):
         states: torch.Tensor,
         pieces: StatePieces,
     ) -> torch.Tensor:
-        """The selective state space of Mamba 2 (Dao & Gu, arXiv 2405.21060).
+        """Compute the selective state space of Mamba 2 (Dao & Gu, arXiv 2405.21060).
 
-        A state decays by exp(time step × decay), then takes in the time step × the outer product of the input and
-        `inputs_to_state` (B). Its product with `state_to_outputs` (C) and `skip` (D) × the input are the output.
+        A state decays by exp(time step × decay). It then adds the time step × the outer product of the input and
+        `inputs_to_state` (B). The output is its product with `state_to_outputs` (C), plus `skip` (D) × the input.
 
         Args:
             inputs: [num_tokens, num_heads, head_dim].
             time_steps: [num_tokens, num_heads] float32, after softplus and limits.
             decay: [num_heads] float32, negative (A).
-            inputs_to_state, state_to_outputs: [num_tokens, num_groups, state_size]; each group serves neighbouring
-                heads, as many each.
+            inputs_to_state, state_to_outputs: [num_tokens, num_groups, state_size]; each group serves equally many
+                adjacent heads.
             skip: [num_heads] float32.
             states: [num_slots, num_heads, head_dim, state_size] float32.
 
@@ -213,10 +214,10 @@ class Recurrence(Protocol):
 
 
 def check_slots(states: torch.Tensor, dtype: torch.dtype, *shape: int) -> None:
-    """Whether kernels can read states. shape: of a slot."""
+    """Check that kernels can read the states. shape: the shape of a slot."""
     assert states.dtype is dtype, f"states are {dtype}, not {states.dtype}"
     assert states.shape[1:] == shape, f"a slot has the shape {tuple(states.shape[1:])}, not {shape}"
-    assert states[:1].is_contiguous(), f"the numbers of a slot do not stand side by side: strides {states.stride()}"
+    assert states[:1].is_contiguous(), f"a slot is not contiguous: strides {states.stride()}"
 
 
 def check_heads(num_heads: int, num_keys: int) -> None:
@@ -224,7 +225,7 @@ def check_heads(num_heads: int, num_keys: int) -> None:
 
 
 class TorchRecurrence:
-    """Plain torch. A loop over tokens gives each of them the same operations on the same shapes."""
+    """Operators in plain torch. A loop over tokens computes each token by the same operations on the same shapes."""
 
     def short_convolution(
         self,
@@ -331,7 +332,7 @@ class TorchRecurrence:
 def _each_token(
     states: torch.Tensor, pieces: StatePieces, advance: Callable[[torch.Tensor, int], torch.Tensor]
 ) -> None:
-    """Take the state of each piece through its tokens. advance: gives the state behind a token of the packed row."""
+    """Advance the state of each piece through its tokens. advance: returns the state after a token."""
     for piece in pieces:
         state = _read(states, piece)
         for token in range(piece.tokens.start, piece.tokens.stop):
@@ -344,7 +345,7 @@ def _read(states: torch.Tensor, piece: StatePiece) -> torch.Tensor:
 
 
 def _for_heads(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """[num_groups, dim] → [num_heads, dim]: each row for its neighbouring heads."""
+    """[num_groups, dim] → [num_heads, dim]: repeat each row for its adjacent heads."""
     return rows.repeat_interleave(num_heads // rows.shape[0], dim=0)
 
 

@@ -1,9 +1,9 @@
-"""Recurrent layers of transformers' models, computed with states in slots.
+"""Makes transformers' recurrent layers compute with states in slots.
 
-transformers writes each of these layers around a few functions, which the module of a model looks up by name. The
-functions are replaced once. Many layers hand no keyword arguments to these functions, so the functions take the step
-from the forward pass that is running: hooks of the model keep the keyword argument `paged` for so long. A call outside
-of a step goes to the function of transformers. So a model runs unmodified.
+transformers' code for each of these layers calls a few functions, which it looks up by name in the model's module. This
+module replaces the functions once. Many layers pass no keyword arguments to the functions, so the functions take
+the step from the running forward pass: hooks of the model store the keyword argument `paged` until the pass ends.
+Outside of a step, transformers' own function is called. So a model runs unmodified.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-_RUNNING_STEP: ContextVar[object] = ContextVar("running_step", default=None)  # of the forward pass in this thread
+_RUNNING_STEP: ContextVar[object] = ContextVar("running_step", default=None)  # the step of this thread's forward pass
 
 
 class StatefulAttention:
-    """Paged attention, and beside it the slots of all recurrent layers."""
+    """Paged attention, together with the slots of all recurrent layers."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class StatefulAttention:
         num_slots: int,
         device: torch.device,
     ) -> None:
-        """shapes: of the operators' states, in the order of their calls in a forward pass."""
+        """shapes: the states of the operators, in the order of their calls in a forward pass."""
         self.block_size = attention.block_size
         self.kv_tensors = attention.kv_tensors
         self.attention = attention
@@ -55,7 +55,7 @@ class StatefulAttention:
 
 
 class _StatefulStep:
-    """One step: each operator takes the slots of the next layer."""
+    """One step. Each operator takes the slots of the next layer."""
 
     def __init__(self, attention: AttentionStep, slots: Sequence[Slots]) -> None:
         self._attention = attention
@@ -71,7 +71,7 @@ class _StatefulStep:
 
 
 def pieces_of(batch: StepBatch) -> StatePieces:
-    """The slots that a step reads and writes."""
+    """Return the slots that a step reads and writes."""
     rows: list[tuple[int, int, int, int]] = []
     first = 0
     for item in batch.scheduled:
@@ -85,7 +85,7 @@ def pieces_of(batch: StepBatch) -> StatePieces:
 
 
 def use_slots(module: PreTrainedModel) -> None:
-    """Have the recurrent layers of a model compute with the slots of a step, if it has any."""
+    """Make the recurrent layers of a model compute with the slots of a step. Other models stay unchanged."""
     replaced = False
     for code in {sys.modules[type(part).__module__] for part in module.modules()}:
         for name, compute in _OPERATORS.items():
@@ -108,7 +108,7 @@ def _forget_step(_module: torch.nn.Module, _inputs: Any, _output: Any) -> None:
 
 
 def has_operators(model: type[PreTrainedModel]) -> bool:
-    """Whether the code of a class has functions that compute with slots: whether its layers may be recurrent."""
+    """Return whether the code of a class has functions that can use slots, so its layers may be recurrent."""
     return any(hasattr(sys.modules[model.__module__], name) for name in _OPERATORS)
 
 
@@ -165,7 +165,7 @@ def _mamba1(
     z: torch.Tensor | None = None,  # [1, num_channels, num_tokens], a gate
     delta_bias: torch.Tensor | None = None,  # [num_channels]
     delta_softplus: bool = False,
-    **others: Any,  # of these, D is what skips the state, [num_channels]
+    **others: Any,  # including D, which skips the state, [num_channels]
 ) -> torch.Tensor:
     inputs, time_steps, into, out = (each[0].t() for each in (hidden_states, dt, inputs_to_state, state_to_outputs))
     time_steps = time_steps if delta_bias is None else time_steps + delta_bias.to(dt.dtype)
@@ -188,7 +188,7 @@ def _mamba2(
     dt_bias: torch.Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
-    **others: Any,  # of these, D is what skips the state, [num_heads]
+    **others: Any,  # including D, which skips the state, [num_heads]
 ) -> torch.Tensor:
     time_steps = dt[0] if dt_bias is None else dt[0] + dt_bias.to(dt.dtype)
     time_steps = functional.softplus(time_steps) if dt_softplus else time_steps
@@ -202,7 +202,7 @@ def _mamba2(
     return output[None]
 
 
-# By the names of the functions in the modules of transformers.
+# The keys are the names of the functions in transformers' modules.
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _gated_delta_rule,

@@ -1,4 +1,4 @@
-"""A native model on a CPU that can be given up and loaded again."""
+"""A runner that can free a native model on a CPU and load it again."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from app.model.ways.native_decoder import NativeModel
 
 
 class ReloadingRunner(ModelRunner):
-    """Runs batches on a model; asleep, it has neither weights nor KV memory."""
+    """Runs batches on a model. While asleep, the runner has neither weights nor KV memory."""
 
     adapts = can_sleep = True
 
     def __init__(self, runner: TorchModelRunner, load: Callable[[], TorchModelRunner]) -> None:
-        """load: a runner with the same weights and as much KV memory as `runner`, whose forward pass is native."""
-        assert isinstance(runner.forward, NativeDecoder), "others are not reloaded"
+        """load: returns a runner with the weights and number of KV blocks of `runner`, which must be native."""
+        assert isinstance(runner.forward, NativeDecoder), "only native decoders are reloaded"
         self._runner: TorchModelRunner | None = runner
         self._load = load
         self._adapting = runner.forward.adapting
@@ -36,7 +36,7 @@ class ReloadingRunner(ModelRunner):
         return self._runner.run(batch)
 
     def load_adapter(self, folder: Path, make_room: Callable[[], None] = lambda: None) -> object:
-        """It may be asleep."""
+        """Load an adapter. The runner may be asleep."""
         weights = read_adapter(folder, self._adapting.sizes)
         make_room()
         return self._adapting.prepare(weights)
@@ -46,10 +46,10 @@ class ReloadingRunner(ModelRunner):
         return None if runner is None else runner.kv_memory()
 
     def sleep(self) -> None:
-        """What the allocator keeps goes back to the system."""
+        """Free the model, and return the memory that the allocator caches to the system."""
         memory = self.kv_memory()
         if memory is not None:
-            memory.leave()  # a thread that waits for a folder may hold it
+            memory.leave()  # a thread that waits for a folder may still reference it
         self._runner = None
         gc.collect()
         libc = ctypes.CDLL(None)
@@ -57,12 +57,12 @@ class ReloadingRunner(ModelRunner):
             libc.malloc_trim(0)
 
     def wake(self) -> None:
-        """Raises what loading raises."""
+        """Load the model again. Raises the errors of loading."""
         self._runner = self._load()
 
 
 def runner_that_sleeps(config: EngineConfig, loaded: LoadedRunner) -> ModelRunner:
-    """The model's runner, or one that loads the model again. Raises InvalidSetup where there is neither."""
+    """Return a runner that can sleep: the model's, or one that reloads it. Raises InvalidSetup if neither can."""
     if loaded.runner.can_sleep:
         return loaded.runner
     if not (isinstance(loaded.model, NativeModel) and isinstance(loaded.runner, TorchModelRunner)):

@@ -1,4 +1,4 @@
-"""One step on the device: inputs, forward, sample, ids on the host."""
+"""Runs one step on the device: inputs, forward pass, sampling, token ids to the host."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from app.model.sampler import Sampler
 
 
 class NoRanks:
-    """In place of `Ranks` where one process computes all."""
+    """Replaces `Ranks` if one process computes the whole model."""
 
     def step(self, _batch: StepBatch) -> AbstractContextManager[None]:
         return nullcontext()
@@ -46,31 +46,31 @@ class NoRanks:
 
 
 class LeadingRunner(ModelRunner):
-    """Base of the model runners with which other ranks may compute: on rank 0 it leads them, on others it joins."""
+    """Base of model runners that can share a model with other ranks: rank 0 leads the other ranks, which join."""
 
     def __init__(self) -> None:
         self._ranks: Ranks | NoRanks = NoRanks()
         self._group: RankGroup | None = None
 
     def lead(self, ranks: Ranks) -> None:
-        """Have other ranks compute each step, too."""
+        """Make the other ranks compute their part of each step."""
         self._ranks = ranks
         self.join(ranks.group)
 
     def join(self, group: RankGroup) -> None:
-        """Before all else: the ranks with which it computes."""
+        """Set the ranks that share the model. Call before all other methods."""
         self._group = group
 
     @abstractmethod
     def follow(self, batch: StepBatch) -> None:
-        """Compute a step's forward pass on another rank: that rank's part of it."""
+        """Compute another rank's part of a step's forward pass."""
 
     def follow_adapter(self, slot: int, part: AdapterWeights) -> None:
-        """Write this rank's part of an adapter to a slot, on another thread than steps are computed on."""
+        """Write this rank's part of an adapter to a slot, on another thread than the thread of the steps."""
         raise NotImplementedError(f"{type(self).__name__} adapts nothing on several ranks")
 
     def check(self) -> None:
-        """Raises DeviceLost if another rank has ended."""
+        """Raise DeviceLost if another rank has ended."""
         self._ranks.check()
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ class LeadingRunner(ModelRunner):
 
 
 class TorchModelRunner(LeadingRunner):
-    """Runs batches through one forward pass. The memory of an adapter goes with the last step that holds it."""
+    """Runs batches through one forward pass. An adapter's memory is freed with the last step that uses the adapter."""
 
     adapts = True
 
@@ -90,17 +90,17 @@ class TorchModelRunner(LeadingRunner):
         *,
         states: Sequence[torch.Tensor] = (),
     ) -> None:
-        """states: of recurrent layers; the first dimension of each is that of the slots."""
+        """states: of recurrent layers; the first dimension of each tensor counts the slots."""
         super().__init__()
         self._states = states
         self.forward = forward
         self._device = device
         self._sampler = sampler or Sampler()
-        self._kv_memory: HostBlocks | None = None  # until it is asked for
+        self._kv_memory: HostBlocks | None = None  # None until the first call of `kv_memory`
 
     def join(self, group: RankGroup) -> None:
         super().join(group)
-        self.adapts = False  # it adds to whole linear layers
+        self.adapts = False  # adapters here change whole linear layers
 
     @torch.inference_mode()
     def load_adapter(self, folder: Path, make_room: Callable[[], None] = lambda: None) -> object:
@@ -136,14 +136,14 @@ class TorchModelRunner(LeadingRunner):
 
 
 class DrawnTokens(NamedTuple):
-    """The tokens of a step, and the log-probabilities that it wants; on a device or on the host."""
+    """The tokens drawn in a step and the wanted log-probabilities, on the device or on the host."""
 
     token_ids: torch.Tensor  # [num_sampled] int64
     wanted: WantedLogprobs | None = None
-    logprobs: Logprobs | None = None  # the wanted ones
+    logprobs: Logprobs | None = None  # the log-probabilities in `wanted`
 
     def result(self) -> StepResult:
-        """As plain numbers; waits for a device."""
+        """Return plain numbers. Waits for the device."""
         token_ids: list[int] = self.token_ids.tolist()
         if self.wanted is None or self.logprobs is None:
             return StepResult(token_ids)
@@ -151,7 +151,7 @@ class DrawnTokens(NamedTuple):
 
 
 def draw_tokens(batch: StepBatch, prediction: Prediction, sampler: Sampler) -> DrawnTokens:
-    """Queue the draws of a batch after its forward pass, then the log-probabilities of what is drawn."""
+    """Queue the sampling of a batch after its forward pass, and then the log-probabilities of the drawn tokens."""
     logits, likeliest = prediction.logits, prediction.likeliest
     if not batch.has_logprobs:
         return DrawnTokens(sampler.sample(logits, batch.sampled, likeliest=likeliest))

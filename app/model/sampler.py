@@ -1,8 +1,8 @@
-"""Logits to token ids for the whole batch at once.
+"""Turns logits into token ids for the whole batch at once.
 
-Randomness is a function, not a state: the noise for a token is a hash of (request seed, position, token id), so a
-request draws the same tokens alone, in any batch, after preemption and on any replica. Drawing is the Gumbel-max trick
-(argmax of logits plus Gumbel noise) over the tokens that top-k, top-p and min-p leave.
+Randomness is a function, not a state. The noise for a token is a hash of (request seed, position, token id), so a
+request draws the same tokens alone, in any batch, after preemption and on any replica. Tokens are drawn with the
+Gumbel-max trick (argmax of logits plus Gumbel noise) from the tokens that top-k, top-p and min-p leave.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from app.engine.batch import ScheduledSequence
 from app.model.inputs import bytes_to_device, to_device
 from app.model.logprobs import Logprobs, compute_logprobs
 
-# splitmix64 (Steele, Lea & Flood, 2014), its constants as signed 64-bit integers.
+# The constants of splitmix64 (Steele, Lea & Flood, 2014) as signed 64-bit integers.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 
 
 class Sampler:
-    """Takes or draws a token for each row of a step, in plain torch on any device. Others replace parts of it.
+    """Selects a token for each row of a step, in plain torch on any device. Subclasses replace parts of this.
 
-    logits: [_, vocab_size], never changed; `rows` are those that are looked at, with an item each.
+    logits: [_, vocab_size], never changed. rows: the rows of the logits to read; each row has one of the `items`.
     """
 
     def sample(
         self, logits: torch.Tensor, items: Sequence[ScheduledSequence], *, likeliest: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """One token for each row. logits: [num_rows, vocab_size] → [num_rows] int64.
+        """Return one token for each row. logits: [num_rows, vocab_size] → [num_rows] int64.
 
-        A row's result depends on that row alone. Rows that ask for no change of their logits are not copied.
-        likeliest: [num_rows] int64, each row's argmax, if it is known already.
+        A row's result depends only on that row. Rows whose logits need no adjustment are not copied.
+        likeliest: [num_rows] int64, each row's argmax, if it is already known.
         """
         if not items:
             return torch.empty(0, dtype=torch.long, device=logits.device)
@@ -53,7 +53,7 @@ class Sampler:
         return _in_order(parts)
 
     def draw(self, logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
-        """A token by temperature, filters and noise for each of the rows → [len(rows)] int64."""
+        """Draw a token for each of the rows by temperature, filters and noise → [len(rows)] int64."""
         logits = logits[to_device(rows, logits.device)].float()
 
         def column(values: list[float] | list[int], dtype: torch.dtype) -> torch.Tensor:
@@ -73,7 +73,7 @@ class Sampler:
         return (logits + gumbel_noise(seeds, positions, vocab_size=logits.shape[-1])).argmax(dim=-1)
 
     def adjust(self, logits: torch.Tensor, rows: Sequence[int], items: Sequence[ScheduledSequence]) -> torch.Tensor:
-        """A copy of the rows with penalties, biases, bans and matchers applied, in this order.
+        """Copy the rows and apply penalties, biases, bans and matchers, in this order.
 
         → [len(rows), vocab_size] float32.
         """
@@ -87,7 +87,7 @@ class Sampler:
         return _masked(adjusted, matched, joined_masks(items)) if matched else adjusted
 
     def logprobs(self, logits: torch.Tensor, rows: Sequence[int], token_ids: torch.Tensor, *, num_top: int) -> Logprobs:
-        """The log-softmax of the rows. token_ids: [len(rows)] int64, one for each of them."""
+        """Return the log-softmax of the rows. token_ids: [len(rows)] int64, one token for each row."""
         return compute_logprobs(logits, rows, token_ids, num_top=num_top)
 
     def _taken(
@@ -97,7 +97,7 @@ class Sampler:
         items: Sequence[ScheduledSequence],
         likeliest: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The likeliest token or a drawn one for each of the rows, which have no adjustments left."""
+        """Return the likeliest or a drawn token for each of the rows, whose logits are already adjusted."""
         greedy = [at for at, item in enumerate(items) if item.sampling.is_greedy]
         if not greedy:
             return self.draw(logits, rows, items)
@@ -113,8 +113,8 @@ class Sampler:
 
 
 def joined_masks(items: Sequence[ScheduledSequence]) -> bytearray:
-    """The bits of the items that have a matcher (see `Matcher.allowed`), one after the other."""
-    # Only now and not before the forward pass: a device may still be computing it.
+    """Join the bit masks of the items that have a matcher (see `Matcher.allowed`)."""
+    # The masks are built after the launch of the forward pass, which a device may still be computing.
     return bytearray().join([item.allowed() for item in items if item.matcher is not None])
 
 
@@ -131,7 +131,7 @@ def _penalise_repetition(logits: torch.Tensor, entries: Sequence[tuple[int, arra
 
 
 def _add(logits: torch.Tensor, entries: Sequence[tuple[int, array[int], array[float]]]) -> None:
-    """entries: (row, tokens, what is added to each of them)."""
+    """entries: (row, tokens, the values that are added to the tokens' logits)."""
     places = _places(logits, [(row, tokens) for row, tokens, _ in entries])
     if len(places):
         values = bytearray().join([values for _, _, values in entries])
@@ -146,14 +146,14 @@ def _ban(logits: torch.Tensor, entries: Sequence[tuple[int, array[int]]]) -> Non
 
 
 def _places(logits: torch.Tensor, entries: Sequence[tuple[int, array[int]]]) -> torch.Tensor:
-    """Where some tokens of some rows stand in the flat logits. entries: (row, tokens) → [num_tokens] int64."""
+    """Return the indices of the entries' tokens in the flat logits. entries: (row, tokens) → [num_tokens] int64."""
     device, joined = logits.device, bytearray().join([tokens for _, tokens in entries])
     if not joined:
         return torch.empty(0, dtype=torch.long, device=device)
     lengths = to_device([len(tokens) for _, tokens in entries], device)
     tokens = bytes_to_device(joined, torch.long, device)
     firsts = to_device([row * logits.shape[-1] for row, _ in entries], device)
-    # Without its size the host would wait for the lengths.
+    # Without `output_size` the host would wait for the lengths.
     return firsts.repeat_interleave(lengths, output_size=len(tokens)) + tokens
 
 
@@ -165,20 +165,20 @@ def _masked(logits: torch.Tensor, rows: Sequence[int], allowed: bytearray) -> to
 
 @cache
 def _penalties_of_bytes(device: torch.device) -> torch.Tensor:
-    """For each byte, what its bits add to the logits of eight tokens: 0 for a set bit, else -inf. [256, 8] float32."""
+    """Return each byte's penalties for eight tokens' logits: 0 for a set bit, -inf otherwise. [256, 8] float32."""
     bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
     return torch.zeros(256, 8, device=device).masked_fill(bits == 0, float("-inf"))
 
 
 def _likeliest(logits: torch.Tensor, rows: Sequence[int], known: torch.Tensor | None) -> torch.Tensor:
-    """rows: a list of them, or a range, which is all from the first on."""
+    """rows: a list of rows, or a range, which must start at 0 and cover all rows in use."""
     of_all = logits if known is None else known
     of_rows = of_all[: len(rows)] if isinstance(rows, range) else of_all[to_device(rows, logits.device)]
     return of_rows.argmax(dim=-1) if known is None else of_rows
 
 
 def _in_order(parts: Sequence[tuple[Sequence[int], torch.Tensor]]) -> torch.Tensor:
-    """Of (places, tokens) pairs that fill all places together: the tokens by place."""
+    """Return the tokens by place. parts: pairs (places, tokens) that together fill all places."""
     if len(parts) == 1:
         return parts[0][1]
     tokens = torch.cat([tokens for _, tokens in parts])
@@ -187,10 +187,10 @@ def _in_order(parts: Sequence[tuple[Sequence[int], torch.Tensor]]) -> torch.Tens
 
 
 def _filtered(logits: torch.Tensor, *, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Set to -inf what each row's filters take away; the likeliest token always stays.
+    """Set the logits that a row's filters remove to -inf. The likeliest token always remains.
 
-    top_k, top_p, min_p: [num_rows, 1]. top-p counts within what top-k leaves (Holtzman et al., 2020); min-p is a share
-    of the likeliest token's probability (Nguyen et al., 2024).
+    top_k, top_p, min_p: [num_rows, 1]. top-p applies to the tokens that top-k leaves (Holtzman et al., 2020). min-p is
+    a fraction of the likeliest token's probability (Nguyen et al., 2024).
     """
     ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
@@ -204,14 +204,14 @@ def _filtered(logits: torch.Tensor, *, top_k: torch.Tensor, top_p: torch.Tensor,
 
 
 def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, *, vocab_size: int) -> torch.Tensor:
-    """Gumbel(0, 1) noise as a pure function of (seed, position, token id).
+    """Return Gumbel(0, 1) noise as a pure function of (seed, position, token id).
 
     seeds, positions: [num_rows, 1] int64 → [num_rows, vocab_size] float32.
     """
     tokens = torch.arange(1, vocab_size + 1, device=seeds.device)
     key = _mix(_mix(seeds + _GOLDEN) + positions * _GOLDEN)
     bits = _mix(key + tokens * _GOLDEN)
-    # 24 bits, centred, so that neither 0 nor 1 occurs: log(-log(u)) is finite.
+    # 24 bits, centred, so that `uniform` is neither 0 nor 1 and log(-log(u)) is finite.
     uniform = (_shift(bits, 40).double() + 0.5) * 2.0**-24
     return -torch.log(-torch.log(uniform)).float()
 
@@ -223,5 +223,5 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical right shift of int64 (torch's own is arithmetic)."""
+    """Shift int64 right logically (torch's own shift is arithmetic)."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

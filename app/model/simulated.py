@@ -1,9 +1,9 @@
-"""A model runner that computes nothing and takes the time of a cost model: for fleets on a machine without GPUs.
+"""A model runner that computes nothing and takes the time of a cost model, for fleets on machines without GPUs.
 
-It sleeps for that time, so many replicas share a core. Tokens are text tokens of a real tokenizer, and they depend on
-the whole sequence through a simulated KV memory, as a real model's do: a wrong block, a wrong position or a sequence
-resumed wrongly shows in the tokens, and in their log-probabilities, which are made up. Penalties, biases and filters
-are not simulated; grammars are. No torch here.
+The runner sleeps for this time, so many replicas can share a core. Its tokens are text tokens of a real tokenizer. As
+in a real model, they depend on the whole sequence through a simulated KV memory: a wrong block, position or resumption
+changes the tokens and their log-probabilities, which are invented. Grammars are simulated. Penalties, biases and
+filters are not. No torch here.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _MIX_2 = 0x94D049BB133111EB
 
 
 class SimulatedCosts(Settings):
-    """What `model.simulated` may hold: how long a step takes, and how it may end."""
+    """The fields of `model.simulated`: the duration of a step, and the ways in which it may end."""
 
     step_ms: float = Field(10.0, ge=0, le=60_000)
-    per_token_ms: float = Field(0.0, ge=0, le=60_000)  # more for each token of a step
-    end_probability: float = Field(0.0, ge=0, le=1)  # of an end token in place of text, at each token
-    wake_ms: float = Field(0.0, ge=0, le=600_000)  # how long its weights take to come back after sleep
-    embedding_size: int = Field(0, ge=0, le=65_536)  # of the vectors of texts; 0: it makes none
-    memory_gib: float = Field(0.0, ge=0)  # that it needs of its device when awake
-    # For states, as of a model with recurrent layers, two for each sequence; 0: it has none.
+    per_token_ms: float = Field(0.0, ge=0, le=60_000)  # in addition, for each token of a step
+    end_probability: float = Field(0.0, ge=0, le=1)  # of an end token instead of text, at each token
+    wake_ms: float = Field(0.0, ge=0, le=600_000)  # time to load the weights after sleep
+    embedding_size: int = Field(0, ge=0, le=65_536)  # size of the vectors for texts; 0: no vectors
+    memory_gib: float = Field(0.0, ge=0)  # device memory that the model needs while awake
+    # Slots for states, as in a model with recurrent layers, two for each sequence; 0: no states.
     num_state_slots: int = Field(0, ge=0, le=65_536, multiple_of=2)
-    crash_token_id: int | None = Field(None, ge=0)  # a replica that computes it kills itself: for tests of failover
+    crash_token_id: int | None = Field(None, ge=0)  # a replica that computes this token kills itself, to test failover
 
 
 class SimulatedModelRunner(ModelRunner):
@@ -72,7 +72,7 @@ class SimulatedModelRunner(ModelRunner):
         self._sleep = sleep
 
     def run(self, batch: StepBatch) -> StepResult:
-        """The step's result, after the step's time."""
+        """Return the step's result after the duration of the step."""
         ends_at = self._clock() + self.step_s(batch)
         self._crash_if_asked(batch)
         for item in batch.scheduled:
@@ -90,7 +90,7 @@ class SimulatedModelRunner(ModelRunner):
         self._slots = array("Q")
 
     def wake(self) -> None:
-        """Takes `wake_ms`."""
+        """Wait for `wake_ms`, and clear the KV memory."""
         self._sleep(self._costs.wake_ms / 1000)
         self._slots = self._blank_slots()
 
@@ -98,7 +98,7 @@ class SimulatedModelRunner(ModelRunner):
         return array("Q", bytes(8 * self._num_slots))
 
     def step_s(self, batch: StepBatch) -> float:
-        """The time of a step, in seconds."""
+        """Return the duration of a step in seconds."""
         return (self._costs.step_ms + self._costs.per_token_ms * batch.num_tokens) / 1000
 
     def _crash_if_asked(self, batch: StepBatch) -> None:
@@ -107,7 +107,7 @@ class SimulatedModelRunner(ModelRunner):
             os.kill(os.getpid(), signal.SIGKILL)  # as a fault in native code or the out-of-memory killer would
 
     def _write(self, item: ScheduledSequence) -> None:
-        """Continue the hash of the slot before the first token, or of the state that is read."""
+        """Continue the hash from the slot before the first token, or from the state that the step reads."""
         slots, size, block_ids, position = self._slots, self._block_size, item.block_ids, item.start
         prefix = _START
         if position:
@@ -125,12 +125,12 @@ class SimulatedModelRunner(ModelRunner):
                 self._states[written[position]] = prefix
 
     def _key(self, item: ScheduledSequence, last: int) -> int:
-        """The hash that the token after position `last` depends on."""
+        """Return the hash that the token after position `last` depends on."""
         slots, size, block_ids = self._slots, self._block_size, item.block_ids
         key: int = slots[block_ids[last // size] * size + last % size]
         num_before = last // size
         if num_before:
-            # A model attends to all blocks. One earlier block at each token, in turn, finds any wrong block.
+            # A model attends to all blocks. Here a token reads one earlier block in turn: any wrong block shows up.
             key ^= slots[block_ids[last % num_before] * size + size - 1] * 3 & _MASK
         return key
 
@@ -149,7 +149,7 @@ class SimulatedModelRunner(ModelRunner):
         return token
 
     def _pooled(self, batch: StepBatch) -> dict[str, list[float]]:
-        """Vectors that depend on all tokens of their sequences."""
+        """Return vectors that depend on all tokens of their sequences."""
         size = self._costs.embedding_size
         keys = {
             item.request_id: self._key(item, item.end - 1).to_bytes(8, "little")
@@ -180,7 +180,7 @@ class SimulatedModelRunner(ModelRunner):
     def _logprobs(
         self, item: ScheduledSequence, last: int, token_id: int, num_top: int, named: tuple[int, ...] = ()
     ) -> TokenLogprobs:
-        """The token that would be drawn is the likeliest; the following ones in the list are less and less likely."""
+        """Rank the token that would be drawn first. The tokens after it in the list are less and less likely."""
         first, num_tokens = _mix(self._key(item, last)) % len(self._text), len(self._text)
 
         def rank(token_id: int) -> int:
@@ -205,9 +205,9 @@ def _among(allowed: bytes, key: int) -> int:
 
 
 def num_simulated_blocks(config: EngineConfig, facts: ModelInfo) -> int:
-    """The pool's size: as configured in blocks, else room for every running request at its full length, up to a limit.
+    """Return the number of blocks in the pool: as configured, or room for all running requests at full length, limited.
 
-    The settings of memory in bytes do not apply: a simulated token has none.
+    The memory settings in bytes do not apply: a simulated token takes no memory.
     """
     if config.cache.num_blocks is not None:
         return config.cache.num_blocks

@@ -1,4 +1,4 @@
-"""A model that is to be loaded: its files, and how transformers' code for it is made of them."""
+"""The source of a model: its files and settings, and how transformers' module is made from the files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from app.model.recurrent_layers import use_slots
 from app.model.verification import Reference
 from app.progress import download_bar, step_within
 
-if TYPE_CHECKING:  # it takes longer to import than torch, and a model that was verified before needs none of it
+if TYPE_CHECKING:  # transformers imports more slowly than torch, and a model that was verified earlier does not need it
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from app.model.parallel.group import RankGroup
@@ -56,7 +56,7 @@ _OTHER_LAYERS = {
 
 
 def reason_of(error: BaseException) -> str:
-    """Why code of transformers or ours cannot compute a model, in one line, with the place in the code."""
+    """Return why transformers' code or ours cannot compute a model, in one line with the place in the code."""
     if isinstance(error, UnknownAttention):
         return str(error)
     frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -65,12 +65,12 @@ def reason_of(error: BaseException) -> str:
 
 @contextmanager
 def refusing_what_fails(path: str, group: RankGroup | None = None) -> Iterator[None]:
-    """Around all that inspects or loads a model: any error of transformers' code or of ours refuses that model.
+    """Turn every error of code that inspects or loads a model into a refusal of that model.
 
-    path: of the model. group: the ranks that load it together.
+    path: the path of the model. group: the ranks that load the model together.
 
     Raises:
-        UnsupportedModel: with the reason, for an error that has no words of its own.
+        UnsupportedModel: with the reason, for an error that does not explain itself.
     """
     try:
         yield
@@ -78,39 +78,39 @@ def refusing_what_fails(path: str, group: RankGroup | None = None) -> Iterator[N
         raise
     except Exception as error:
         if _is_of_machine(error) or (group is not None and isinstance(error, RuntimeError)):
-            raise  # the ranks find out which of them has ended first
+            raise  # let the ranks find out which rank ended first
         raise UnsupportedModel(f"{path} cannot be loaded: {reason_of(error)}") from error
 
 
 def _is_of_machine(error: Exception) -> bool:
-    """Whether a device or its memory has failed, and not the model."""
+    """Return whether a device or its memory has failed, and not the model."""
     return isinstance(error, MemoryError) or is_out_of_memory(error) or "CUDA error" in str(error)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """Where a model lies, and what it is to be loaded for."""
+    """The place of a model, and the settings with which it is loaded."""
 
     config: ModelConfig
     location: str  # a folder or hub id
-    device: torch.device  # meta: sizes alone are wanted
+    device: torch.device  # meta: only sizes are wanted
     dtype: torch.dtype
-    block_size: int = 16  # of the KV memory; native code supports only some sizes
-    cache: Path | None = None  # keeps which models in local folders are verified, and locks of shared weights
-    group: RankGroup | None = None  # the ranks that have a part of the model each; all load it
+    block_size: int = 16  # tokens in a block of KV memory; native code supports only some sizes
+    cache: Path | None = None  # stores which local models are verified, and the locks of shared weights
+    group: RankGroup | None = None  # the ranks that each load one part of the model
 
     @cached_property
     def whole(self) -> PreTrainedConfig:
-        """transformers' configuration of all that is in the checkpoint. Raises as `config_of_transformers`."""
+        """transformers' configuration of the whole checkpoint. Raises the errors of `config_of_transformers`."""
         return config_of_transformers(self.config, self.location)
 
     @cached_property
     def found(self) -> PreTrainedConfig:
-        """transformers' configuration of the language model. Our attention is known to transformers then.
+        """transformers' configuration of the language model. Reading it registers our attention with transformers.
 
         Raises:
-            InvalidSetup: there is no such model.
-            UnsupportedModel: by this alone it cannot be served.
+            InvalidSetup: the model does not exist.
+            UnsupportedModel: the configuration alone shows that the model cannot be served.
         """
         from transformers import AttentionInterface
 
@@ -133,7 +133,7 @@ class ModelSource:
 
     @property
     def layers_with_states(self) -> frozenset[str]:
-        """The types of its layers that keep a state for a whole sequence."""
+        """The types of the layers that store one state for a whole sequence."""
         return LAYERS_WITH_STATES.intersection(_layer_types(self.found))
 
     @property
@@ -143,12 +143,12 @@ class ModelSource:
 
     @cached_property
     def quantised(self) -> Quantised | None:
-        """What its config.json says of weights that are quantised in the files."""
+        """The config.json's description of quantised weights; None if the weights are not quantised."""
         return Quantised.of(read_config(self.config, self.location))
 
     @cached_property
     def folder(self) -> Path | None:
-        """Where its files lie, those of a hub id after they are downloaded. None: transformers will say why."""
+        """The folder of the files. A hub id is downloaded; None if that fails, and transformers will say why."""
         if Path(self.location).is_dir():
             return Path(self.location)
         from transformers.utils.hub import snapshot_download
@@ -163,13 +163,13 @@ class ModelSource:
             return None
 
     def checkpoint(self, folder: Path) -> Checkpoint:
-        """The weights in the files of its folder, or in its GGUF file. Raises OSError if a file cannot be read."""
+        """Return the weights in the folder's files, or in its GGUF file. Raises OSError if a file cannot be read."""
         if self.gguf is not None:
             return GgufCheckpoint(folder, self.dtype, self.gguf)
         return Checkpoint(folder, self.dtype, self.quantised)
 
     def weights_of_gguf(self) -> dict[str, torch.Tensor] | None:
-        """All weights of a GGUF file, multiplied out. None for another model."""
+        """Return all weights of a GGUF file, multiplied out; None if the model is no GGUF file."""
         if self.gguf is None:
             return None
         self.log_gguf(is_kept=False)
@@ -177,13 +177,13 @@ class ModelSource:
 
     @cached_property
     def gguf(self) -> Manifest | None:
-        """Where its weights lie in GGUF files; None for another model."""
+        """The places of the weights in GGUF files; None if the model is no GGUF file."""
         return manifest_in(Path(self.location)) if Path(self.location).is_dir() else None
 
     def log_gguf(self, *, is_kept: bool) -> None:
-        """How the weights of a GGUF file are served; of another model nothing.
+        """Log how the weights of a GGUF file are served; log nothing for other models.
 
-        is_kept: those that the C++ multiplies as the file has them.
+        is_kept: whether the C++ code multiplies with weights in the file's own types, where it can.
         """
         if (manifest := self.gguf) is None:
             return
@@ -197,7 +197,7 @@ class ModelSource:
         logger.info("%s: its weights are read as %s (%s)", self.config.path, self.dtype, ", ".join(others) or "none")
 
     def log_multiplied_out(self) -> None:
-        """How its weights are served, if they are quantised in its files. Of a GGUF file, `log_gguf` says so."""
+        """Log that weights are multiplied out, if the files are quantised. `log_gguf` covers GGUF files."""
         if self.quantised is None:
             return
         packing, hint = self.quantised.packing, ""
@@ -210,7 +210,7 @@ class ModelSource:
         )
 
     def check_ranks(self, size: int) -> None:
-        """Raises InvalidSetup, with the numbers, if `size` ranks cannot share it; before any weight is read."""
+        """Raise InvalidSetup, with the numbers, if `size` ranks cannot share the model. Reads no weights."""
         if self.quantised is not None:
             raise InvalidSetup(
                 f"replicas.tensor_parallel: got {size}; a quantised checkpoint is not divided among ranks. Serve the "
@@ -226,10 +226,10 @@ class ModelSource:
 
 
 def not_computed(recurrence: str) -> str:
-    """Why a model is refused that has layers with such a recurrence."""
+    """Return the refusal of a model whose layers have this recurrence."""
     return (
         f"has layers with a state that is not computed here: {recurrence}. Short convolutions, the gated delta rule, "
-        f"Mamba 1 and Mamba 2 are"
+        f"Mamba 1 and Mamba 2 are computed"
     )
 
 
@@ -239,7 +239,7 @@ def _layer_types(found: PreTrainedConfig) -> set[str]:
 
 
 def config_of_transformers(config: ModelConfig, location: str) -> PreTrainedConfig:
-    """Raises InvalidSetup if there is no such model, UnsupportedModel if it has an encoder and a decoder."""
+    """Load the configuration. Raises InvalidSetup if there is no model, UnsupportedModel for encoder-decoder models."""
     from transformers import AutoConfig
 
     try:
@@ -248,7 +248,7 @@ def config_of_transformers(config: ModelConfig, location: str) -> PreTrainedConf
         )
     except (OSError, ValueError) as error:
         raise InvalidSetup(
-            f"model.path {config.path!r} is neither a folder with a model nor a model that can be loaded "
+            f"model.path {config.path!r} cannot be loaded as a folder or as a hub id "
             f"(looked at {location!r}): {first_line(error)}"
         ) from error
     if getattr(found, "is_encoder_decoder", False):
@@ -266,12 +266,12 @@ def pretrained(
     unused: tuple[str, ...] = (),
     **options: Any,
 ) -> PreTrainedModel:
-    """As transformers loads it, by one of its Auto classes, from safetensors alone. No code of a repository runs.
+    """Load a module by one of transformers' Auto classes, from safetensors only. Code from the repository never runs.
 
-    location: None where `options` have all weights.
-    unused: how the names of weights begin that its files may lack.
+    location: None if `options` has all the weights.
+    unused: prefixes of weight names that the files may lack.
 
-    Raises ValueError if they lack others, which transformers would leave random, and what transformers raises.
+    Raises ValueError if the files lack other weights, which transformers would leave random; and transformers' errors.
     """
     module: PreTrainedModel
     with _without_report():
@@ -286,7 +286,7 @@ def pretrained(
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """transformers logs a table of all weights that a model does not have, such as those of towers."""
+    """Silence transformers' table of weights that the module does not use, such as the weights of image towers."""
     log = logging.getLogger("transformers.modeling_utils")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -297,7 +297,7 @@ def _without_report() -> Iterator[None]:
 
 
 def module_without_weights(source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
-    """transformers' model on the meta device."""
+    """Build transformers' model on the meta device."""
     with torch.device("meta"):
         module = _with_our_attention(
             lambda name: source.model_class._from_config(source.found, dtype=dtype, attn_implementation=name)
@@ -315,9 +315,9 @@ def _read_generation_config(source: ModelSource, module: PreTrainedModel) -> Non
 
 
 def _with_our_attention(make: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
-    """What `make` gives for our attention. Where the code has a list of its own, which our attention is not in, that
-    is a model with its own attention: see `own_attention`.
+    """Return the module that `make` builds with our attention, or with "eager" if its code does not accept ours.
 
+    Code that refuses our attention has its own list of attention functions; see `own_attention`.
     make: takes the name of an attention function.
     """
     try:
@@ -329,12 +329,12 @@ def _with_our_attention(make: Callable[[str], PreTrainedModel]) -> PreTrainedMod
 
 
 def mapped_model(source: ModelSource, device: torch.device | None = None) -> MappedModel | None:
-    """A model in a folder, or this rank's part of it, if it is Llama-like by all but its attention, and its files hold
-    its weights.
+    """Map the weights of a model in a folder, or of this rank's part, if the module apart from attention is Llama-like.
 
-    device: onto which they are given; None: as they are mapped, for what the C++ decoder may compute.
+    device: receives copies of the weights. None leaves them mapped, for models that the C++ decoder may compute.
 
-    None where transformers changes weights that it reads, or has to say what is wrong with them.
+    Returns None if the files lack weights, if transformers changes weights when it reads them, or if transformers
+    should report an error in them.
     """
     folder, quantised = source.folder, source.quantised
     if folder is None or (quantised is not None and not quantised.has_scales):
@@ -358,10 +358,10 @@ def mapped_model(source: ModelSource, device: torch.device | None = None) -> Map
 
 
 def read_module(source: ModelSource) -> PreTrainedModel:
-    """transformers' model with its weights on the device, and positions that do not depend on what else is in a step.
+    """Load transformers' model onto the device, with positions that do not depend on other tokens in a step.
 
-    On a GPU straight from the files where those can be read as they are. Of other models all weights pass through the
-    host's memory: transformers needs `accelerate` to avoid that.
+    On a GPU, weights that need no change are read directly from the files. All other weights pass through the host's
+    memory: transformers needs `accelerate` to avoid this.
     """
     module = None
     if source.device.type == "cuda" or (source.quantised is not None and source.quantised.has_scales):
@@ -373,13 +373,13 @@ def read_module(source: ModelSource) -> PreTrainedModel:
 
 
 def fix_positions_of(source: ModelSource, module: PreTrainedModel) -> None:
-    """For the longest sequence that is served. A model that cannot be served is refused for that reason later."""
+    """Fix positions up to the longest served sequence. A model of unknown length is refused later, with the reason."""
     if known := source.config.max_model_len or length_limit(module):
         fix_positions(module, known)
 
 
 def module_on_device(source: ModelSource) -> PreTrainedModel | None:
-    """Read layer by layer; None where the files cannot be read as they are."""
+    """Load the module layer by layer; None if the files cannot be read as they are."""
     mapped = mapped_model(source, source.device)
     if mapped is None:
         logger.info("%s: its weights are read into the host's memory first", source.config.path)
@@ -389,7 +389,7 @@ def module_on_device(source: ModelSource) -> PreTrainedModel | None:
 
 
 def adapt(source: ModelSource, module: PreTrainedModel) -> None:
-    """Have a model compute with the states and the latents of a step. Latents only on CPUs, in one process."""
+    """Make a module use the states and the latents of a step. Latents are used only on CPUs, in one process."""
     use_slots(module)
     number_layers(module)
     if source.device.type == "cpu" and source.group is None and not TritonAttention.fits(source.device):
@@ -397,9 +397,9 @@ def adapt(source: ModelSource, module: PreTrainedModel) -> None:
 
 
 def module_of_transformers(source: ModelSource) -> PreTrainedModel:
-    """As transformers loads it, with all its weights on the device.
+    """Load a module through transformers, with all its weights on the device.
 
-    Raises UnsupportedModel with what is wrong, torch's own error where the device's memory is too small.
+    Raises UnsupportedModel with the reason, or torch's own error if the device's memory is too small.
     """
     path, quantised, found = source.config.path, source.quantised, source.found
     try:
@@ -419,7 +419,7 @@ def module_of_transformers(source: ModelSource) -> PreTrainedModel:
         if location is None:
             _read_generation_config(source, module)
         return module if "device_map" in options else module.to(source.device)
-    except Exception as error:  # each package of quantised weights has its own
+    except Exception as error:  # each quantisation package raises errors of its own
         if is_out_of_memory(error):
             raise
         if quantised is not None:
@@ -430,12 +430,12 @@ def module_of_transformers(source: ModelSource) -> PreTrainedModel:
 
 
 def part_of_rank(source: ModelSource, mapped: MappedModel | None = None) -> tuple[PreTrainedModel, Reference | None]:
-    """This rank's part of a model on the device, and on rank 0 what the whole model gives.
+    """Return this rank's part of the model on the device, and on rank 0 the reference output of the whole model.
 
-    mapped: has the weights of the part, where the module is not to hold them.
+    mapped: holds the weights of the part, if the module is not to hold them.
 
-    Each rank reads its own numbers. Of a model whose files transformers has to read, each has the whole in the host's
-    memory until it is divided.
+    Each rank reads only its own weights. If transformers has to read the files, each rank holds the whole model in the
+    host's memory until the model is divided.
     """
     group = source.group
     assert group is not None, "a rank is one of a group"
@@ -455,17 +455,17 @@ def part_of_rank(source: ModelSource, mapped: MappedModel | None = None) -> tupl
 
 
 def _reference_from_files(source: ModelSource) -> Reference | None:
-    """What a model gives that is computed from its files, a layer at a time on the device. None: it cannot be."""
+    """Compute the reference output from the files, layer by layer on the device. None if the files do not allow it."""
     mapped = mapped_model(source, source.device)
     if mapped is None:
         return None
     if source.device.type == "cpu":
-        mapped = MappedModel(mapped.module, mapped.checkpoint)  # without copies of what is needed once
+        mapped = MappedModel(mapped.module, mapped.checkpoint)  # do not copy weights that are needed only once
     mapped.compute_from_files()
     fix_positions_of(source, mapped.module)
     return Reference.of(source.config.path, mapped.module, source.device)
 
 
 def length_limit(module: PreTrainedModel) -> int | None:
-    """The longest sequence that a model knows."""
+    """Return the longest sequence length that the model's configuration names; None if it names none."""
     return getattr(module.config.get_text_config(), "max_position_embeddings", None)

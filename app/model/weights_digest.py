@@ -1,4 +1,4 @@
-"""A number that tells whether two machines have the same weights in their files."""
+"""A digest that shows whether two machines have the same weights in their files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def digest_of_weights(config: EngineConfig) -> int:
-    """A number that is equal on machines with the same weights; 0 where there are none or they cannot be read again."""
+    """Return a number that is equal on machines with the same weights; 0 if the weights cannot be read."""
     model = config.model
     if model.simulated is not None:
         return 0
@@ -26,23 +26,23 @@ def digest_of_weights(config: EngineConfig) -> int:
         logger.warning("the files of %s have no digest: %s", model.path, described(error))
         return 0
     dtype: str = model.dtype
-    if dtype == "auto":  # as this machine chooses
+    if dtype == "auto":  # this machine's choice
         from app.model.device import dtype_of
 
         dtype = dtype_of(model, location).name
-    # Weights of another type are other weights: one replica's tokens are not continued by the other's. The same holds
-    # for KV memory.
+    # The weights in another type count as other weights: replicas with different types do not continue each other's
+    # tokens. The same holds for KV memory.
     return crc32(f"{dtype} {model.quantization} {config.cache.dtype}".encode(), digest) if digest else 0
 
 
 def weights_digest(location: str, revision: str | None = None) -> int:
-    """Of a folder, or of what was downloaded of a hub id, by samples spread over its files.
+    """Return a digest of a folder, or of a downloaded hub id, from samples spread over its files.
 
-    Takes milliseconds for files that have just been read. 0 where there are no such files.
+    This takes milliseconds for files that were read recently. Returns 0 if no such files exist.
     """
     folder = folder_of_weights(location, revision)
     digest = 0
-    num_samples = 256  # of a file: training changes every large tensor of a model, and each has several of them
+    num_samples = 256  # per file: training changes every large tensor, and each one has several samples
     sample_bytes = 16 * 1024
     patterns = ("*.safetensors", "config.json")
     manifest = manifest_in(folder)
@@ -59,7 +59,7 @@ def weights_digest(location: str, revision: str | None = None) -> int:
 
 
 def folder_of_weights(location: str, revision: str | None) -> Path:
-    """The folder, or where a hub id was downloaded to."""
+    """Return the folder, or the folder of a downloaded hub id."""
     if Path(location).is_dir():
         return Path(location)
     from transformers.utils.hub import cached_file

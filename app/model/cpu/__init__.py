@@ -1,1 +1,1 @@
-"""Our own C++ for CPUs: paged attention, and whole decoder steps for the models it knows. Built once, on first use."""
+"""Our C++ code for CPUs, built on first use: paged attention, and whole decoder steps for supported models."""

@@ -1,7 +1,7 @@
-// LoRA adapters (Hu et al., 2021) beside the matrices of a decoder: rows × down × up is added to rows × matrix.
+// LoRA adapters (Hu et al., 2021) for the matrices of a decoder: rows × down × up is added to rows × matrix.
 //
-// The rows of each adapter are computed together, so a step reads an adapter's numbers once: first with `down`, then, for
-// each panel of the matrix, with `up`, before the panel's own products. Neither depends on the step's other rows.
+// The rows of each adapter are computed together, so a step reads an adapter's numbers once: first `down`, and for each
+// panel of the matrix `up`, before the panel's own products. No result depends on the step's other rows.
 #pragma once
 
 #include <vector>
@@ -12,13 +12,13 @@ namespace carousel {
 
 constexpr int64_t MOST_RANK = 64;
 constexpr int MOST_PARTS = 3;                           // matrices whose outputs are computed together
-constexpr int64_t LOW_STRIDE = MOST_PARTS * MOST_RANK;  // numbers of a row between both products
+constexpr int64_t LOW_STRIDE = MOST_PARTS * MOST_RANK;  // numbers of a row between the two products
 
-// One adapter's share in one of a layer's products. Columns are packed by LANES: [columns / LANES][units][LANES] units.
+// One adapter's part in one product of a layer. Columns are packed by LANES: [columns / LANES][units][LANES] units.
 struct LowRank {
-    const uint32_t* down;            // columns: the ranks of the parts one after the other; null: there is no share
-    const uint32_t* up[MOST_PARTS];  // columns: outputs; scaled
-    int64_t rank[MOST_PARTS];        // even; 0: the adapter leaves this part as it is
+    const uint32_t* down;            // columns: the ranks of the parts in order; null: no update
+    const uint32_t* up[MOST_PARTS];  // columns: outputs; includes the adapter's scale
+    int64_t rank[MOST_PARTS];        // even; 0: the adapter does not change this part
 
     int64_t num_columns() const { return rank[0] + rank[1] + rank[2]; }
 };
@@ -27,16 +27,16 @@ struct AdapterLayer {
     LowRank query_key_value, output, gate_up, down;
 };
 
-// The matrices whose outputs a product has: their columns one after the other, or LANES of each in turn.
+// The matrices whose outputs a product joins: column after column, or LANES of each matrix in turn.
 struct Parts {
     int64_t num_columns[MOST_PARTS];
     bool in_turn;
 
     struct Place {
-        int64_t part, block;  // of LANES columns
+        int64_t part, block;  // in LANES columns
     };
 
-    // part: MOST_PARTS past the end.
+    // The part is MOST_PARTS for a column past the end.
     Place place_of(int64_t column) const {
         if (in_turn) return {column < 2 * num_columns[0] ? column / LANES % 2 : MOST_PARTS, column / PANEL};
         int64_t part = 0;
@@ -45,7 +45,7 @@ struct Parts {
     }
 };
 
-// The sums of LANES columns for each row; reads `ahead` for later, as many units.
+// Computes the sums of LANES columns for each row. Prefetches as many units from `ahead`.
 template <typename T, int ROWS>
 [[gnu::noinline]] void multiply_lanes(const T* rows, int64_t row_stride, int64_t num_inputs, const uint32_t* columns,
                                       const uint32_t* ahead, Vector* sums) {
@@ -56,7 +56,7 @@ template <typename T, int ROWS>
     std::memcpy(sums, own, sizeof(own));
 }
 
-// The same for any number of rows. to(row, sums) takes them.
+// Computes the sums for any number of rows, and passes them to to(row, sums).
 template <typename T, typename To>
 void multiply_lanes(const T* rows, int64_t num_rows, int64_t row_stride, int64_t num_inputs, const uint32_t* columns,
                     const uint32_t* ahead, To&& to) {
@@ -77,14 +77,14 @@ void multiply_lanes(const T* rows, int64_t num_rows, int64_t row_stride, int64_t
     }
 }
 
-// The rows of a step by their adapters.
+// The rows of a step, grouped by adapter.
 class AdaptedRows {
   public:
     struct Piece {  // rows of one adapter: order()[first ...]
         int64_t adapter, first, count;
     };
 
-    // adapter_of(row): -1 for none.
+    // adapter_of(row): the adapter's index; -1: none.
     template <typename AdapterOf>
     void find(int64_t num_rows, int64_t num_adapters, AdapterOf&& adapter_of) {
         pieces_.clear();
@@ -105,13 +105,13 @@ class AdaptedRows {
     int64_t adapter_of(int64_t row) const { return adapters_[row]; }
 
   private:
-    static constexpr int64_t PIECE_ROWS = 12;  // whole tiles; small, so that the threads share one adapter's rows
+    static constexpr int64_t PIECE_ROWS = 12;  // whole tiles; small, so that threads can share one adapter's rows
 
     std::vector<Piece> pieces_;
     std::vector<int64_t> order_, adapters_;
 };
 
-// What adapters add to one product of a step, as `share_tiles` wants it.
+// The updates that adapters add to one product of a step, as an argument of `share_tiles`.
 template <typename T>
 class Addition {
   public:
@@ -122,13 +122,13 @@ class Addition {
         for (int64_t adapter = 0; adapter < num_adapters; ++adapter) is_empty_ &= !of(adapter).down;
     }
 
-    // Before the product, with its inputs; shared by the threads of the pool.
+    // Multiplies the inputs by `down`, before the product. The threads of the pool share the work.
     void reduce(ThreadPool& threads, const T* inputs, int64_t num_inputs) const {
         if (is_empty_) return;
         threads.share(rows_->pieces().size(), [&](int64_t task) { reduce(rows_->pieces()[task], inputs, num_inputs); });
     }
 
-    // What a panel's sums of some rows get. It is valid until the thread asks for the next one.
+    // The updates of a panel for some rows. They are valid until the thread asks for the next ones.
     class Columns {
       public:
         void add(int64_t row, Vector (&sums)[2]) const {
@@ -184,7 +184,7 @@ class Addition {
         }
     }
 
-    // sums: [end - first][2]; those of the piece's rows between `first` and `end` are written.
+    // sums: [end - first][2]. Writes the sums of the piece's rows between `first` and `end`.
     void expand(const AdaptedRows::Piece& piece, int64_t first, int64_t end, int64_t column, Vector* sums) const {
         const int64_t* const order = rows_->order().data();
         const int64_t *begin = order + piece.first, *last = begin + piece.count;

@@ -1,4 +1,4 @@
-"""LoRA adapters as the C++ decoder takes them, see `adapters.h`."""
+"""LoRA adapters in the form of the C++ decoder, see `adapters.h`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from app.model.llama import DecoderSettings
 
 
 class AdaptedModel(NamedTuple):
-    """What adapters need to know of a model. It has none of its weights."""
+    """The properties of a model that adapters depend on. It holds none of the model's weights."""
 
     sizes: Mapping[str, Sizes]  # by the linear layer's name
     settings: DecoderSettings
@@ -30,7 +30,7 @@ class AdaptedModel(NamedTuple):
         return NativeAdapter(weights, settings=self.settings, dtype=self.dtype)
 
     def adapter_bytes(self, rank: int) -> int:
-        """What a NativeAdapter of all linear layers keeps."""
+        """Return the bytes of a NativeAdapter of this rank that changes all linear layers."""
         updates = {
             name: LowRankUpdate(
                 down=torch.empty(rank, size.num_inputs, device="meta"),
@@ -42,13 +42,13 @@ class AdaptedModel(NamedTuple):
 
 
 class NativeAdapter:
-    """An adapter, packed. Steps that use it hold it."""
+    """A packed adapter. Steps that use the adapter hold a reference to it."""
 
     def __init__(self, weights: AdapterWeights, *, settings: DecoderSettings, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._layers = (AdapterLayer * len(settings.layers))()
         by_product = list(_by_product(weights, settings))
-        # What `_layers` points to, in the order in which a step reads it.
+        # The memory that `_layers` points to, in the order in which a step reads it.
         num_bytes = sum(_packed_bytes(updates, dtype) for _, _, updates in by_product)
         self._memory, self._num_used = in_large_pages(num_bytes, dtype=torch.uint8), 0
         for index, product, updates in by_product:
@@ -75,7 +75,7 @@ class NativeAdapter:
         return found
 
     def _kept(self, packed: torch.Tensor) -> int:
-        """Its address in `_memory`."""
+        """Copy a tensor into `_memory` and return its address."""
         place = self._memory[self._num_used : self._num_used + packed.nbytes]
         self._num_used += packed.nbytes
         place.copy_(packed.view(torch.uint8).view(-1))
@@ -83,10 +83,10 @@ class NativeAdapter:
 
 
 class AdapterColumns(NamedTuple):
-    """A step's adapters as `DecoderStep` has them."""
+    """A step's adapters, in the form of `DecoderStep`."""
 
     adapters: ctypes.Array[ctypes.c_void_p]
-    of_token: torch.Tensor  # [num_tokens] int64, which of them; -1: none
+    of_token: torch.Tensor  # [num_tokens] int64, each token's index in `adapters`; -1: none
 
 
 def adapter_columns(batch: StepBatch) -> AdapterColumns:
@@ -109,7 +109,7 @@ def _by_product(
 
 
 def _packed_bytes(updates: Sequence[LowRankUpdate | None], dtype: torch.dtype) -> int:
-    """Of the updates of one product."""
+    """Return the packed bytes of one product's updates."""
     found = [each for each in updates if each is not None]
     columns = sum(each.rank for each in found)
     down = (columns + -columns % LANES) * found[0].down.shape[1] if found else 0
@@ -117,7 +117,7 @@ def _packed_bytes(updates: Sequence[LowRankUpdate | None], dtype: torch.dtype) -
 
 
 def _prepared(update: LowRankUpdate | None, settings: DecoderSettings, linear: str) -> LowRankUpdate | None:
-    """With its outputs in the order of the C++, and of an even rank: two bfloat16 are one unit."""
+    """Return an update with outputs in the order of the C++ code, and an even rank: two bfloat16 make one unit."""
     if update is None:
         return None
     down, up = update.down, in_order(settings, linear, update.up)

@@ -1,11 +1,11 @@
 // The matrix unit of Intel's CPUs (AMX): eight tiles of up to 16 rows of 64 bytes, multiplied in bfloat16 or int8.
 //
-// A unit of vectors.h is what the instructions want: a panel of weights, the keys of a block and its values are tiles
-// already. Sums of the unit have an order of their own, so all rows of a matrix go through tiles or
-// none, however many there are.
+// The units of vectors.h suit the instructions: a panel of weights, and a block's keys and values, already have the
+// layout of tiles. The matrix unit adds in an order of its own, so either all rows of a matrix use tiles or none do,
+// whatever their number.
 //
-// CAROUSEL_PLAIN_AMX is for machines without AMX: plain C++ gives the bits of the instructions. Its value stands for the
-// kernel's answer: 0, or the error number of a refusal.
+// CAROUSEL_PLAIN_AMX is for machines without AMX: plain C++ computes the bits of the instructions. Its value stands for
+// the kernel's answer: 0, or the error number of a refusal.
 #pragma once
 
 #include <cassert>
@@ -22,17 +22,17 @@
 namespace carousel {
 namespace amx {
 
-constexpr int ROWS = 16;   // of a tile, at most
-constexpr int UNITS = 16;  // of a row of a tile, at most
+constexpr int ROWS = 16;   // at most, in a tile
+constexpr int UNITS = 16;  // at most, in a row of a tile
 constexpr int NOT_BUILT = -1;
 
-// A thread's tiles, as the CPU reads them.
+// The shapes of a thread's tiles, in the format of the CPU.
 struct alignas(64) Shapes {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {};
     uint8_t rows[16] = {};
 
-    // [rows][units] of a tile. Of no rows: it is not used.
+    // The size of a tile in rows and units. A tile with no rows is unused.
     void set(int tile, int num_rows, int num_units = UNITS) {
         rows[tile] = uint8_t(num_rows);
         row_bytes[tile] = uint16_t(num_rows ? num_units * sizeof(uint32_t) : 0);
@@ -51,7 +51,7 @@ inline int ask_kernel() {
     constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0 ? 0 : errno;
 }
-// Not the compiler's intrinsics: GCC's take numbers of tiles as text, and say nothing of the memory that a load reads.
+// The compiler's intrinsics are not used: GCC's stringify tile numbers and do not declare the memory that a load reads.
 inline void load_shapes(const Shapes& shapes) { __asm__ volatile("ldtilecfg %0" : : "m"(shapes)); }
 inline void drop_shapes() { __asm__ volatile("tilerelease"); }
 
@@ -68,7 +68,7 @@ template <int TILE>
 inline void zero() {
     __asm__ volatile("tilezero %%tmm%c0" : : "i"(TILE));
 }
-// sums + left × right: [rows][columns], [rows][units] and [units][columns]. Of int8, the right ones are unsigned.
+// sums + left × right: [rows][columns], [rows][units] and [units][columns]. In int8, the right numbers are unsigned.
 template <typename T, int SUMS, int LEFT, int RIGHT>
 inline void dot() {
     if constexpr (std::is_same_v<T, bf16>)
@@ -94,7 +94,7 @@ inline thread_local Registers registers;
 inline void load_shapes(const Shapes& shapes) { registers.shapes = shapes; }
 inline void drop_shapes() { registers.shapes = Shapes(); }
 
-// The unit takes denormal numbers for zeros, and gives none.
+// The matrix unit treats denormal numbers as zeros, and produces none.
 inline Vector flushed(Vector x) {
     const Words bits = (Words)x;
     return (Vector)((bits & 0x7f800000u) == 0 ? bits & 0x80000000u : bits);
@@ -148,8 +148,8 @@ inline void dot() {
 
 #endif
 
-// 0 where tiles can be used. NOT_BUILT, or the error number with which the kernel refuses them: it is asked once, before
-// other threads begin.
+// Returns 0 if tiles can be used; otherwise NOT_BUILT, or the kernel's error number. The kernel is asked only once,
+// before other threads start.
 inline int refusal() {
 #if defined(CAROUSEL_AMX) || defined(CAROUSEL_PLAIN_AMX)
     static const int answer = ask_kernel();
@@ -159,7 +159,7 @@ inline int refusal() {
 #endif
 }
 
-// Whether products of rows of so many numbers go through tiles.
+// Whether products of rows with `num_numbers` numbers use tiles.
 template <typename T>
 inline bool fits(int64_t num_numbers) {
     return std::is_same_v<T, bf16> && num_numbers % (UNITS * PER_UNIT<bf16>) == 0 && refusal() == 0;
@@ -167,14 +167,14 @@ inline bool fits(int64_t num_numbers) {
 
 inline thread_local Shapes configured{0};  // palette 0: none
 
-// Sets the shapes of this thread's tiles.
+// Sets the shapes of this thread's tiles, if they differ.
 inline void configure(const Shapes& shapes) {
     if (std::memcmp(&configured, &shapes, sizeof(shapes)) == 0) return;
     configured = shapes;
     load_shapes(configured);
 }
 
-// At the end of a thread's work: tiles in use make a change of threads dearer, and other code has shapes of its own.
+// Call at the end of a thread's work: tiles in use make thread switches slower, and other code sets its own shapes.
 inline void release() {
     if (configured.palette == 0) return;
     configured.palette = 0;

@@ -1,19 +1,19 @@
-// Paged attention: every KV byte of a sequence is read once per tile of query rows; one of blocks that several decoding
-// sequences share, once per tile of rows of all of them.
+// Paged attention. Every KV byte of a sequence is read once per tile of query rows. In blocks that several decoding
+// sequences share, it is read once per tile of rows of all these sequences.
 //
-// Memory of one layer, in units of vectors.h, so that neither half needs a sum across lanes:
+// The memory of one layer, in units of vectors.h, so that neither half needs a sum across lanes:
 //   keys    [num_blocks][heads_in_block][key_units][block_size]            a load is one unit of 16 tokens
 //   values  [num_blocks][heads_in_block][block_size / PER_UNIT][value_dim] a load is 16 dimensions of a unit of tokens
 //
-// In int8, 16 units lie as the first numbers of each, then the second: PER_UNIT times 16 bytes. They are converted to the
-// model's type, which is exact: a few groups of tokens at a time, for all rows of a prompt a whole piece. Scores are
-// multiplied by the scale of each key, weights by that of each value.
+// In int8, 16 units are stored as the first numbers of all units, then the second, in PER_UNIT times 16 bytes. They are
+// converted to the model's type, which is exact: a few groups of tokens at a time, or a whole piece for all rows of a
+// prompt. Scores are multiplied by the scale of each key, weights by the scale of each value.
 //   scales  [num_blocks][scales_in_block][2][block_size] of keys, then of values
 //
-// Everything is accumulated in float32, each row in an order that depends on that row alone: what shares a step or a
-// tile with it never changes its bits. A row attends to one piece of a sequence after the other, as in FlashAttention
-// (Dao et al., arXiv 2205.14135). Pieces have the same borders whichever thread computes them (Flash-Decoding, Dao et al.
-// 2023, with borders that do not depend on the number of threads), and are merged in the order of positions.
+// Everything is summed in float32, and the order for a row depends only on this row: the other rows in a step or a tile
+// never change its bits. A row attends to the pieces of a sequence one after another, as in FlashAttention (Dao et al.,
+// arXiv 2205.14135). The borders of pieces do not depend on the number of threads, unlike those in Flash-Decoding (Dao
+// et al., 2023). The pieces are merged in the order of positions.
 #pragma once
 
 #include <array>
@@ -29,29 +29,29 @@
 
 namespace carousel {
 
-// Query rows of a tile: tokens of one sequence × heads that share a KV head.
+// The query rows of a tile: tokens of one sequence × heads that share a KV head.
 constexpr int MAX_ROWS = std::min(12, MOST_SUMS);
-// Tokens of a piece: each begins with a wait for memory, which smaller ones have more often.
+// Tokens in a piece. Each piece starts with a wait for memory, so smaller pieces wait more often.
 #ifdef CAROUSEL_PIECE
 constexpr int64_t PIECE = CAROUSEL_PIECE;  // for tests
 #else
 constexpr int64_t PIECE = 2048;
 #endif
-// Vectors of which so many rows have sums in registers.
+// The number of vectors whose sums fit into registers for this many rows.
 constexpr int width_of(int rows) {
     return MOST_SUMS >= 24 ? (rows <= 4 ? 4 : 2) : (rows == 1 ? 4 : rows <= 3 ? 2 : 1);
 }
 
-// layouts.h and library.py name the same fields, as for all structures that Python passes.
+// layouts.h and library.py must name the same fields. This holds for all structures that Python passes.
 struct AttentionShape {
     int64_t num_heads, num_kv_heads, key_dim, value_dim, block_size;
     float scaling, softcap;  // softcap 0: none
     int64_t sliding_window;  // 0: none
     const float* sinks;      // [num_heads] or null
-    // From block to block of its memory, in heads of this shape: several layers may lie side by side, or ones of another
-    // shape, with as many scales as the shape with the most heads needs.
+    // The distance between blocks of the layer's memory, in heads of this shape. Layers of this or another shape may
+    // share a block, which has the number of scales of the shape with the most heads.
     int64_t heads_in_block, scales_in_block;
-    int64_t is_latent;  // the first `value_dim` numbers of a key are its value, and stored once
+    int64_t is_latent;  // the first `value_dim` numbers of a key are its value, and stored only once
 };
 
 struct Strides {  // in elements; the innermost stride is 1
@@ -60,11 +60,11 @@ struct Strides {  // in elements; the innermost stride is 1
 
 struct Segment {  // consecutive tokens of one sequence in the packed row
     int32_t first_token, num_tokens;
-    int32_t start;         // position of the first
-    int32_t table_offset;  // of the sequence's block ids in `tables`
+    int32_t start;         // position of the first token
+    int32_t table_offset;  // where the sequence's block ids start in `tables`
 };
 
-// Query, key, value or output of packed tokens; the innermost stride is 1.
+// Query, key, value or output of packed tokens. The innermost stride is 1.
 template <typename T>
 struct Heads {
     T* data;
@@ -73,12 +73,12 @@ struct Heads {
     T* at(int64_t token, int64_t head) const { return data + token * token_stride + head * head_stride; }
 };
 
-// Converts LANES units of int8.
+// Converts LANES units from int8.
 inline Words units_of(const int8_t* from, bf16) {
     return (Words)load(from) >> 16 | (Words)load(from + LANES);  // the lower halves are zeros
 }
 inline Words units_of(const int8_t* from, float) { return (Words)load(from); }
-// Converts `num_rows` times LANES units, which are `stride` units apart; fetches as many from `next` on.
+// Converts `num_rows` times LANES units, which are `stride` units apart; prefetches as many from `next` on.
 template <typename T>
 void convert_group(const uint32_t* group, const uint32_t* next, int64_t stride, int64_t num_rows, Words* to) {
     const auto *from = reinterpret_cast<const int8_t*>(group), *later = reinterpret_cast<const int8_t*>(next);
@@ -92,8 +92,8 @@ void convert_group(const uint32_t* group, const uint32_t* next, int64_t stride, 
 template <typename T>
 struct Pages {
     char *keys, *values;
-    float* scales;  // null: not in int8
-    int64_t heads_in_block, scales_in_block, latent_units, key_units;  // key_units: behind the latent
+    float* scales;  // null: the type is not int8
+    int64_t heads_in_block, scales_in_block, latent_units, key_units;  // key_units: after the latent
     int64_t value_dim, block_size, unit_bytes;
 
     Pages(const AttentionShape& shape, void* keys, void* values, void* scales)
@@ -112,7 +112,7 @@ struct Pages {
     const char* value_row(int32_t block, int64_t slot, int64_t kv_head) const {
         return values + ((block * heads_in_block + kv_head) * block_size + slot) / PER_UNIT<T> * value_dim * unit_bytes;
     }
-    // Of the keys of the tokens from `slot` on; of their values `block_size` further.
+    // The scales of the keys from `slot` on. The scales of the values are `block_size` further.
     float* scale_group(int32_t block, int64_t slot, int64_t kv_head) const {
         return scales + (block * scales_in_block + kv_head) * 2 * block_size + slot;
     }
@@ -144,7 +144,7 @@ struct Pages {
         });
     }
 
-    // Calls put(first, numbers) for each LANES of a row; returns their scale. That of a row with a NaN is one too.
+    // Calls put(first, numbers) for each LANES numbers of a row. Returns their scale, a NaN if the row has a NaN.
     template <typename Put>
     static float round_to_int8(const T* from, int64_t size, Put&& put) {
         Magnitude magnitude;
@@ -156,7 +156,7 @@ struct Pages {
     }
 };
 
-// Scores of ROWS query rows with GROUPS times LANES tokens; fetches the groups `ahead` of them.
+// Computes the scores of ROWS query rows with GROUPS times LANES tokens. Prefetches the groups `ahead` of them.
 template <typename T, int ROWS, int GROUPS>
 inline void score(const uint32_t* query, int64_t key_units, const uint32_t* const* groups, int64_t ahead,
                   int64_t stride, float* scores, int64_t row_stride) {
@@ -165,13 +165,13 @@ inline void score(const uint32_t* query, int64_t key_units, const uint32_t* cons
     Vector sums[ROWS][GROUPS] = {};
     add_products<Factor<T>, ROWS, GROUPS>(sums, keys, next, stride, stride, query, FACTOR_WORDS<T> * key_units, key_units);
 #pragma GCC unroll 16
-    for (int row = 0; row < ROWS; ++row)  // not one copy of a row: GCC would keep all in memory
+    for (int row = 0; row < ROWS; ++row)  // a copy of a whole row would make GCC keep all rows in memory
 #pragma GCC unroll 4
         for (int group = 0; group < GROUPS; ++group) store(sums[row][group], scores + row * row_stride + group * LANES);
 }
 
-// Adds the weighted values of some groups, of `num_units` units of tokens each, to WIDTH vectors of each row's sums;
-// `mask` zeroes the second token of an incomplete unit. Fetches the groups `ahead` of them.
+// Adds the weighted values of some groups, with `num_units` units of tokens each, to WIDTH vectors of each row's sums.
+// `mask` zeroes the second token of an incomplete unit. Prefetches the groups `ahead` of them.
 template <typename T, int ROWS, int WIDTH>
 inline void weigh(const uint32_t* weights, int64_t weight_stride, const uint32_t* const* groups, int64_t num_groups,
                   int64_t ahead, int64_t offset, int64_t value_dim, int64_t num_units, uint32_t mask, float* sums) {
@@ -197,13 +197,13 @@ inline void weigh(const uint32_t* weights, int64_t weight_stride, const uint32_t
         for (int part = 0; part < WIDTH; ++part) store(totals[row][part], sums + row * value_dim + part * LANES);
 }
 
-// Of keys and values in int8, by a token's position in its sequence; null where they are of the model's type.
+// The scales of keys and values in int8, by a token's position in its sequence; null if they have the model's type.
 struct Scales {
     const float *keys, *values;
 };
 
 // Turns the scores of one row, which attends to tokens [first, end) of [begin, padded), into weights relative to the
-// greatest. Returns that score and the sum of weights. Weights are of values in their scales.
+// greatest score. Returns that score and the sum of weights. The weights include the values' scales.
 template <typename T>
 inline std::pair<float, float> softmax(float* scores, uint32_t* weights, int64_t begin, int64_t first, int64_t end,
                                        int64_t padded, const AttentionShape& shape, Scales scales) {
@@ -212,7 +212,7 @@ inline std::pair<float, float> softmax(float* scores, uint32_t* weights, int64_t
         for (int64_t at = begin; at < padded; at += LANES) store_factors<T>(Vector{}, weights, at);
         return {LEAST, 0.0f};
     }
-    float scaling = shape.scaling * LOG2_E;  // of what is in `scores`, to powers of two
+    float scaling = shape.scaling * LOG2_E;  // converts `scores` to exponents of 2
     if (scales.keys || shape.softcap != 0.0f) {
         for (int64_t at = begin; at < padded; at += LANES) {
             const Vector scaled = load(scores + at) * shape.scaling;
@@ -236,7 +236,7 @@ inline std::pair<float, float> softmax(float* scores, uint32_t* weights, int64_t
     return {most, sum_of(total)};
 }
 
-// Of some rows, what each has attended to: the sum of values, weighted relative to its greatest score, and of weights.
+// For each row, the result over the tokens so far: the weighted sum of values, the greatest score, the sum of weights.
 struct Attended {
     float *values, *greatest, *weights;  // [rows][value_dim], [rows], [rows]
     int64_t value_dim;
@@ -255,10 +255,10 @@ struct Attended {
         return later;
     }
 
-    // Adds a piece behind those that the rows have attended to.
+    // Adds the next piece to the tokens that the rows have attended to.
     void add(const Attended& piece, int64_t num_rows) const {
         for (int64_t row = 0; row < num_rows; ++row) {
-            if (piece.weights[row] == 0.0f) continue;  // it has none of the row's tokens
+            if (piece.weights[row] == 0.0f) continue;  // the piece has none of the row's tokens
             const float most = std::max(greatest[row], piece.greatest[row]);
             const Vector own = power_of_two(Vector{} + (greatest[row] - most));
             const Vector other = power_of_two(Vector{} + (piece.greatest[row] - most));
@@ -272,7 +272,7 @@ struct Attended {
     }
 };
 
-// The latents of LANES tokens, as values are stored, in the layout of keys: [latent_units][LANES tokens].
+// Transposes the latents of LANES tokens from the layout of values to that of keys: [latent_units][LANES tokens].
 inline void turn_latents(const uint32_t* values, int64_t latent_units, int64_t value_dim, Words* to, float) {
     auto* units = reinterpret_cast<uint32_t*>(to);
     for (int64_t first = 0; first < latent_units; first += LANES)
@@ -295,15 +295,15 @@ void turn_latents(const uint32_t* values, int64_t latent_units, int64_t value_di
     turn_latents(values, latent_units, value_dim, to, T{});
 }
 
-// The groups of LANES tokens that a thread reads one after the other, and how many groups ahead of their use it fetches
-// them.
+// The groups of LANES tokens that a thread reads in order, and the number of groups by which it prefetches ahead of
+// their use.
 struct Walk {
-    std::vector<const uint32_t*> keys, values;  // in int8: of bytes
+    std::vector<const uint32_t*> keys, values;  // pointers to bytes in int8
     std::vector<const float*> scales;           // of keys and values in int8
     std::vector<Words> converted;
-    std::vector<bool> is_made;  // of the keys of latent attention, by group
-    int64_t num_made;           // of the piece
-    int64_t keys_ahead, values_ahead, key_stride;  // the last in units
+    std::vector<bool> is_made;  // by group: whether the keys of latent attention are made
+    int64_t num_made;           // groups of the piece
+    int64_t keys_ahead, values_ahead, key_stride;  // the stride is in units
     bool is_int8;
 
     template <typename T>
@@ -316,7 +316,7 @@ struct Walk {
         is_int8 = pages.scales != nullptr;
     }
     int64_t size() const { return int64_t(keys.size()); }
-    // Tokens [begin, end) of one sequence; `begin` is a multiple of LANES.
+    // Adds tokens [begin, end) of one sequence; `begin` is a multiple of LANES.
     template <typename T>
     void add(const Pages<T>& pages, const int32_t* table, int64_t kv_head, int64_t begin, int64_t end) {
         const int64_t before = size(), num_groups = (end - begin + LANES - 1) / LANES;
@@ -331,19 +331,19 @@ struct Walk {
                 if (pages.scales) scales.push_back(pages.scale_group(*table, slot, kv_head));
             }
     }
-    // While the first `num_shared` tokens are read, which lie in a cache already, the own ones of all sequences are
-    // fetched behind them.
+    // While the first `num_shared` tokens are read, which are already in a cache, the own tokens of all sequences after
+    // them are prefetched.
     template <typename T>
     void end(int64_t num_shared) {
-        constexpr int64_t MOST_AHEAD = 16;  // more in the time of one group would leave the cache before their use
+        constexpr int64_t MOST_AHEAD = 16;  // groups; more per group of reading would leave the cache before their use
         const int64_t own_ahead = std::min(num_shared / LANES, MOST_AHEAD);
         keys_ahead = std::max<int64_t>(4, own_ahead);
         values_ahead = std::max<int64_t>(PER_UNIT<T>, own_ahead);
-        keys.resize(keys.size() + keys_ahead, keys.back());  // so that there is something ahead of the last
+        keys.resize(keys.size() + keys_ahead, keys.back());  // the last group needs groups ahead of it
         values.resize(values.size() + values_ahead, values.back());
     }
-    // Puts the keys of some groups together, which are stored apart: the latents as values, then what is behind them.
-    // Those of a piece are made before it is read, into the memory of the piece before.
+    // Joins the parts of some groups' keys, which are stored apart: the latents as values, and the rest of the keys.
+    // The keys of a piece are made before the piece is read, in the memory of the previous piece.
     template <typename T>
     void make_keys(const Pages<T>& pages, int64_t first, int64_t end) {
         for (int64_t group = first; group < end; ++group) {
@@ -356,7 +356,7 @@ struct Walk {
             keys[group] = reinterpret_cast<const uint32_t*>(to);
         }
     }
-    // Before the groups of a piece. most: that it has.
+    // Call before the groups of a piece. most: the most groups in a piece.
     template <typename T>
     void begin_keys(const Pages<T>& pages, int64_t most) {
         num_made = 0;
@@ -364,7 +364,7 @@ struct Walk {
         is_made.resize(keys.size(), false);
         converted.resize(most * pages.query_units());
     }
-    // Converts groups [first, end) from int8, those of one piece: from now on there are only such.
+    // Converts groups [first, end) of one piece from int8. Only converted groups may be read afterwards.
     template <typename T>
     void convert(const Pages<T>& pages, int64_t first, int64_t end) {
         const int64_t key_rows = pages.key_units, value_rows = pages.value_dim / PER_UNIT<T>;
@@ -384,14 +384,14 @@ struct Walk {
     }
 };
 
-struct Scratch {  // of one thread, kept from call to call
+struct Scratch {  // of one thread, reused in later calls
     std::vector<uint32_t> query, weights;
     std::vector<Words> converted;  // whole cache lines
     std::vector<float> scores, attended, piece, key_scales, value_scales;
 };
 
-// Calls body(groups, first, count) with some groups at a time, converted from int8: as many as stay in the L1 cache.
-// Each has `num_rows` times LANES units, which are `stride` units apart where they come from.
+// Calls body(groups, first, count) with some groups at a time, converted from int8: as many as fit in the L1 cache.
+// Each group has `num_rows` times LANES units, which are `stride` units apart in the source.
 template <typename T, typename Body>
 void each_converted(const uint32_t* const* groups, int64_t num_groups, int64_t ahead, int64_t stride, int64_t num_rows,
                     Scratch& scratch, Body&& body) {
@@ -424,7 +424,7 @@ void weigh_groups(const uint32_t* weights, int64_t weight_stride, const uint32_t
                   int64_t ahead, int64_t value_dim, float* sums) {
     constexpr int WIDTH = width_of(ROWS);
     constexpr int64_t UNITS = LANES / PER_UNIT<T>;
-    constexpr int64_t GROUPS = 8;  // of which the values stay in the L1 cache for all dimensions
+    constexpr int64_t GROUPS = 8;  // their values stay in the L1 cache for all dimensions
     const auto add = [&](int64_t num_groups, int64_t skipped, int64_t num_units, uint32_t mask) {
         const uint32_t* from = weights + FACTOR_WORDS<T> * skipped;
         int64_t dim = 0;
@@ -446,7 +446,7 @@ void weigh_groups(const uint32_t* weights, int64_t weight_stride, const uint32_t
     if (num_tokens % PER_UNIT<T>) add(1, num_tokens / PER_UNIT<T>, 1, 0xffffu);
 }
 
-// In the matrix unit tiles 0 to 3 hold sums, 4 queries, 5 weights, 6 keys, 7 values.
+// In the matrix unit, tiles 0 to 3 hold sums, 4 queries, 5 weights, 6 keys, 7 values.
 inline void configure_amx(int rows) {
     amx::Shapes shapes;
     for (int tile = 0; tile < 5; ++tile) shapes.set(tile, rows);
@@ -456,7 +456,7 @@ inline void configure_amx(int rows) {
     amx::configure(shapes);
 }
 
-// As `score`, of as many rows as tiles are configured for; one group for each PART.
+// Like `score`, for the number of rows in the tiles' configuration; one group for each PART.
 template <int... PART>
 inline void score_in_amx(std::integer_sequence<int, PART...>, const uint32_t* query, int64_t key_units,
                          const uint32_t* const* groups, int64_t ahead, int64_t stride, float* scores,
@@ -483,7 +483,7 @@ void score_groups_in_amx(const uint32_t* query, int64_t key_units, const uint32_
         score_in_amx(std::make_integer_sequence<int, 1>(), query, key_units, groups, ahead, stride, scores, row_stride);
 }
 
-// As `weigh`, of LANES dimensions for each PART. The last group may have fewer tokens: what lies behind them counts as
+// Like `weigh`, for LANES dimensions per PART. The last group may have fewer tokens; the memory after them counts as
 // zeros.
 template <int... PART>
 inline void weigh_in_amx(std::integer_sequence<int, PART...>, const uint32_t* weights, int64_t weight_stride,
@@ -544,9 +544,9 @@ constexpr Tile AMX_TILES[amx::ROWS + 1] = {
 };
 #undef TILE
 
-// How query rows are computed together.
+// The code that computes several query rows together.
 struct Rows {
-    const Tile* tiles;  // by the number of rows
+    const Tile* tiles;  // indexed by the number of rows
     int64_t most;
 };
 
@@ -555,11 +555,11 @@ Rows rows_together(const AttentionShape& shape) {
     return amx::fits<T>(shape.key_dim) ? Rows{AMX_TILES, amx::ROWS} : Rows{TILES<T>.data(), MAX_ROWS};
 }
 
-// Query rows of one sequence and one KV head, no more than are computed together: each of some tokens with each of some heads.
+// Query rows of one sequence and one KV head that are computed together: each of some tokens with each of some heads.
 struct Part {
-    int64_t group;                              // of the walk: where its own tokens begin
+    int64_t group;                              // of the walk, at which its own tokens start
     int64_t begin;                              // the first of its own tokens
-    int64_t first_token, num_tokens, position;  // in the packed row; of the first in its sequence
+    int64_t first_token, num_tokens, position;  // in the packed row; position of the first token
     int64_t first_head, num_heads;
 
     int64_t num_rows() const { return num_tokens * num_heads; }
@@ -578,13 +578,13 @@ struct Stretch {
     int64_t num_groups() const { return (padded() - begin) / LANES; }
 };
 
-// The part of a piece that lies in the blocks which several sequences share, and the part behind it.
+// The part of a piece in the blocks that several sequences share, and the part after these blocks.
 inline Stretch shared_of(Stretch piece, int64_t num_shared) { return {piece.begin, std::min(piece.end, num_shared)}; }
 inline Stretch own_of(Stretch piece, const Part& part) {
     return {std::max(piece.begin, part.begin), std::min(piece.end, part.length())};
 }
 
-// By position in the piece. Behind the last token they are 0: its memory may hold anything.
+// Collects scales by position in the piece. They are 0 after the last token, where memory may hold anything.
 inline Scales scales_by_position(const Walk& walk, const Part& part, int64_t num_shared, int64_t shared_group,
                                  Stretch piece, int64_t block_size, Scratch& scratch) {
     scratch.key_scales.resize(PIECE);
@@ -603,8 +603,9 @@ inline Scales scales_by_position(const Walk& walk, const Part& part, int64_t num
     return {keys, values};
 }
 
-// What all rows of some parts attend to in one piece: to the first `num_shared` tokens of the walk, which are read once
-// for all rows that are computed together, and to their own. The walk begins with the shared ones from `walk_begin` on.
+// Computes the attention of all rows of some parts in one piece: over the first `num_shared` tokens of the walk, read
+// once for all rows that are computed together, and over each part's own tokens. The walk starts with the shared tokens
+// from `walk_begin` on.
 template <typename T>
 void attend_piece(const AttentionShape& shape, const Rows& rows, const Pages<T>& pages, Walk& walk,
                   const Part* parts, int64_t num_parts, int64_t num_shared, int64_t walk_begin, Stretch piece,
@@ -617,11 +618,11 @@ void attend_piece(const AttentionShape& shape, const Rows& rows, const Pages<T>&
     each_part([&](const Part& part, int64_t) { num_rows += part.num_rows(); });
     const Stretch shared = shared_of(piece, num_shared);
     const int64_t shared_group = (piece.begin - walk_begin) / LANES;
-    const auto each_tile = [&](auto&& body) {  // of what is shared
+    const auto each_tile = [&](auto&& body) {  // for the shared tokens
         for (int64_t row = 0; !shared.is_empty() && row < num_rows; row += rows.most)
             body(rows.tiles[std::min(rows.most, num_rows - row)], row);
     };
-    // Rows of a power of two would lie in the same few lines of a core's cache.
+    // A row length of a power of two would map all rows to the same few lines of a core's cache.
     constexpr int64_t STRIDE = PIECE + 2 * LANES, WEIGHT_STRIDE = words_of<T>(STRIDE);
     const int64_t query_words = words_of<T>(shape.key_dim);
     scratch.query.resize(num_rows * query_words);
@@ -699,28 +700,28 @@ void attend_piece(const AttentionShape& shape, const Rows& rows, const Pages<T>&
     each_own(weigh);
 }
 
-// Segments of a step that are attended to together: one, or several of one token each that begin with the same blocks.
+// Segments of a step that are computed together: one, or several of one token each that start with the same blocks.
 struct Group {
     int32_t first, count;  // in the order of `Groups`
-    int32_t num_shared;    // tokens in the blocks that all of them begin with
+    int32_t num_shared;    // tokens in the blocks with which all of them start
 };
 
-// What one thread computes of a group for one KV head.
+// The work of one thread on a group for one KV head.
 struct Share {
     int32_t group;
-    int32_t piece;   // of a group whose pieces are computed apart; -1: all
-    int64_t memory;  // where what the rows attend to is kept until it is merged
+    int32_t piece;   // the piece, if the group's pieces are computed apart; -1: all pieces
+    int64_t memory;  // where the result is stored until it is merged
 };
 
-// All segments of a step in groups.
+// All segments of a step, in groups.
 class Groups {
   public:
-    // most_rows: that are computed together.
+    // most_rows: the most rows that are computed together.
     void find(const Segment* segments, int64_t num_segments, const int32_t* tables, const AttentionShape& shape,
               int64_t most_rows, int64_t num_threads) {
         order_.assign(segments, segments + num_segments);
         groups_.clear();
-        // Those of several tokens first: they take the most time.
+        // Segments of several tokens come first, because they take the most time.
         const auto single = std::stable_partition(order_.begin(), order_.end(),
                                                   [](const Segment& segment) { return segment.num_tokens > 1; });
         std::sort(single, order_.end(), [&](const Segment& left, const Segment& right) {
@@ -745,13 +746,13 @@ class Groups {
     int64_t attended_size(const Group& group, const AttentionShape& shape) const {
         return Attended::size(num_rows(group, shape), shape.value_dim);
     }
-    // Of a share's rows for one KV head.
+    // The result of a share's rows for one KV head.
     Attended attended(const Share& share, int64_t kv_head, const AttentionShape& shape) {
         const Group& group = groups_[share.group];
         const int64_t before = share.memory * shape.num_kv_heads + kv_head * attended_size(group, shape);
         return {memory_.data() + before, num_rows(group, shape), shape.value_dim};
     }
-    // The tokens that a share goes through, from the border of a piece on.
+    // The tokens of a share, which start at the border of a piece.
     Stretch pieces(const Share& share) const {
         const Group& group = groups_[share.group];
         if (share.piece >= 0) return {share.piece * PIECE, (share.piece + 1) * PIECE};
@@ -766,12 +767,12 @@ class Groups {
     const Segment* segments(const Group& group) const { return order_.data() + group.first; }
 
   private:
-    static constexpr int64_t TASKS = 6;  // of each thread at least, so that all end at much the same time
+    static constexpr int64_t TASKS = 6;  // least tasks per thread, so that all threads end at nearly the same time
 
-    // Pieces of a long group of decoding sequences are computed apart where threads would wait for one that has a whole
-    // KV head of it.
+    // The pieces of a long group of decoding sequences are computed apart if threads would otherwise wait for a thread
+    // that has a whole KV head of the group.
     void find_shares(const AttentionShape& shape, int64_t num_threads) {
-        constexpr int64_t TOKENS = 4;  // of a prompt take as long as one that waits for memory
+        constexpr int64_t TOKENS = 4;  // tokens of a prompt take as long as one decoding token that waits for memory
         shares_.clear();
         split_.clear();
         const auto num_tokens = [&](const Group& group) { return int64_t(segments(group)->num_tokens); };
@@ -780,7 +781,7 @@ class Groups {
             all_pieces += num_pieces(group) * shape.num_kv_heads * ((num_tokens(group) + TOKENS - 1) / TOKENS);
         for (int32_t at = 0; at < int32_t(groups_.size()); ++at) {
             const int64_t pieces = num_pieces(groups_[at]);
-            const int64_t tasks = (all_pieces + pieces - 1) / pieces;  // if all took as long
+            const int64_t tasks = (all_pieces + pieces - 1) / pieces;  // if all tasks took equally long
             const int64_t num_idle = (num_threads - tasks % num_threads) % num_threads;
             if (pieces == 1 || num_tokens(groups_[at]) > 1 || tasks >= TASKS * num_threads || num_idle * 10 < tasks) {
                 shares_.push_back({at, -1, 0});
@@ -793,14 +794,14 @@ class Groups {
         memory_.resize(size * shape.num_kv_heads);
     }
 
-    // As many as fill a tile, and two at least; fewer where threads would have nothing to do.
+    // As many sequences as fill a tile, at least two; fewer if threads would be idle.
     static int64_t most_together(const AttentionShape& shape, int64_t most_rows, int64_t num_sequences,
                                  int64_t num_threads) {
         const int64_t fitting = std::max<int64_t>(2, most_rows * shape.num_kv_heads / shape.num_heads);
         return std::min(fitting, num_sequences * shape.num_kv_heads / (TASKS * num_threads));
     }
 
-    // As many neighbours as save the most reads for each of them.
+    // As many neighbouring segments as save the most reads for each of them.
     Group group_from(int32_t first, int64_t most, const int32_t* tables, int64_t block_size) const {
         const int64_t end = std::min<int64_t>(first + most, order_.size());
         int64_t count = 1, num_shared = 0, common = order_[first].start / block_size;
@@ -824,8 +825,8 @@ class Groups {
     std::vector<float> memory_;
 };
 
-// The output of some rows of one KV head from what they have attended to: of all of its query heads for one token after
-// the other. A sink takes its weight and has no value.
+// Writes the output of some rows of one KV head: all of its query heads for one token after another. A sink takes part
+// of the weights and has no value.
 template <typename T, typename TokenOf>
 void put_output(const AttentionShape& shape, int64_t kv_head, int64_t num_rows, TokenOf&& token_of, const Attended& attended,
                 Heads<T> output) {
@@ -845,7 +846,7 @@ void put_output(const AttentionShape& shape, int64_t kv_head, int64_t num_rows, 
     }
 }
 
-// A share of a group for the query heads of one KV head: its output, or what it attends to in one piece.
+// Computes a share of a group for the query heads of one KV head: its output, or its result in one piece.
 template <typename T>
 void attend(const AttentionShape& shape, const Pages<T>& pages, Groups& groups, const Share& share, const int32_t* tables,
             int64_t kv_head, Heads<const T> query, Heads<T> output) {
@@ -860,10 +861,10 @@ void attend(const AttentionShape& shape, const Pages<T>& pages, Groups& groups, 
     const Rows rows = rows_together<T>(shape);
     const int64_t most_heads = std::min(heads_per_kv, rows.most);  // of one part
     const int64_t most_tokens = std::max<int64_t>(1, rows.most / heads_per_kv);
-    // A window that leaves out the first token of one of them may leave out others of the next.
+    // A window that excludes the first token of one segment may exclude more tokens of the next segment.
     const bool is_cut = std::any_of(first, end, [&](const Segment& own) { return window && own.start >= window; });
     const int64_t num_shared = is_cut ? 0 : group.num_shared;
-    const auto begin = [&](int64_t position) {  // of the own tokens that a row at `position` attends to
+    const auto begin = [&](int64_t position) {  // the first of the own tokens that a row at `position` attends to
         return num_shared ? num_shared : window ? std::max<int64_t>(0, position + 1 - window) / LANES * LANES : 0;
     };
     Stretch pieces = groups.pieces(share);
@@ -900,7 +901,7 @@ void attend(const AttentionShape& shape, const Pages<T>& pages, Groups& groups, 
     };
     if (share.piece >= 0) {
         const Attended result = groups.attended(share, kv_head, shape);
-        if (walk.size() == 0) return result.clear(num_rows);  // all of it lies before a window
+        if (walk.size() == 0) return result.clear(num_rows);  // all tokens lie before a window
         walk.end<T>(num_shared);
         begin_keys();
         return attend_to(pieces.begin, 0, num_parts, result);
@@ -912,7 +913,7 @@ void attend(const AttentionShape& shape, const Pages<T>& pages, Groups& groups, 
     const Attended further(scratch.piece.data(), num_rows, shape.value_dim);
     const int64_t together = first->num_tokens == 1 ? num_parts : 1;
     const int64_t num_groups = walk.size() - walk.keys_ahead;
-    constexpr int64_t LEAST_PARTS = 4;  // that use what is converted together: it leaves the L1 cache
+    constexpr int64_t LEAST_PARTS = 4;  // parts that use converted groups, which do not fit in the L1 cache
     const bool converts = walk.is_int8 && together == 1 && num_parts >= LEAST_PARTS;
     for (int64_t piece = pieces.begin; piece < pieces.end; piece += PIECE) {
         begin_keys();
@@ -934,7 +935,7 @@ void attend(const AttentionShape& shape, const Pages<T>& pages, Groups& groups, 
                attended, output);
 }
 
-// Attention of a whole step, by all threads of a pool, inside of its `run`. Keys and values are written already.
+// Computes the attention of a whole step with all threads of a pool, inside its `run`. Keys and values must be stored.
 template <typename T>
 void attend_in(ThreadPool& threads, const AttentionShape& shape, const Pages<T>& pages, Groups& groups,
                const int32_t* tables, Heads<const T> query, Heads<T> output) {

@@ -1,6 +1,6 @@
-"""Paged attention for CPUs in C++, for models that run on transformers' own code.
+"""Paged attention for CPUs in C++, for models that run on transformers' code.
 
-Where there is no compiler, or a model's shape does not fit, `TorchAttention` serves instead.
+`TorchAttention` replaces it if there is no compiler or a model's shape does not fit.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from app.model.cpu.library import DTYPES, AttentionShape, Strides, ThreadPool, l
 from app.model.inputs import ModelInputs, Segments, build_segments
 from app.model.kv_cache import ONE_GROUP, LayerGroups, LayerShape
 
-MAX_SEGMENT_TOKENS = 32  # of one sequence in one piece of work
+MAX_SEGMENT_TOKENS = 32  # tokens of one sequence in one piece of work
 
 
 class NativeAttention:
-    """KV memory in the kernel's own layout, and the kernel."""
+    """KV memory in the kernel's own layout, together with the kernel."""
 
     def __init__(self, pages: NativeKVCache, threads: ThreadPool, groups: LayerGroups = ONE_GROUP) -> None:
         self.groups = groups
         self.block_size = pages.block_size
         self.kv_tensors = pages.tensors
         self.pages = pages
-        self.memories: dict[int, LayerMemory] = {}  # by layer, from its first step on
+        self.memories: dict[int, LayerMemory] = {}  # by layer, added in the layer's first step
         self.function = getattr(threads.code, f"carousel_attention_step_{DTYPES[pages.dtype]}")
         self.threads = threads
         if pages.dtype is torch.bfloat16:

@@ -1,6 +1,6 @@
-"""A model's safetensors files, mapped into memory, and transformers' model computed from them a layer at a time.
+"""A model's safetensors files, mapped into memory, and transformers' model computed from them layer by layer.
 
-A weight is a view of its file, so its pages are in memory once however often it is read, and only while they are used.
+A weight is a view of its file. Its pages are in memory once, no matter how often they are read, and only while in use.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from app.model.quantised_checkpoint import Quantised, can_be_multiplied, multipl
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Parts of names: in Mixtral's files, and in transformers' other mixtures.
+# Parts of names: in Mixtral's files, and in other mixtures of transformers.
 _MIXTRAL_NAMES = (
     (".block_sparse_moe.", ".mlp."), (".w1.", ".gate_proj."), (".w2.", ".down_proj."), (".w3.", ".up_proj."),
 )  # fmt: skip
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_PIECE = 2**22  # numbers that are converted at a time
+_PIECE = 2**22  # numbers that are converted at once
 
-Part = Callable[[torch.Tensor], torch.Tensor]  # a view of some of a weight's numbers
+Part = Callable[[torch.Tensor], torch.Tensor]  # returns a view of some of a weight's numbers
 
 
 class Checkpoint:
-    """The weights in a model's files, each read when it is asked for."""
+    """The weights in a model's files. Each weight is read on request."""
 
     def __init__(
         self,
@@ -46,15 +46,15 @@ class Checkpoint:
         dtype: torch.dtype,
         quantised: Quantised | None = None,
     ) -> None:
-        """dtype: of the weights as they are given; one that the files have as well is not copied.
-        quantised: what config.json says of the files. Its weights are given multiplied out.
+        """dtype: the type of the returned weights; weights stored in this type are not copied.
+        quantised: config.json's description of the weights, which are then returned multiplied out.
 
         Raises OSError if a file cannot be read.
         """
         self._location = location
         self._dtype = dtype
         self._quantised = quantised
-        self._files: dict[str, tuple[Any, str]] = {}  # by the name of a weight: its file, and its name there
+        self._files: dict[str, tuple[Any, str]] = {}  # by weight name: its file, and its name in the file
         self._used: list[torch.Tensor] = []
         self._converted: WeakValueDictionary[str, torch.Tensor] = WeakValueDictionary()  # by their names in the files
         for path in sorted(location.glob("model*.safetensors")):
@@ -65,9 +65,9 @@ class Checkpoint:
             self._files |= {renamed(key): (file, key) for key in [*file.keys()]}
 
     def __call__(self, name: str, part: Part | None = None) -> torch.Tensor | None:
-        """The weight of this name, or a part of it. A head that is tied to the embedding is not in the files.
+        """Return a weight or a part of it; None if the files lack it, unless it is a head tied to the embedding.
 
-        Raises UnsupportedModel if the files of a packed weight do not fit each other.
+        Raises UnsupportedModel if the tensors of a packed weight do not fit each other.
         """
         packed = self._packed(name)
         if packed is not None:
@@ -91,37 +91,37 @@ class Checkpoint:
             return mapped
         own_name = self.own_name(name)
         converted = self._converted.get(own_name)
-        if converted is None:  # else a tied head, while the embedding is there
+        if converted is None:  # otherwise it is a tied head, while the embedding exists
             converted = self._converted[own_name] = _converted(mapped, self._dtype)
         return converted
 
     def to_pack(self, name: str) -> torch.Tensor | StoredMatrix | None:
-        """The weight of this name for the C++ decoder, which multiplies some quantised matrices as files have them."""
+        """Return a weight for the C++ decoder, which multiplies some quantised matrices in the files' own types."""
         return self(name)
 
     def size_to_pack(self, name: str) -> torch.Tensor | StoredMatrix | None:
-        """The same on the meta device."""
+        """Return the same as `to_pack` on the meta device."""
         shape = self.shape(name)
         return None if shape is None else torch.empty(shape, dtype=self._dtype, device="meta")
 
     @property
     def has_stored(self) -> bool:
-        """Whether `to_pack` gives matrices as files have them."""
+        """Whether `to_pack` returns matrices in the files' own types."""
         return False
 
     def own_name(self, name: str) -> str:
-        """The name in the files: a tied head is the embedding."""
+        """Return the name in the files: a tied head has the name of the embedding."""
         return EMBEDDING if name == HEAD and name not in self._files else name
 
     def shape(self, name: str) -> torch.Size | None:
-        """Of the weight of this name."""
+        """Return the shape of a weight."""
         found = self._packed(name) or self._mapped(name)
         return None if found is None else found.shape
 
     def in_rows(self, name: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """A whole weight of 8 bits as it is in its file, and a scale for each of its rows, [num_rows, 1] float32.
+        """Return a whole 8-bit weight as stored in its file, and a scale for each of its rows, [num_rows, 1] float32.
 
-        None for a weight that is not quantised in this type, or of which a row has several scales.
+        Returns None if the weight is not quantised in this type, or if one of its rows has several scales.
         """
         numbers, scales = self._mapped(name), self._scales(name)
         if numbers is None or numbers.dtype is not dtype or scales is None or self._quantised is None:
@@ -133,15 +133,15 @@ class Checkpoint:
         return numbers, of_rows
 
     def release(self) -> None:
-        """Give back the memory of all weights read so far. One that is used again is read from its file again."""
+        """Free the memory of all weights read so far. A weight that is used again is read from its file again."""
         for weight in self._used:
             advise(weight, mmap.MADV_DONTNEED)
         self._used.clear()
 
     def has_weights_of(self, module: PreTrainedModel) -> bool:
-        """Whether every weight of a model is in the files, under its name in the model and in its shape.
+        """Return whether the files have every weight of a module, with its name and shape.
 
-        Raises UnsupportedModel, with the numbers, if one is packed there in a way that does not fit.
+        Raises UnsupportedModel, with the numbers, if a packed weight does not fit.
         """
         is_tied = bool(module.config.tie_word_embeddings)
         for name, weight in by_expert(module.state_dict()).items():
@@ -157,7 +157,7 @@ class Checkpoint:
         return True
 
     def _packed(self, name: str, expected: torch.Size | None = None) -> PackedWeight | None:
-        """A weight that the files have packed. expected: its shape in the model."""
+        """Return a weight that the files store packed; None for other weights. expected: its shape in the model."""
         packing = None if self._quantised is None else self._quantised.packing
         if packing is None:
             return None
@@ -173,16 +173,16 @@ class Checkpoint:
         return found
 
     def _can_multiply(self, name: str, weight: torch.Tensor) -> bool:
-        # With these a weight is more than its numbers times its scales.
+        # With these tensors, a weight is more than its numbers times its scales.
         if self._quantised is None or any(f"{name}_{other}" in self._files for other in ("zero_point", "g_idx")):
             return False
         return can_be_multiplied(weight, self._scales(name), self._quantised.block)
 
     def _scales(self, name: str) -> torch.Tensor | None:
-        """What a weight is to be multiplied with, if it is quantised."""
+        """Return the scales of a weight, if it is quantised."""
         if self._quantised is None or not self._quantised.has_scales:
             return None
-        # DeepSeek's name, of the scale itself and not its inverse, and compressed-tensors'.
+        # The first name is DeepSeek's, for the scale itself and not its inverse; the second is compressed-tensors'.
         names = (f"{name}_scale_inv", f"{name}_scale")
         return next((found for each in names if (found := self._mapped(each)) is not None), None)
 
@@ -196,7 +196,7 @@ class Checkpoint:
 
 
 def _converted(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy of a mapped weight. The pages of the mapped one are given back piece by piece."""
+    """Return a converted copy of a mapped weight. Frees the pages of the mapped weight piece by piece."""
     converted = torch.empty_like(weight, dtype=dtype)
     for to, piece in zip(torch.split(converted.flatten(), _PIECE), torch.split(weight.flatten(), _PIECE), strict=True):
         to.copy_(piece)
@@ -205,7 +205,7 @@ def _converted(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def renamed(key: str) -> str:
-    """The name of a weight as transformers has it, of its name in a file."""
+    """Translate the name of a weight in a file to its name in transformers."""
     if _MIXTRAL_NAMES[0][0] in key:
         for mixtrals, name in _MIXTRAL_NAMES:
             key = key.replace(mixtrals, name)
@@ -213,7 +213,7 @@ def renamed(key: str) -> str:
 
 
 class MappedModel:
-    """A Llama-like model of transformers on the meta device, and the files that have its weights."""
+    """A Llama-like model of transformers on the meta device, and the files with its weights."""
 
     def __init__(
         self,
@@ -223,8 +223,8 @@ class MappedModel:
         *,
         rank: int | None = None,
     ) -> None:
-        """device: onto which each weight is copied when it is asked for; None: it stays a view of its file.
-        rank: of which it is the part, where the module has been divided. No more than its numbers are read.
+        """device: the device that weights are copied to on request; None leaves them as views of the files.
+        rank: the rank whose part the module is, if it has been divided. Only that part is read.
         """
         self.module = module
         self.checkpoint = checkpoint
@@ -233,14 +233,14 @@ class MappedModel:
         self._shapes = {_in_files(name): weight for name, weight in module.state_dict().items()}
 
     def __call__(self, name: str) -> torch.Tensor | None:
-        """The weight of a name in the files; those of all experts of a layer have one, as in the model."""
+        """Return a weight by its name in the files. All experts of a layer share one name, as in the model."""
         if name not in self._shapes:
             return None
         found = self._read(name, self._shapes[name])
         return self._placed(self._of_experts(name) if found is None else found)
 
     def _read(self, name: str, like: torch.Tensor) -> torch.Tensor | None:
-        """A weight, or a rank's part of it: in each dimension in which the file has more than `like`."""
+        """Return a weight, or a rank's part of it in each dimension in which the file has more numbers than `like`."""
         rank = self.rank
         if rank is None:
             return self.checkpoint(name)
@@ -253,19 +253,19 @@ class MappedModel:
         return self.checkpoint(name, part)
 
     def in_rows(self, name: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """As `Checkpoint` has it, on the device."""
+        """Like `Checkpoint.in_rows`, on the device."""
         found = self.checkpoint.in_rows(name, dtype)
         return None if found is None else (self._placed(found[0]), self._placed(found[1]))
 
     def compute_from_files(self) -> None:
-        """Give each part of the model its weights while it computes, and no longer."""
+        """Give each part of the model its weights only while that part computes."""
         self._add_positions()
         for name, part in self._parts():
             part.register_forward_pre_hook(partial(self._fill, name))
             part.register_forward_hook(self._empty)
 
     def load(self) -> None:
-        """Give the model its weights; the host has those of one layer at a time."""
+        """Give the model its weights. The host's memory holds one layer's weights at a time."""
         self._add_positions()
         for name, part in self._parts():
             if part is self.module.lm_head and self.module.config.tie_word_embeddings and self.rank is None:
@@ -280,7 +280,7 @@ class MappedModel:
             self.module.model.rotary_emb.to(self._device)
 
     def _parts(self) -> list[tuple[str, nn.Module]]:
-        """All that has weights, one layer at a time, with names."""
+        """Return all parts that have weights, with their names, one layer at a time."""
         names, base = {part: name for name, part in self.module.named_modules()}, self.module.model
         children = dict(base.named_children())
         norm = described_as(self.module).names.final_norm
@@ -294,7 +294,7 @@ class MappedModel:
         part.load_state_dict(weights, assign=True)
         if (
             scale := getattr(part, "scalar_embed_scale", None)
-        ) is not None:  # of Gemma: no weight, and not in the files
+        ) is not None:  # in Gemma, a scale that is no weight and is not in the files
             part.embed_scale = torch.tensor(scale, device=self._device)
 
     def _empty(self, part: nn.Module, _arguments: Any, _output: Any) -> None:
@@ -310,14 +310,14 @@ class MappedModel:
         return joined
 
     def _placed(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight if self._device is None else weight.to(self._device, copy=True)  # not the file's own pages
+        return weight if self._device is None else weight.to(self._device, copy=True)  # not the file's pages
 
 
 def _in_files(name: str) -> str:
-    """The name of a weight in the files. Linear layers that join what ranks compute have another one inside."""
+    """Return a weight's name in the files. Modules that join the results of ranks contain another linear layer."""
     return name.replace(".linear.", ".")
 
 
 def add_positions(module: PreTrainedModel) -> None:
-    """The numbers of rotary positions are computed from the configuration; they are no weights."""
+    """Compute the numbers of rotary positions, which are no weights, from the configuration."""
     module.model.rotary_emb = type(module.model.rotary_emb)(config=module.config)

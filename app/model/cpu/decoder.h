@@ -1,7 +1,7 @@
 // All layers of a Llama-like decoder in one call.
 //
-// Numbers are rounded where transformers rounds them, so that bfloat16 gives the tokens that its own forward gives as
-// far as the order of summation allows.
+// Numbers are rounded where transformers rounds them. So bfloat16 gives the same tokens as transformers' forward pass,
+// except for differences from the order of summation.
 #pragma once
 
 #include "adapters.h"
@@ -14,78 +14,78 @@
 
 namespace carousel {
 
-// What a layer does with the tokens before one; in the order of `MIXERS` in decoder.py.
+// How a layer uses earlier tokens; in the order of `MIXERS` in decoder.py.
 enum Mixer : int64_t { ATTENTION, SHORT_CONVOLUTION, GATED_DELTA_RULE };
 constexpr int NUM_MIXERS = 3;
 
-// Inputs that a token has for each layer beside the residual: from a table, and projected from its embedding.
+// The inputs of a token for each layer, in addition to the residual: from a table, and projected from its embedding.
 struct PerLayerShape {
-    int64_t size, total_size;    // of one layer, and of all layers of the model; 0: there are none
-    const void* embedding;       // of the model's type, [vocab_size][total_size]; packed where weights are quantised
-    const uint32_t* projection;  // from the embedding of a token
-    const float* norm;           // [size], of what is projected
+    int64_t size, total_size;    // of one layer, and of all layers of the model; 0: no such inputs
+    const void* embedding;       // the model's type, [vocab_size][total_size]; packed if weights are quantised
+    const uint32_t* projection;  // from a token's embedding
+    const float* norm;           // [size], of the projected inputs
     float embedding_scale, projection_scale, sum_scale;
 };
 
 struct DecoderShape {
     int64_t hidden_size, num_heads, vocab_size, block_size, num_layers;
-    // Of the layers' matrices. 0: they and the head are of the model's type. IN_GROUPS, IN_BLOCKS or both: all matrices are
-    // stored ones, whose inputs are rounded so.
+    // Bits of the layers' matrices. 0: these and the head have the model's type. IN_GROUPS, IN_BLOCKS or both: all
+    // matrices are stored ones, and this is how their inputs are rounded.
     int64_t weight_bits;
-    int64_t num_groups;           // of layers, each with blocks of its own
-    int64_t gates_attention;      // its output by as many more outputs of the projection of queries
-    int64_t norms_all_heads;      // one norm for the queries of all heads, and one for the keys
-    int64_t norms_values;         // of each head, without weights
-    int64_t rounds_in_norms;      // normed numbers are rounded before the weight of the norm
+    int64_t num_groups;           // groups of layers, each with its own blocks
+    int64_t gates_attention;      // extra outputs of the query projection gate the output of attention
+    int64_t norms_all_heads;      // one norm for all heads' queries, and one for all heads' keys
+    int64_t norms_values;         // of each head, by a norm without weights
+    int64_t rounds_in_norms;      // normed numbers are rounded before they are multiplied by the weight
     int64_t rounds_rotary;        // products with cosines and sines are rounded
-    int64_t has_gelu;             // of the tanh form, in place of SiLU
+    int64_t has_gelu;             // in its tanh form, instead of SiLU
     float epsilon, scaling;
     float softcap, logits_softcap;  // 0: none
     float embedding_scale;
     PerLayerShape per_layer;
     ExpertsShape experts;
-    ConvolutionShape convolution;  // the inputs of a token are `projected`
+    ConvolutionShape convolution;  // reads a token's inputs from `projected`
     RecurrenceShape delta_rule;
 };
 
 struct MlpWeights {
-    const uint32_t* gate_up;  // LANES outputs of gate and the LANES of up at the same place, in turn
+    const uint32_t* gate_up;  // LANES outputs of gate and LANES outputs of up, in turn
     const uint32_t* down;
 };
 
-// Norms and biases in float32, matrices packed; null where there is none.
+// Norms and biases are float32, and matrices are packed. Null: the layer has no such weight.
 struct LayerWeights {
     int64_t mixer, intermediate_size;
     const float *mixer_input_norm, *mixer_output_norm, *feed_forward_input_norm, *feed_forward_output_norm;
-    // Of the inputs of the mixer. Outputs of attention: queries, gates, keys, values; of the short convolution: the factor
-    // of its inputs, the factor of its outputs, inputs; of the delta rule: queries, keys, values, gates.
+    // Of the mixer's inputs. The outputs are, in attention: queries, gates, keys, values; in the short convolution: the
+    // factor of its inputs, the factor of its outputs, inputs; in the delta rule: queries, keys, values, gates.
     const uint32_t* projection;
     const float* projection_bias;
     const uint32_t* output;
     const float* output_bias;
-    // Of attention.
-    const float *query_norm, *key_norm;  // [head_dim], or of all heads
+    // For attention.
+    const float *query_norm, *key_norm;  // [head_dim], or for all heads
     void *keys, *values;
-    float* scales;                         // of keys and values in int8; null where they are of the model's type
+    float* scales;                         // of keys and values in int8; null if they have the model's type
     int64_t heads_in_block, scales_in_block;  // as in `AttentionShape`
     int64_t num_kv_heads, head_dim;
-    int64_t num_kv_projections;            // 2: of keys and of values; 1: values are keys; 0: an earlier layer's are read
+    int64_t num_kv_projections;            // 2: keys and values; 1: values are keys; 0: another layer's are read
     int64_t sliding_window, group;         // window 0: none
-    int64_t rotary, rotary_dim;            // which table of positions, and the numbers of a head that are turned
-    // Of the recurrent mixers.
-    const void *taps, *tap_biases;         // of the model's type: [channels][kernel_size], [channels]
+    int64_t rotary, rotary_dim;            // index of the table of positions, and the turned numbers of a head
+    // For the recurrent mixers.
+    const void *taps, *tap_biases;         // the model's type: [channels][kernel_size], [channels]
     void* convolution_states;              // [slots][kernel_size - 1][channels]
-    const uint32_t* rates;                 // never quantised: outputs beta, then the change of the decay, for each head
+    const uint32_t* rates;                 // never quantised; outputs for each head: beta, then the change of the decay
     const float *decay, *decay_bias;       // [heads]
     const float* gate_norm;                // [value_dim]
     float* delta_states;                   // [slots][heads][key_dim][value_dim]
-    // Behind the feed-forward part.
+    // After the feed-forward part.
     const uint32_t *per_layer_gate, *per_layer_projection;
     const float* per_layer_norm;
-    const float* output_scale;             // one number, by which the outputs are multiplied; null: none
-    // Of the feed-forward part.
-    const uint32_t* router;  // never quantised; null where there are no experts
-    const MlpWeights* mlps;  // one, or one for each expert
+    const float* output_scale;             // one factor for the outputs; null: none
+    // For the feed-forward part.
+    const uint32_t* router;  // never quantised; null without experts
+    const MlpWeights* mlps;  // one MLP, or one for each expert
 };
 
 struct DecoderStep {
@@ -95,13 +95,13 @@ struct DecoderStep {
     const int64_t* const* slots;    // [num_groups][num_tokens]
     const Segment* segments;
     const int32_t* const* tables;   // [num_groups]
-    const Piece* pieces;            // of the recurrent layers
-    const int64_t* rows;            // [num_rows], ascending: the tokens of which anything is wanted
-    const int64_t* logits_rows;     // [num_logits], ascending: the rows of which logits are wanted
+    const Piece* pieces;            // for the recurrent layers
+    const int64_t* rows;            // [num_rows], ascending: the tokens with any wanted result
+    const int64_t* logits_rows;     // [num_logits], ascending: the rows with wanted logits
     const float* const* rotary;     // by table: [num_positions][2][rotary_dim / 2], cosines and sines
     float* logits;                  // [num_logits][vocab_size]
-    int64_t* likeliest;             // [num_logits], the first of the greatest logits of each
-    float* hidden;                  // [num_rows][hidden_size], behind the final norm; null: all rows have logits instead
+    int64_t* likeliest;             // [num_logits], the first of the greatest logits of each row
+    float* hidden;                  // [num_rows][hidden_size], after the final norm; null: all rows have wanted logits
     int64_t num_adapters;
     const AdapterLayer* const* adapters;  // [num_adapters][num_layers]
     const int64_t* adapter_of;            // [num_tokens]; -1: none
@@ -145,14 +145,14 @@ class Decoder {
     }
 
   private:
-    // Layers whose heads have one shape, and that keep keys and values in the same blocks.
+    // Layers whose heads have one shape, and that store keys and values in the same blocks.
     struct AttentionKind {
         int64_t group;
         AttentionShape shape;  // without a window
-        Groups groups, wanted;  // of the step, and of its wanted rows alone
+        Groups groups, wanted;  // of all tokens of the step, and of its wanted rows only
     };
 
-    // What a layer computes: the rows of all tokens, or of the wanted ones.
+    // The rows that a layer computes: of all tokens, or only the wanted ones.
     struct Rows {
         int64_t count;
         const int64_t* wanted;
@@ -160,7 +160,7 @@ class Decoder {
         int64_t token(int64_t row) const { return are_all ? row : wanted[row]; }
     };
 
-    // Layers behind the last one that stores anything compute the wanted rows alone: each is a segment of its own.
+    // Layers after the last one that stores anything compute only the wanted rows. Each row is a segment of its own.
     void find_wanted(const DecoderStep& step) {
         wanted_.clear();
         if (last_to_store_ + 1 == shape_.num_layers || step.num_rows == step.num_tokens) return;
@@ -172,7 +172,7 @@ class Decoder {
         }
     }
 
-    // Which of `kinds_` that of a layer is. A new one is added to them.
+    // Returns the layer's index in `kinds_`. Adds a new kind if needed.
     int64_t kind_of(const LayerWeights& layer) {
         const auto is_same = [&](const AttentionKind& kind) {
             return kind.group == layer.group && kind.shape.num_kv_heads == layer.num_kv_heads &&
@@ -184,7 +184,7 @@ class Decoder {
         return index;
     }
 
-    // The work of every thread of the pool; all loops in it are shared.
+    // The work of every thread of the pool. The threads share all loops in it.
     void work(const DecoderStep& step) {
         embed(step);
         Rows rows{step.num_tokens, step.rows, true};
@@ -196,9 +196,9 @@ class Decoder {
             const bool is_last = layer + 1 == shape_.num_layers;
             const LayerWeights& own = layers_[layer];
             mix(step, layer, rows, added(&AdapterLayer::query_key_value, {{query_outputs(own), kv_size(own), kv_size(own)}}));
-            if (layer == last_to_store_) {  // from here on only the wanted rows are computed
+            if (layer == last_to_store_) {  // from here on, only the wanted rows are computed
                 keep_rows(step, mixed_size(own));
-                if (step.num_rows == 0) return;  // nothing behind this layer is stored or wanted
+                if (step.num_rows == 0) return;  // after this layer nothing is stored or wanted
                 rows = {step.num_rows, step.rows, step.num_rows == step.num_tokens};
                 adapted = &adapted_wanted_;
             }
@@ -216,7 +216,7 @@ class Decoder {
         compute_logits(step, step.hidden ? step.num_logits : step.num_rows);
     }
 
-    // The numbers of a token that the mixer of a layer reads, and those that it gives.
+    // The sizes of a token's inputs and outputs in the mixer of a layer.
     int64_t projected_size(const LayerWeights& layer) const {
         const int64_t sizes[NUM_MIXERS] = {query_outputs(layer) + (layer.num_kv_projections ? 2 : 0) * kv_size(layer),
                                            3 * shape_.hidden_size, 2 * keys_size_ + 2 * values_size_};
@@ -226,7 +226,7 @@ class Decoder {
         const int64_t sizes[NUM_MIXERS] = {query_size(layer), shape_.hidden_size, values_size_};
         return sizes[layer.mixer];
     }
-    // Of attention: the numbers of a token's queries, of these with their gates, and of its keys.
+    // In attention: the sizes of a token's queries, of its queries with gates, and of its keys.
     int64_t query_size(const LayerWeights& layer) const { return shape_.num_heads * layer.head_dim; }
     int64_t query_outputs(const LayerWeights& layer) const {
         return query_size(layer) * (shape_.gates_attention ? 2 : 1);
@@ -235,7 +235,7 @@ class Decoder {
 
     Matrix head() const { return {head_, shape_.hidden_size, shape_.vocab_size}; }
     Matrix projection(const LayerWeights& layer) const {
-        // Where values are keys, they are copied behind them.
+        // If values are keys, the keys are copied to the place of the values.
         const int64_t copied = layer.mixer == ATTENTION && layer.num_kv_projections == 1 ? kv_size(layer) : 0;
         return {layer.projection, shape_.hidden_size, projected_size(layer) - copied};
     }
@@ -269,7 +269,7 @@ class Decoder {
         for (int64_t at = 0; at < shape_.hidden_size; at += LANES) store(load(from + at), to + at);
     }
 
-    // The row of a token in a packed table.
+    // Reads the row of a token in a packed table.
     void look_up(const uint32_t* table, int64_t size, int64_t token, float* to) const {
         const Matrix matrix{table, size, shape_.vocab_size};
         if (is_stored(shape_.weight_bits)) return read_stored_column<T>(matrix, token, to);
@@ -304,7 +304,7 @@ class Decoder {
         });
     }
 
-    // A token's row in the table of per-layer inputs.
+    // Reads a token's row in the table of per-layer inputs.
     void look_up(int64_t token, float* to) const {
         const PerLayerShape& own = shape_.per_layer;
         if (shape_.weight_bits)
@@ -380,7 +380,7 @@ class Decoder {
             });
     }
 
-    // Norms and rotary positions on a token's queries and keys; keys and values to KV memory.
+    // Applies norms and rotary positions to a token's queries and keys, and stores its keys and values.
     void rotate_and_keep(const DecoderStep& step, const LayerWeights& layer, const Pages<T>& pages, int64_t row,
                          int64_t token) {
         const float* const cosines = step.rotary[layer.rotary] + step.positions[token] * layer.rotary_dim;
@@ -396,7 +396,7 @@ class Decoder {
         }
     }
 
-    // norm: null for none. half: of the numbers of a head that are turned.
+    // norm: null for no norm. half: half the count of turned numbers in a head.
     void prepare_heads(T* heads, int64_t num_heads, int64_t head_dim, const float* norm, const float* cosines,
                        int64_t half) const {
         if (norm && shape_.norms_all_heads) normalise_row(heads, norm, num_heads * head_dim, heads);
@@ -421,7 +421,7 @@ class Decoder {
         }
     }
 
-    // The short convolution of LFM2: its inputs and its outputs have factors.
+    // The short convolution of LFM2. Its inputs and its outputs have factors.
     void short_convolution(const DecoderStep& step, const LayerWeights& layer) {
         const int64_t size = shape_.hidden_size;
         threads_.share(step.num_tokens, [&](int64_t token) {
@@ -444,7 +444,7 @@ class Decoder {
         for (int64_t at = 0; at < size; at += LANES) store(rounded(load(own + at) * load(factors + at)), own + at);
     }
 
-    // As Qwen3.5 has it: behind a short convolution, with a norm and gates behind it.
+    // The delta rule as in Qwen3.5: after a short convolution, and before a norm and gates.
     void delta_rule(const DecoderStep& step, const LayerWeights& layer) {
         const RecurrenceShape& shape = shape_.delta_rule;
         const int64_t channels = shape_.convolution.num_channels;
@@ -464,14 +464,14 @@ class Decoder {
         threads_.share(step.num_tokens, [&](int64_t token) { gate_heads(layer, token); });
     }
 
-    // How far a token's change goes, and the logarithm of how much of a state stays.
+    // Computes how far a token changes a state, and the logarithm of the part of the state that stays.
     void find_rates(const LayerWeights& layer, int64_t token) {
         const int64_t num_heads = shape_.delta_rule.num_value_heads;
         const float* const rates = rates_.data() + token * rates_size_;
         for (int64_t head = 0; head < num_heads; ++head) {
             const Vector beta = kept(times_sigmoid(Vector{} + 1.0f, Vector{} + rates[head]));
             const float change = rates[num_heads + head] + layer.decay_bias[head];
-            const float softplus = change > 20.0f ? change : std::log1p(std::exp(change));  // as torch has it
+            const float softplus = change > 20.0f ? change : std::log1p(std::exp(change));  // as in torch
             beta_[token * num_heads + head] = beta[0];
             decay_[token * num_heads + head] = layer.decay[head] * softplus;
         }
@@ -491,9 +491,9 @@ class Decoder {
         }
     }
 
-    // size: of a row of `mixed`.
+    // size: the size of a row of `mixed`.
     void keep_rows(const DecoderStep& step, int64_t size) {
-        threads_.share(1, [&](int64_t) {  // ascending, so no row is overwritten before it is moved
+        threads_.share(1, [&](int64_t) {  // in ascending order, so no row is overwritten before it is moved
             for (int64_t row = 0; row < step.num_rows; ++row) {
                 std::memmove(residual(row), residual(step.rows[row]), shape_.hidden_size * sizeof(float));
                 std::memmove(mixed_.data() + row * size, mixed_.data() + step.rows[row] * size, size * sizeof(T));
@@ -501,7 +501,7 @@ class Decoder {
         });
     }
 
-    // Copies all normed rows to the step's `hidden`, then keeps those of which logits are wanted.
+    // Copies all normed rows to the step's `hidden`, then keeps the rows with wanted logits.
     void give_hidden(const DecoderStep& step) {
         const int64_t size = shape_.hidden_size;
         threads_.share(step.num_rows, [&](int64_t row) {
@@ -521,7 +521,7 @@ class Decoder {
     // next: the matrix that is read afterwards.
     void feed_forward(const LayerWeights& layer, int64_t num_rows, const Matrix& next,
                       const Addition<T>& added_to_gate_up, const Addition<T>& added_to_down) {
-        // Rows of experts are rounded in the order of the experts.
+        // The rows of experts are rounded later, in the order of the experts.
         normalise(layer.feed_forward_input_norm, num_rows, layer.router ? 0 : shape_.weight_bits);
         if (layer.router)
             mix_experts(layer, num_rows);
@@ -551,9 +551,9 @@ class Decoder {
         return rounded(kept(times_sigmoid(gate, turns)) * kept(up));
     }
 
-    // x times the logistic function of y.
+    // Returns x times the logistic function of y.
     static Vector times_sigmoid(Vector x, Vector y) {
-        const Vector bounded = greater_of(Vector{} - 87.0f, y);  // e^x of more is infinite; a NaN stays
+        const Vector bounded = greater_of(Vector{} - 87.0f, y);  // e^x of more is infinite; a NaN stays a NaN
         return x / (1.0f + exponential(-bounded));
     }
 
@@ -620,8 +620,8 @@ class Decoder {
         return kept(kept(2.0f * times_sigmoid(one, 2.0f * parts) - one) * most);  // tanh x is 2 logistic(2 x) - 1
     }
 
-    // As `linear`, with the matrix of its expert for each place. The threads share the columns of all experts together:
-    // one expert alone has too few of them.
+    // Like `linear`, with a matrix of its own for each expert's places. The threads share the columns of all experts
+    // together, because one expert has too few of them.
     template <typename MatrixOf, typename Finish>
     void linear_by_expert(const T* inputs, int64_t num_places, int64_t num_inputs, int64_t num_columns,
                           MatrixOf&& matrix_of, Finish&& finish) {
@@ -638,8 +638,8 @@ class Decoder {
         });
     }
 
-    // Calls finish(row, column, left, right) with inputs × matrix, as `multiply`. The inputs are prepared already.
-    // bits: of the weights; 0: not quantised. next: the matrix that is read afterwards.
+    // Calls finish(row, column, left, right) with inputs × matrix, like `multiply`. The inputs must be prepared.
+    // bits: bits of the weights; 0: not quantised. next: the matrix that is read afterwards.
     template <typename Finish>
     void linear(const T* inputs, int64_t num_rows, const Matrix& matrix, int64_t bits, const Matrix& next,
                 Finish&& finish, const Addition<T>& added) {
@@ -647,10 +647,10 @@ class Decoder {
         multiply_prepared(threads_, inputs, 0, num_rows, matrix, bits, finish, added);
     }
 
-    // With few rows the time of a step is that of reading the weights, so a thread that waits for others goes on reading:
-    // what it multiplies first of the next matrix comes into its cache.
+    // With few rows, the time of a step is the time of reading weights. So a thread that waits for other threads reads
+    // on: it fetches the weights that it multiplies first in the next matrix into its cache.
     void fetch_in_pauses(const Matrix& next, int64_t num_rows) {
-        constexpr int64_t FEW_ROWS = 8, MOST = 1 << 17;  // bytes, of an L2 cache of 512 KiB or more
+        constexpr int64_t FEW_ROWS = 8, MOST = 1 << 17;  // bytes, for an L2 cache of 512 KiB or more
         const bool is_head = next.panels == head_;
         const int64_t units = units_of(next.num_inputs, is_head ? head_bits() : shape_.weight_bits);
         const ThreadPool::Part part = threads_.own_run((next.num_columns + PANEL - 1) / PANEL);
@@ -667,7 +667,7 @@ class Decoder {
         return shape_.weight_bits == 0 || is_stored(shape_.weight_bits) ? shape_.weight_bits : HEAD_BITS;
     }
 
-    // Of a packed column of so many bits.
+    // Returns the units of a packed column in `bits` bits.
     static int64_t units_of(int64_t num_inputs, int64_t bits) {
         return bits == 8 ? panel_units<8>(num_inputs) : bits == 4 ? panel_units<4>(num_inputs) : num_inputs / PER_UNIT<T>;
     }
@@ -684,7 +684,7 @@ class Decoder {
         if (in_blocks && size % BLOCK == 0) quantise_blocks(inputs + row * size, size, block_rows(), row);
     }
 
-    // The rows from `first` on of what was prepared.
+    // Multiplies the prepared rows from `first` on.
     template <typename Sharing, typename Finish, typename Added = NothingAdded>
     void multiply_prepared(Sharing& threads, const T* inputs, int64_t first, int64_t num_rows, const Matrix& matrix,
                            int64_t bits, Finish&& finish, const Added& added = {}) {
@@ -703,7 +703,7 @@ class Decoder {
     QuantisedRows quantised_rows() { return {input_numbers_.data(), input_scales_.data(), input_sums_.data()}; }
     BlockRows block_rows() { return {block_numbers_.data(), block_scales_.data(), block_sums_.data()}; }
 
-    // residual += inputs × matrix, and what adapters add. norm: of that sum before it is added; null where there is none.
+    // residual += inputs × matrix + updates of adapters. norm: applied to that sum before the addition; null: none.
     void add_projection(const T* inputs, int64_t num_rows, const Matrix& matrix, const float* bias, const float* norm,
                         const Matrix& next, const Addition<T>& added) {
         added.reduce(threads_, inputs, matrix.num_inputs);
@@ -723,7 +723,7 @@ class Decoder {
         if (norm) threads_.share(num_rows, [&](int64_t row) { add_normed(norm, row); });
     }
 
-    // residual += norm(what stands in place of the inputs, which nothing reads any more)
+    // residual += norm(normed). The sum has replaced the inputs in `normed`, which nothing reads any more.
     void add_normed(const float* norm, int64_t row) {
         normalise_row(normed(row), norm, shape_.hidden_size, normed(row));
         for (int64_t at = 0; at < shape_.hidden_size; at += LANES) add(load(normed(row) + at), nullptr, residual(row), at);
@@ -741,7 +741,7 @@ class Decoder {
         store(round_to(sums, T{}), row + column);
     }
 
-    // residual → normed, prepared for a matrix of so many bits. weight: null where inputs have no norm.
+    // residual → normed, prepared for a matrix of `bits` bits. weight: null if the inputs have no norm.
     void normalise(const float* weight, int64_t num_rows, int64_t bits) {
         threads_.share(num_rows, [&](int64_t row) {
             if (weight)
@@ -773,11 +773,11 @@ class Decoder {
 
     static Vector rounded(Vector x) { return round_to(x, T{}); }
 
-    // A product that no build fuses with an addition, which would round otherwise.
+    // Keeps a product from being fused with an addition, which would round differently in some builds.
     Vector apart(Vector product) const { return (Vector)((Words)product ^ nothing_); }
 
-    // With quantised weights, residuals, logits and whatever stays in registers keep float32: rounding would cost as
-    // much again as the weights do.
+    // With quantised weights, residuals, logits and numbers in registers stay in float32: rounding them would cost as
+    // much accuracy again as the weights do.
     Vector kept(Vector x) const { return shape_.weight_bits ? x : rounded(x); }
 
     float* residual(int64_t token) { return residual_.data() + token * shape_.hidden_size; }
@@ -812,7 +812,7 @@ class Decoder {
         by_expert_.resize(num_places * shape_.hidden_size);
         routing_.grow(num_tokens);
         if (!shape_.weight_bits) return;
-        // Tiles of stored matrices may read rows behind the last one.
+        // Tiles of stored matrices may read rows after the last one.
         const int64_t num_rows = std::max(num_tokens, num_places) + (is_stored(shape_.weight_bits) ? STRIP_ROWS : 0);
         const int64_t size = std::max({shape_.hidden_size, most_mixed_, most_inner_, inner});
         input_numbers_.resize(num_rows * num_groups<8>(size) * Grouping<8>::SIZE);
@@ -831,25 +831,25 @@ class Decoder {
     const uint32_t* const head_;
     ThreadPool& threads_;
     const int64_t keys_size_, values_size_, rates_size_;
-    int64_t most_projected_ = 0, most_mixed_ = 0, most_inner_ = 0;  // of all layers
+    int64_t most_projected_ = 0, most_mixed_ = 0, most_inner_ = 0;  // over all layers
     bool has_delta_rule_ = false;
-    uint32_t nothing_ = 0;  // a compiler does not know that
+    uint32_t nothing_ = 0;  // always 0, which a compiler does not know
     std::vector<AttentionKind> kinds_;
     std::vector<Segment> wanted_;  // of the step
-    int64_t last_to_store_ = 0;    // the last layer that has keys and values of its own, or a state
-    std::vector<int64_t> kind_of_;  // by layer; of one without attention nothing
-    AdaptedRows adapted_, adapted_wanted_;  // all rows of the step, and those that are left behind the last layer that stores
-    int64_t capacity_ = 0;  // tokens that the buffers hold
-    Routing routing_;       // of the layer
-    std::vector<float> residual_;  // of the model's numbers, where its weights are not quantised
+    int64_t last_to_store_ = 0;    // the last layer that has its own keys and values, or a state
+    std::vector<int64_t> kind_of_;  // by layer; layers without attention have no meaningful entry
+    AdaptedRows adapted_, adapted_wanted_;  // all rows of the step, and those after the last layer that stores
+    int64_t capacity_ = 0;  // tokens that fit in the buffers
+    Routing routing_;       // of the current layer
+    std::vector<float> residual_;  // rounded to the model's type if its weights are not quantised
     std::vector<T> normed_, projected_, convolved_, mixed_, activated_;
     std::vector<T> per_layer_;  // [num_tokens][total_size]
     std::vector<float> rates_, decay_, beta_;  // of the delta rule
-    std::vector<T> low_;  // [num_tokens][LOW_STRIDE], of adapters, in the product that is being computed
+    std::vector<T> low_;  // [num_tokens][LOW_STRIDE], of adapters, for the current product
     std::vector<T> by_expert_;  // [num_places][hidden_size], inputs and then outputs of experts
-    std::vector<int8_t> input_numbers_;  // of the matrix that is being multiplied, where weights are quantised
+    std::vector<int8_t> input_numbers_;  // of the current matrix, if weights are quantised
     std::vector<float> input_scales_, input_sums_;
-    std::vector<int8_t> block_numbers_;  // the same in blocks, for stored matrices
+    std::vector<int8_t> block_numbers_;  // the numbers in blocks, for stored matrices
     std::vector<float> block_scales_;
     std::vector<uint32_t> block_sums_;
 };

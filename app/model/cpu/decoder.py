@@ -1,6 +1,6 @@
-"""Computes a step of a Llama-like model in one call to C++: no operator and no Python between its layers.
+"""Computes a step of a Llama-like model in one C++ call: no operator and no Python runs between its layers.
 
-Each row is computed in an order of its own, so its bits do not depend on the other rows of the step.
+Each row is computed in a fixed order of its own, so its bits do not depend on the other rows of the step.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from app.model.kv_cache import ONE_GROUP, LayerGroups
 from app.model.matcher_preparer import MatcherPreparer
 from app.model.recurrent_layers import pieces_of
 
-# Of stored matrices, as in the sources.
+# Constants of stored matrices, as in the C++ sources.
 _IN_BLOCKS, _BLOCK, _SUMS_OF_BLOCK = 2, 256, 48
 _TILE_ROWS = 12  # at most
 
-MIXERS: tuple[str, ...] = get_args(Mixer)  # in the order of the C++
+MIXERS: tuple[str, ...] = get_args(Mixer)  # in the order of the C++ code
 
 
 class NativeDecoder:
-    """A ForwardPass with packed weights, KV memory and a pool of threads."""
+    """A ForwardPass with packed weights, KV memory and a thread pool."""
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ class NativeDecoder:
         num_slots: int = 0,
         num_layers: int = 0,
     ) -> None:
-        """groups: in which blocks the layers keep keys and values. num_slots: for the states of recurrent layers.
-        num_layers: only the first few (then norm and head as always); 0 for all.
+        """groups: the groups of blocks that store keys and values. num_slots: slots for the states of recurrent layers.
+        num_layers: compute only the first layers, then norm and head; 0 means all layers.
         """
         self.block_size = pages.block_size
         self.kv_tensors = pages.tensors
@@ -76,7 +76,7 @@ class NativeDecoder:
         suffix = DTYPES[weights.dtype]
         self._run = getattr(threads.code, f"carousel_decoder_run_{suffix}")
         num_layers = num_layers or len(weights.layers)
-        # The states of the recurrent layers: [num_slots, *sizes] each.
+        # The states of the recurrent layers, [num_slots, *sizes] each.
         self.states = [
             torch.zeros(num_slots, *shape.sizes, dtype=shape.dtype) for shape in weights.settings.states(weights.dtype)
         ]
@@ -89,12 +89,12 @@ class NativeDecoder:
         )  # fmt: skip
         weakref.finalize(self, getattr(threads.code, f"carousel_decoder_delete_{suffix}"), self._decoder)
         self._preparer = MatcherPreparer()
-        # By kind of rotary positions, in float32: [num_positions, 2, size / 2].
+        # The tables of each kind of rotary positions, in float32: [num_positions, 2, size / 2].
         self._rotary = [torch.empty(0) for _ in weights.settings.rotary]
         self._rotary_pointers = _pointers(self._rotary)
 
     def predict(self, batch: StepBatch, inputs: ModelInputs) -> Prediction:
-        """Logits in float32, rounded to the model's type where weights are in it. Matchers are prepared meanwhile."""
+        """Return float32 logits, rounded to the model's type if weights have that type. Also prepares the matchers."""
         segments = build_segments(
             batch, num_groups=self._groups.num_groups, block_size=self.block_size, max_tokens=MAX_SEGMENT_TOKENS
         )
@@ -119,13 +119,13 @@ class NativeDecoder:
             adapters=None if adapters is None else ctypes.addressof(adapters.adapters),
             adapter_of=None if adapters is None else adapters.of_token.data_ptr(),
         )  # fmt: skip
-        # Not earlier: up to here this thread runs Python, and only one thread can.
+        # Do not start earlier: this thread runs Python until here, and only one thread can run Python.
         with self._preparer.preparing(batch.matchers):
             self._run(self._decoder, ctypes.byref(step))
         return Prediction(logits, likeliest, None if hidden is None else hidden[wanted.hidden])
 
     def _provide_rotary(self, num_positions: int) -> None:
-        """Make the tables of cosines and sines long enough. To compute a step's own took a dozen operators."""
+        """Extend the tables of cosines and sines if needed. Computing them for each step took a dozen operators."""
         if num_positions > len(self._rotary[0]):
             settings, positions = self._weights.settings, torch.arange(_num_rotary(num_positions))
             rounded = self._weights.dtype if settings.described.rounds_rotary else torch.float32
@@ -133,7 +133,7 @@ class NativeDecoder:
             self._rotary_pointers = _pointers(self._rotary)
 
     def _all_pointers(self, num_layers: int) -> Iterator[LayerWeights]:
-        """Of the first layers; each recurrent one takes the next states."""
+        """Yield the pointers of the first layers. Each recurrent layer takes the next states."""
         states = iter(self.states)
         for index in range(num_layers):
             yield self._pointers(index, states)
@@ -164,12 +164,12 @@ class NativeDecoder:
         )
 
 
-# Of a layer without keys and values.
+# The fields of a layer without keys and values.
 _NO_MEMORY = dict.fromkeys(LayerMemory._fields[:3]) | dict.fromkeys(LayerMemory._fields[3:], 0)
 
 
 def _part(part: Any, kind: type[Any], others: Collection[str] = ()) -> dict[str, int | None]:
-    """The addresses of the tensors in a part of a layer, by name; None where the layer has no such part or tensor."""
+    """Return the addresses of a layer part's tensors, by name; None if the layer lacks the part or the tensor."""
     names = [each.name for each in dataclasses.fields(kind) if each.name not in others]
     return {name: _pointer(getattr(part, name, None)) for name in names}
 
@@ -213,14 +213,14 @@ def _per_layer_shape(weights: NativeWeights) -> PerLayerShape:
 
 
 def _embedding_scale(weights: NativeWeights, size: int) -> float:
-    """The root of the size of an embedding, as a number of the model's type."""
+    """Return the square root of an embedding's size, rounded to the model's type."""
     return float(torch.tensor(size**0.5, dtype=torch.float32).to(weights.dtype))
 
 
 def buffer_bytes(weights: NativeWeights, *, num_tokens: int, num_positions: int) -> int:
     """Return the bytes that a decoder keeps after a step of `num_tokens` tokens at positions below `num_positions`.
 
-    They are the buffers in C++ that `grow` makes in decoder.h and experts.h, and the tables of `_provide_rotary`.
+    They are the buffers that `grow` allocates in decoder.h and experts.h, and the tables of `_provide_rotary`.
     """
     settings, experts, of_type = weights.settings, weights.settings.experts, weights.dtype.itemsize
     hidden, mixers = settings.hidden_size, {layer.mixer for layer in settings.layers}
@@ -240,7 +240,7 @@ def buffer_bytes(weights: NativeWeights, *, num_tokens: int, num_positions: int)
         size = max(hidden, mixed, inner, experts.intermediate_size)
         of_row = -(-size // GROUPS[8]) * GROUPS[8] + -(-size // GROUPS[4]) * (4 + 4)
         num_rows = max(num_tokens, num_places)
-        if weights.weight_bits < min(GROUPS):  # stored: in blocks as well, and for a tile behind the last row
+        if weights.weight_bits < min(GROUPS):  # stored matrices: also in blocks, and with a tile after the last row
             num_rows += _TILE_ROWS
             of_row += size + size // _BLOCK * (4 + _SUMS_OF_BLOCK) if weights.weight_bits & _IN_BLOCKS else 0
         total += num_rows * of_row
@@ -249,7 +249,7 @@ def buffer_bytes(weights: NativeWeights, *, num_tokens: int, num_positions: int)
 
 
 def _num_rotary(num_positions: int) -> int:
-    return 1 << (num_positions - 1).bit_length()  # a power of two, so that the tables seldom grow
+    return 1 << (num_positions - 1).bit_length()  # a power of two, so that the tables rarely grow
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:
@@ -267,11 +267,11 @@ def _mlp_pointers(layer: NativeLayer) -> ctypes.Array[MlpWeights]:
 
 
 class _WantedRows(NamedTuple):
-    """The tokens with a wanted result, and which of them need logits or hidden states. All int64."""
+    """The tokens with a wanted result, and the ones that need logits or hidden states. All int64."""
 
-    rows: torch.Tensor  # [num_rows], places in the packed row, ascending
-    logits: torch.Tensor  # [num_logits], among the rows
-    hidden: torch.Tensor | None  # [num_hidden], among the rows
+    rows: torch.Tensor  # [num_rows], indices in the packed row, ascending
+    logits: torch.Tensor  # [num_logits], indices in `rows`
+    hidden: torch.Tensor | None  # [num_hidden], indices in `rows`
 
 
 def _wanted_rows(inputs: ModelInputs) -> _WantedRows:

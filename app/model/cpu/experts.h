@@ -1,7 +1,6 @@
-// Which experts compute a row of a mixture (Shazeer et al., 2017; as in Mixtral and Qwen3-MoE), and the rows by expert.
-//
-// A row's experts, their weights and their order depend on that row alone, so its bits do not depend on what shares its
-// steps.
+// Chooses the experts for each row of a mixture (Shazeer et al., 2017; as in Mixtral and Qwen3-MoE), and groups rows by
+// expert. A row's experts, their weights and their order depend only on that row, so its bits do not depend on other
+// rows.
 #pragma once
 
 #include <utility>
@@ -13,13 +12,13 @@ namespace carousel {
 
 struct ExpertsShape {
     int64_t num_experts, per_token, intermediate_size;
-    int64_t weights_sum_to_one;  // those of a row's chosen experts; else they are parts of the sum of all
+    int64_t weights_sum_to_one;  // of a row's chosen experts; otherwise shares of all experts' sum
     int64_t rounds_weights;      // whether weights, and outputs times weights, are rounded to the model's type
 };
 
 // The experts of all rows of a step.
 //
-// A *place* is one row beside one of its experts: places of an expert follow each other, in the order of its rows.
+// A *place* is a pair of a row and one of its experts. An expert's places are adjacent, in the order of their rows.
 class Routing {
   public:
     struct Rows {  // of one expert: its places
@@ -36,9 +35,9 @@ class Routing {
         places_.resize(num_rows * shape_.per_token);
     }
 
-    float* logits(int64_t row) { return logits_.data() + row * padded_; }  // of all experts, up to a multiple of PANEL
+    float* logits(int64_t row) { return logits_.data() + row * padded_; }  // of all experts, padded to whole PANELs
 
-    // Chooses the experts of a row by its logits.
+    // Chooses the experts of a row from its logits.
     template <typename T>
     void choose(int64_t row) {
         float* parts = logits(row);
@@ -64,7 +63,7 @@ class Routing {
         }
     }
 
-    // Gives all rows their places.
+    // Assigns places to all rows.
     void group(int64_t num_rows) {
         next_.assign(shape_.num_experts, 0);
         const int64_t num_places = num_rows * shape_.per_token;
@@ -79,7 +78,7 @@ class Routing {
         for (int64_t at = 0; at < num_places; ++at) places_[at] = next_[experts_[at]]++;
     }
 
-    const std::vector<Rows>& rows() const { return rows_; }  // of the experts that have any
+    const std::vector<Rows>& rows() const { return rows_; }  // of the experts that have any rows
 
     int64_t place(int64_t row, int64_t choice) const { return places_[row * shape_.per_token + choice]; }
     float weight(int64_t row, int64_t choice) const { return weights_[row * shape_.per_token + choice]; }
@@ -87,8 +86,8 @@ class Routing {
   private:
     using Scored = std::pair<float, int64_t>;
 
-    // The experts with the greatest numbers, in order. The calls are those of torch's `topk` on a CPU: of equal
-    // numbers, which are frequent in bfloat16, the same are taken.
+    // The experts with the greatest numbers, in order. The calls are those of torch's `topk` on a CPU, so that it and
+    // this choose the same among equal numbers, which are frequent in bfloat16.
     const Scored* greatest(const float* numbers) const {
         thread_local std::vector<Scored> scored;
         scored.resize(shape_.num_experts);
@@ -109,9 +108,9 @@ class Routing {
     const ExpertsShape shape_;
     const int64_t padded_;  // experts
     std::vector<float> logits_;
-    std::vector<int64_t> experts_, places_;  // [num_rows][per_token], from the expert with the greatest weight
-    std::vector<float> weights_;             // as experts_
-    std::vector<int64_t> next_;  // place of each expert
+    std::vector<int64_t> experts_, places_;  // [num_rows][per_token], the expert with the greatest weight first
+    std::vector<float> weights_;             // in the order of experts_
+    std::vector<int64_t> next_;  // next place of each expert
     std::vector<Rows> rows_;
 };
 

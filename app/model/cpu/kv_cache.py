@@ -13,20 +13,20 @@ from app.model.kv_cache import LayerShape, Place
 
 
 class LayerMemory(NamedTuple):
-    """The keys and values of one layer, as the C++ finds them: addresses, and distances from block to block."""
+    """The keys and values of one layer for the C++ code: addresses, and distances between blocks."""
 
     keys: int
     values: int
     scales: int | None
-    heads_in_block: int  # of this layer's shape, in the memory of its place
-    scales_in_block: int  # heads with scales
+    heads_in_block: int  # heads of this layer's shape that fit in its place
+    scales_in_block: int  # heads with scales in one block
 
 
 class NativeKVCache:
-    """Blocks of every layer, in units of 32 bits: two neighbouring dimensions of bfloat16 keys, two tokens' values.
+    """The blocks of all layers, in units of 32 bits: two adjacent dimensions of bfloat16 keys, or two tokens' values.
 
-    In int8 a unit has as many numbers, of 8 bits each, and a token has a scale for each KV head's key and value.
-    Not zeroed: a slot is read only after its sequence has written it. `provide` has the system provide it.
+    In int8, a unit holds equally many numbers of 8 bits, and each token has a scale for each KV head's key and value.
+    The memory is not zeroed: a slot is read only after its sequence has written it. `provide` allocates the pages.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class NativeKVCache:
         dtype: torch.dtype,
         in_int8: bool = False,
     ) -> None:
-        """`why_not` must be None. dtype: of the model."""
+        """`why_not` must return None for these arguments. dtype: the model's type."""
         self.block_size = block_size
         self.dtype = dtype
         self.keys: dict[int, torch.Tensor] = {}  # by place: [num_blocks, num_kv_heads, key_units, block_size] units
@@ -63,14 +63,14 @@ class NativeKVCache:
         num_blocks: int,
         dtype: torch.dtype,
     ) -> NativeKVCache:
-        """Make the KV memory that the settings ask for, and have the threads provide its pages."""
+        """Create the configured KV memory, and let the threads provide its pages."""
         in_int8 = config.dtype == "int8"
         pages = cls(layers, num_blocks=num_blocks, block_size=config.block_size, dtype=dtype, in_int8=in_int8)
         pages.provide(threads)
         return pages
 
     def of_layer(self, place: Place, shape: LayerShape) -> LayerMemory:
-        """Return the memory of a layer of this shape, which may have a part of a place, see `LayerGroups`."""
+        """Return the memory of a layer of this shape, which may be a part of a place, see `LayerGroups`."""
         keys, values, scales = self.keys[place.place], self.values[place.place], self.scales.get(place.place)
         num_blocks, heads, key_units, width = keys.shape
         per_unit = 4 // self.dtype.itemsize
@@ -86,13 +86,13 @@ class NativeKVCache:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All of its memory."""
+        """All tensors of the KV memory."""
         return [*self.keys.values(), *self.values.values(), *self.scales.values()]
 
     def provide(self, threads: ThreadPool) -> None:
-        """Have the system provide all of it now, so that a process does not grow and no memory limit is met later.
+        """Make the system provide all pages now, so that the process does not grow and meets no memory limit later.
 
-        Where this process has less, it is left to be provided as it is used: `taking_host_memory` has warned of that.
+        If less memory is available, pages are provided when they are used: `taking_host_memory` has logged a warning.
         """
         num_bytes, available = sum(tensor.nbytes for tensor in self.tensors), available_memory()
         if available is not None and num_bytes > available:
@@ -104,7 +104,7 @@ class NativeKVCache:
     def why_not(
         layers: dict[int, LayerShape], *, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> str | None:
-        """What keeps this machine or these shapes from using it, in words; None if they can."""
+        """Return why this machine or these shapes cannot use this KV memory, in words; None if they can."""
         if device.type != "cpu":
             return f"it runs on {device.type}"
         if dtype not in DTYPES:

@@ -1,8 +1,8 @@
-"""The C++ beside this file, built once with the machine's own compiler and called through ctypes.
+"""Builds the C++ code beside this file once, with the machine's own compiler, and calls it through ctypes.
 
-The library is kept in the user's cache folder, under the hash of everything that it was built from; a process that
-finds it does not build it again. `python -m app.model.cpu.library` builds it there for other x86-64 machines too, which
-need no compiler then (an image does so). Without either the model runs on plain torch.
+The library is stored in the user's cache folder under a hash of everything it was built from, so later processes do not
+build it again. `python -m app.model.cpu.library` also builds libraries for other x86-64 machines, which then need no
+compiler (an image does this). Without a compiler or such a library, models run on plain torch.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from app.progress import step_within
 
 logger = logging.getLogger(__name__)
 
-LANES = 16  # numbers in one vector, as in the sources
-MOST_PARTS = 3  # matrices whose outputs are computed together, as in the sources
-DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # with the suffix of their functions
+LANES = 16  # numbers in one vector, as in the C++ sources
+MOST_PARTS = 3  # the most matrices whose outputs are computed together, as in the C++ sources
+DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}  # the types, with the suffixes of their functions
 
 _SOURCES = Path(__file__).parent
-# What the compiler may use, by the machine's name.
+# Compiler flags for the CPU, by the machine's name.
 _CPU_FLAGS = {"x86_64": ("-march=native", "-mprefer-vector-width=512"), "aarch64": ("-mcpu=native",)}
-# Hidden: what two libraries in one process have under one name would otherwise be shared by them.
+# Symbols are hidden: two libraries in one process would otherwise share symbols of the same name.
 _COMMON_FLAGS = (
     "-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-pthread", "-fPIC", "-fvisibility=hidden",
 )  # fmt: skip
 _FLAGS = (*_COMMON_FLAGS, *_CPU_FLAGS.get(platform.machine(), ()))
-# What is compiled at the same time, as objects of the library.
+# Units that are compiled at the same time, as objects of the library.
 _UNITS = (
     *((f"-DTYPE={suffix}", "typed.cpp") for suffix in reversed(DTYPES.values())),
     ("stored.cpp",),
@@ -54,15 +54,15 @@ _UNITS = (
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """CPUs for which a library can be built elsewhere: each has these flags, as /proc/cpuinfo names them."""
+    """A class of CPUs with these flags, named as in /proc/cpuinfo, so that their library can be built elsewhere."""
 
     name: str
     march: str
-    more: tuple[str, ...]  # flags beside those of `march`
+    more: tuple[str, ...]  # flags in addition to those of `march`
 
     @property
     def options(self) -> tuple[str, ...]:
-        """For the compiler."""
+        """The compiler's options."""
         more = (f"-m{flag.replace('_', '-' if flag.startswith('amx') else '')}" for flag in self.more)
         return (*_COMMON_FLAGS, f"-march={self.march}", *more, "-mprefer-vector-width=512")
 
@@ -74,7 +74,7 @@ class Level:
 
 
 _BF16 = ("avx512_vnni", "avx512_bf16")
-LEVELS = (  # the best first
+LEVELS = (  # from best to worst
     Level("amx", "x86-64-v4", (*_BF16, "amx_tile", "amx_bf16", "amx_int8")),
     Level("avx512-bf16", "x86-64-v4", _BF16),
     Level("avx512", "x86-64-v4", ()),
@@ -91,7 +91,7 @@ def _fields(kind: Any, *names: str) -> tuple[tuple[str, Any], ...]:
 
 
 class Filled(ctypes.Structure):
-    """A structure of the C++ that is filled by the names of its fields, all of them."""
+    """A structure of the C++ code. All its fields must be given by name."""
 
     def __init__(self, **values: Any) -> None:
         names = [field[0] for field in self._fields_]
@@ -100,7 +100,7 @@ class Filled(ctypes.Structure):
 
     @classmethod
     def packing(cls) -> str:
-        """One of them in a format of `struct.pack` that begins with "=", for numbers in the order of its fields."""
+        """Return the format for `struct.pack` after a leading "=", for numbers in the order of the fields."""
         characters, end = "", 0
         for field in cls._fields_:
             place = getattr(cls, field[0])
@@ -125,7 +125,7 @@ class Strides(Filled):
 
     @classmethod
     def of(cls, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Strides:
-        """Of three packed rows [num_tokens, num_heads, dim]."""
+        """Return the strides of three packed rows [num_tokens, num_heads, dim]."""
         return cls(
             query_token=query.stride(0), query_head=query.stride(1), key_token=key.stride(0), key_head=key.stride(1),
             value_token=value.stride(0), value_head=value.stride(1),
@@ -214,7 +214,7 @@ class Segment(Filled):
 
 
 class Piece(Filled):
-    """A row of `Pieces.table` in recurrence.py."""
+    """A row of `StatePieces.table` in recurrence.py."""
 
     _fields_ = _fields(_INT32, "first_token", "num_tokens", "read_slot", "written_slot")
 
@@ -242,7 +242,7 @@ STRUCTURES: tuple[type[ctypes.Structure], ...] = (
 )  # fmt: skip
 
 
-# Name → argument types and result type; a name that ends in {} stands for one function of each dtype.
+# Name → argument types and result type; a name that ends in {} stands for one function per dtype.
 _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "thread_pool_new": ((_INT32,), _POINTER),
     "thread_pool_delete": ((_POINTER,), None),
@@ -273,7 +273,7 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The built library; None, with one warning, where it cannot be built. Its functions begin with `carousel_`."""
+    """Return the built library, whose functions start with `carousel_`. If that fails, log a warning, return None."""
     compiler = _compiler()
     try:
         path = _built(compiler) if compiler else _built_elsewhere()
@@ -294,10 +294,10 @@ def library() -> ctypes.CDLL | None:
 
 
 def check_layouts(native: str, structures: Iterable[type[ctypes.Structure]]) -> None:
-    """Compare structures with those that the library was compiled with, as layouts.h tells of them.
+    """Compare structures with the compiled ones, which layouts.h describes.
 
-    Raises RuntimeError, with both, where a size, a field or its place differs: one side would write elsewhere than the
-    other reads.
+    Raises RuntimeError, with both layouts, if a size or a field's place differs: one side would write to other places
+    than the other side reads.
     """
     lines = {line.split(maxsplit=1)[0]: line for line in native.splitlines()}
     own = {kind.__name__: _layout_of(kind) for kind in structures}
@@ -311,14 +311,14 @@ def check_layouts(native: str, structures: Iterable[type[ctypes.Structure]]) -> 
 
 
 def _layout_of(kind: type[ctypes.Structure]) -> str:
-    """As a line of layouts.h."""
+    """Return a structure's layout as a line of layouts.h."""
     places = [(name, getattr(kind, name)) for name, *_ in kind._fields_]
     fields = "".join(f" {name} {place.offset} {place.size}" for name, place in places)
     return f"{kind.__name__} {ctypes.sizeof(kind)}{fields}"
 
 
 class ThreadPool:
-    """Threads that compute C++ calls together; one call at a time."""
+    """Threads that compute C++ calls together, one call at a time."""
 
     def __init__(self, num_threads: int) -> None:
         code = library()
@@ -329,17 +329,17 @@ class ThreadPool:
 
 
 def is_fast(dtype: torch.dtype) -> bool:
-    """Whether the native decoder is faster than transformers' code on this machine.
+    """Return whether the native decoder is faster than transformers' code on this machine.
 
-    On two cores, with AVX2 by 1.3 to 2.2 times in float32 and 1.8 to 3.6 times in bfloat16, with AVX-512 and no bf16 by
-    1.2 to 2.7 and 2.9 to 4.7 times. On Arm it is taken to be so in float32.
+    Measured on two cores: with AVX2, 1.3 to 2.2 times in float32 and 1.8 to 3.6 times in bfloat16; with AVX-512 without
+    bf16, 1.2 to 2.7 times and 2.9 to 4.7 times. On Arm this is assumed for float32.
     """
     code = library()
     return code is not None and bool(getattr(code, f"carousel_is_fast_in_{DTYPES[dtype]}")())
 
 
 def log_use_of_amx(kind: str, *sizes: int) -> None:
-    """Log whether numbers of a kind go through the CPU's matrix unit, with the reason if not; sizes: of their rows."""
+    """Log whether such numbers use the CPU's matrix unit, and the reason if not. sizes: the sizes of their rows."""
     reason = why_not_amx(*sizes)
     if reason is None:
         logger.info("%s: multiplied in the CPU's matrix unit (AMX)", kind)
@@ -361,9 +361,9 @@ def why_not_amx(*sizes: int) -> str | None:
 
 
 def in_large_pages(*shape: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-    """Uninitialised memory, in large pages where the system has them: every small page costs a lookup.
+    """Allocate uninitialised memory, in large pages if the system has them: every small page costs a lookup.
 
-    device: meta for sizes alone.
+    device: meta for a tensor with only a size.
     """
     tensor = torch.empty(*shape, dtype=dtype, device=device)
     if hasattr(mmap, "MADV_HUGEPAGE") and not tensor.is_meta:
@@ -382,7 +382,7 @@ def advise(tensor: torch.Tensor, advice: int) -> None:
 
 
 def build_for(levels: Iterable[Level]) -> list[Path]:
-    """Libraries for other machines, in the cache folder of this one. Raises InvalidSetup without a compiler."""
+    """Build libraries for other machines in this machine's cache folder. Raises InvalidSetup without a compiler."""
     compiler = _compiler()
     if compiler is None:
         raise InvalidSetup("no C++ compiler found: install c++, g++ or clang++")
@@ -394,14 +394,14 @@ def _compiler() -> str | None:
 
 
 def _built(compiler: str) -> Path:
-    """The path of the library for this machine; builds it if it does not exist. Of several processes one does so."""
+    """Return the path of this machine's library. If it does not exist, one of several processes builds it."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=20).stdout
     what = b"\0".join([*_source_texts(), version, " ".join(_FLAGS).encode(), _cpu().encode()])
     return _kept(compiler, _FLAGS, cache_folder() / f"native-{hashlib.sha256(what).hexdigest()[:16]}.so")
 
 
 def _built_elsewhere() -> Path | None:
-    """The best library for this machine that was built for others; None where there is none."""
+    """Return the best library for this machine that was built elsewhere; None if there is none."""
     flags = frozenset(_cpu().split())
     fitting = (_path_for(level) for level in LEVELS if level.cpu_flags <= flags)
     return next((path for path in fitting if path.exists()), None)
@@ -430,7 +430,7 @@ def _kept(compiler: str, flags: Sequence[str], target: Path) -> Path:
 
 
 def _build(compiler: str, flags: Sequence[str], target: Path) -> Path:
-    """The target, built beside its objects."""
+    """Build the library and its objects in the target's folder. Return the target."""
 
     def run(*arguments: str | Path) -> None:
         subprocess.run([compiler, *flags, *arguments], check=True, capture_output=True, timeout=300)
@@ -448,7 +448,7 @@ def _build(compiler: str, flags: Sequence[str], target: Path) -> Path:
 
 
 def _cpu() -> str:
-    """The properties of the CPU that `-march=native` depends on."""
+    """Return the properties of the CPU that `-march=native` depends on."""
     info = Path("/proc/cpuinfo")
     flags = [line for line in info.read_text().splitlines() if line.startswith("flags")] if info.exists() else []
     return flags[0] if flags else f"{platform.machine()} {platform.processor()}"

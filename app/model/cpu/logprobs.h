@@ -1,4 +1,4 @@
-// The log-softmax of a row of logits at one token and at the likeliest ones, without storing the others.
+// The log-softmax of a row of logits at one token and at the likeliest tokens, without storing all values.
 #pragma once
 
 #include <limits>
@@ -8,14 +8,14 @@
 namespace carousel {
 
 struct RowLogprobs {
-    float* normaliser;  // what was subtracted from logits
+    float* normaliser;  // the value subtracted from logits
     float* logprob;
     int64_t* rank;  // 1: no token is likelier
-    int64_t* top_tokens;  // [num_top], the likeliest first, of equal ones the lower id
+    int64_t* top_tokens;  // [num_top], the likeliest first, the lower id first among equal ones
     float* top_logprobs;  // [num_top]
 };
 
-// The numbers from `at` on; lanes past the end are -infinity.
+// Returns the numbers from `at` on; lanes past the end are -infinity.
 inline Vector logits_at(const float* logits, int64_t vocab_size, int64_t at) {
     if (at + LANES <= vocab_size) return load(logits + at);
     float numbers[LANES];
@@ -24,7 +24,7 @@ inline Vector logits_at(const float* logits, int64_t vocab_size, int64_t at) {
     return load(numbers);
 }
 
-// Inserts a logit into the greatest so far, which are sorted; the last of them is dropped.
+// Inserts a logit into the sorted greatest ones, and drops the last of them.
 inline void insert_logit(float logit, int64_t token, int64_t num_top, const RowLogprobs& row) {
     int64_t place = num_top - 1;
     for (; place > 0 && row.top_logprobs[place - 1] < logit; --place) {
@@ -55,7 +55,7 @@ inline void row_logprobs(const float* logits, int64_t vocab_size, int64_t token,
     for (int64_t at = 0; at < vocab_size; at += LANES) {
         const Vector numbers = logits_at(logits, vocab_size, at);
         total += exponential(numbers - greatest);
-        num_greater -= numbers > own;  // true is -1
+        num_greater -= numbers > own;  // a true comparison is -1
     }
     const float normaliser = greatest + std::log(sum_of(total));
     *row.normaliser = normaliser;

@@ -1,17 +1,17 @@
 // Rows times a packed weight matrix of 8 or 4 bits.
 //
-// Inputs and weights are rounded in groups of inputs. Each group of a column has a scale and a least weight, each group
-// of a row a scale. Sums of a group are whole numbers, so they are exact; the groups of a row are added in their order.
+// Inputs and weights are rounded in groups of inputs. Each group of a column has a scale and a least weight, and each
+// group of a row has a scale. The sums within a group are integers, and so exact. A row's groups are added in order.
 #pragma once
 
 #include "matmul.h"
 
 namespace carousel {
 
-// With 8 bits, inputs and weights are turned within a group by the same orthogonal matrix: (x H)(Hᵀ W) = x W. This
-// spreads the few great inputs of a row over their group, so that eight bits are enough for all of them (QuaRot,
-// Ashkboos et al., 2024; QuIP#, Tseng et al., 2024). With 4 bits, weights stay as they are: those that come from a file
-// of 4 bits lose nothing more.
+// With 8 bits, inputs and weights are rotated within a group by the same orthogonal matrix: (x H)(Hᵀ W) = x W. This
+// spreads the few great inputs of a row over their group, so that eight bits suffice for all inputs (QuaRot,
+// Ashkboos et al., 2024; QuIP#, Tseng et al., 2024). With 4 bits, weights are not rotated, so that weights from a file
+// of 4 bits lose no further accuracy.
 template <int BITS>
 struct Grouping;
 template <>
@@ -30,17 +30,17 @@ constexpr int64_t GROUP_UNITS = Grouping<BITS>::SIZE / PER_UNIT<int8_t>;  // of 
 template <int BITS>
 constexpr int64_t GROUP_WORDS = GROUP_UNITS<BITS> * BITS / 8;  // of weights
 
-constexpr int HEAD_BITS = 8;  // of the output layer, whatever the layers have
+constexpr int HEAD_BITS = 8;  // of the output layer, whatever bits the other layers have
 
 template <int BITS>
 constexpr int64_t num_groups(int64_t num_inputs) {
     return (num_inputs + Grouping<BITS>::SIZE - 1) / Grouping<BITS>::SIZE;
 }
 
-// Panels: [num_columns / PANEL][num_groups][1 + GROUP_WORDS][PANEL] units. The first of a group holds its scale in
-// bfloat16 in the lower half, its least weight in the upper; the others hold unsigned weights in steps of the scale above
-// it. With 4 bits, the lower half of each byte belongs to the first half of the group's inputs, the upper to the second.
-// The last group is padded with zeros.
+// Panels: [num_columns / PANEL][num_groups][1 + GROUP_WORDS][PANEL] units. A group's first unit holds its scale in the
+// lower half and its least weight in the upper half, both in bfloat16. The other units hold unsigned multiples of the
+// scale above the least weight. With 4 bits, the lower half of each byte belongs to the first half of the group's
+// inputs, the upper half to the second. The last group is padded with zeros.
 template <int BITS>
 constexpr int64_t panel_units(int64_t num_inputs) {
     return num_groups<BITS>(num_inputs) * (1 + GROUP_WORDS<BITS>);
@@ -49,17 +49,17 @@ constexpr int64_t panel_units(int64_t num_inputs) {
 struct QuantisedRows {
     int8_t* numbers;  // [num_rows][num_groups][inputs of a group]
     float* scales;    // [num_rows][num_groups]
-    float* sums;      // [num_rows][num_groups], of the numbers times the scale
+    float* sums;      // [num_rows][num_groups], sums of the numbers, times the scale
 };
 
-// The same rows without those before `first`.
+// Returns the rows from `first` on.
 template <int BITS>
 inline QuantisedRows rows_from(const QuantisedRows& rows, int64_t first, int64_t num_inputs) {
     const int64_t group = first * num_groups<BITS>(num_inputs);
     return {rows.numbers + group * Grouping<BITS>::SIZE, rows.scales + group, rows.sums + group};
 }
 
-// One stage of a Hadamard transform: of two lanes DISTANCE apart, their sum and their difference.
+// One stage of a Hadamard transform: the sum and the difference of two lanes with a distance of DISTANCE.
 template <int DISTANCE>
 inline Vector paired(Vector x) {
     const Integers lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -67,7 +67,7 @@ inline Vector paired(Vector x) {
     return swapped<DISTANCE>(x) + (Vector)((Words)x ^ signs);
 }
 
-// A group times the Hadamard matrix of its size, not yet divided by 8, the root of the size.
+// Multiplies a group by the Hadamard matrix of its size, without the division by 8, the square root of the size.
 inline void rotate(Vector (&group)[4]) {
     const auto pair = [](Vector& left, Vector& right) {
         const Vector sum = left + right;
@@ -79,7 +79,7 @@ inline void rotate(Vector (&group)[4]) {
     for (Vector& x : group) x = paired<8>(paired<4>(paired<2>(paired<1>(x))));
 }
 
-// Rounds a row. The scale of a group with a NaN or an infinity is one too, so that all products of the row show it.
+// Rounds a row. If a group has a NaN or an infinity, its scale is also not finite, and so are all products of the row.
 // `size` is a multiple of LANES.
 template <int BITS, typename T>
 inline void quantise(const T* from, int64_t size, const QuantisedRows& rows, int64_t row) {
@@ -120,7 +120,7 @@ inline auto upper_bf16(W pairs) {
     return (Floats)(pairs & 0xffff0000u);
 }
 
-// The weights of a column, [num_inputs].
+// Reads the weights of a column, [num_inputs].
 template <int BITS>
 inline void read_column(const Matrix& matrix, int64_t column, float* to) {
     static_assert(BITS == 8, "a head has 8 bits");
@@ -142,18 +142,18 @@ inline void read_column(const Matrix& matrix, int64_t column, float* to) {
     }
 }
 
-// Adds the sums of a group's whole numbers to those of a row. pairs: of scales and least weights.
+// Adds a group's integer sums to the totals of a row. pairs: of scales and least weights.
 template <typename F, typename I, typename W>
 inline void add_group(F& totals, I sums, W pairs, float scale, float sum) {
     totals += upper_bf16(pairs) * sum;
     totals += __builtin_convertvector(sums, F) * (lower_bf16(pairs) * scale);
 }
 
-// The sums of a group's whole numbers for ROWS rows, `stride` units apart, with DOT_WIDTH registers of columns.
+// Computes a group's integer sums for ROWS rows, `stride` units apart, with DOT_WIDTH registers of columns.
 template <int BITS, int ROWS>
 inline __attribute__((always_inline)) void sum_group(IntegersPart (&sums)[ROWS][DOT_WIDTH], const uint32_t* units,
                                                      int64_t stride, const uint32_t* words, const Ahead& next) {
-    constexpr bool HAS_HALVES = BITS == 8 && (DOT == Dot::HALVES || DOT == Dot::SHORTS);  // of a weight, each with sums
+    constexpr bool HAS_HALVES = BITS == 8 && (DOT == Dot::HALVES || DOT == Dot::SHORTS);  // of a weight, each with its own sums
     constexpr int SUMS = HAS_HALVES ? 2 : 1, WEIGHTS = HAS_HALVES || BITS == 4 ? 2 : 1;
     constexpr int64_t WORDS = GROUP_WORDS<BITS>, TOGETHER = DOT == Dot::SHORTS ? BITS : WORDS;  // 8 units of inputs
     for (int64_t first = 0; first < WORDS; first += TOGETHER) {
@@ -193,8 +193,8 @@ inline __attribute__((always_inline)) void sum_group(IntegersPart (&sums)[ROWS][
     }
 }
 
-// inputs: of the first row. results: the sums of the two halves of the panel for each row. A function of its own: there
-// are many that call it, and compiling it takes long.
+// inputs: from the first row on. results: the sums of the two halves of the panel for each row. This is not inlined,
+// because it has many callers and takes long to compile.
 template <int BITS, int ROWS>
 [[gnu::noinline]] void multiply_quantised_tile(const QuantisedRows& inputs, int64_t groups, const uint32_t* panel,
                                                const Ahead& next, Vector (*results)[2]) {
@@ -221,19 +221,19 @@ template <int BITS, int ROWS>
         }
     }
 #pragma GCC unroll 16
-    for (int row = 0; row < ROWS; ++row)  // not one copy of all: GCC would keep them in memory
+    for (int row = 0; row < ROWS; ++row)  // a copy of all would make GCC keep them in memory
 #pragma GCC unroll 8
         for (int part = 0; part < 2 * PARTS; ++part)
             std::memcpy(reinterpret_cast<FloatPart*>(results[row]) + part, &totals[row][part], sizeof(FloatPart));
 }
 
-// The same in the matrix unit.
+// Like `multiply_quantised_tile`, in the matrix unit.
 template <int BITS>
 [[gnu::noinline]] void multiply_quantised_in_amx(int rows, const QuantisedRows& inputs, int64_t groups,
                                                  const uint32_t* panel, Vector (*results)[2]) {
     constexpr int64_t UNITS = GROUP_UNITS<BITS>, WORDS = GROUP_WORDS<BITS>;
     const uint32_t* units = reinterpret_cast<const uint32_t*>(inputs.numbers);
-    alignas(64) int32_t sums[2][2 * amx::ROWS * PANEL];  // of the group that is added, and of the next one
+    alignas(64) int32_t sums[2][2 * amx::ROWS * PANEL];  // of the group that is added now, and of the next group
     std::fill_n(results[0], 2 * rows, Vector{});
     configure_products(rows, UNITS);
     const auto sum_group = [&](int64_t group) {
@@ -264,7 +264,7 @@ template <int BITS>
     }
 }
 
-// As `multiply` of plain matrices.
+// Like `multiply`, for quantised matrices.
 template <int BITS, typename Sharing, typename Finish, typename Added = NothingAdded>
 void multiply_quantised(Sharing& threads, const QuantisedRows& inputs, int64_t num_rows, const Matrix& matrix,
                         Finish&& finish, const Added& added = {}) {

@@ -1,6 +1,6 @@
-// Operators with a recurrent state, as app/model/recurrence.py defines them. One thread takes some channels, some columns
-// or some rows of a layer's states through all pieces of a step, token by token: no number depends on how a sequence is
-// cut into pieces, on what else is in the step, or on the number of threads.
+// Operators with a recurrent state, as defined in app/model/recurrence.py. One thread takes some channels, columns or
+// rows of a layer's states through all pieces of a step, token by token. So no number depends on how a sequence is cut
+// into pieces, on other sequences in the step, or on the number of threads.
 #pragma once
 
 #include <algorithm>
@@ -13,13 +13,13 @@
 
 namespace carousel {
 
-struct Piece {  // neighbouring tokens of one sequence in the packed row; at least one
+struct Piece {  // consecutive tokens of one sequence in the packed row; at least one
     int32_t first_token, num_tokens;
-    int32_t read_slot;  // -1: zeros
+    int32_t read_slot;  // -1: the zero state
     int32_t written_slot;
 };
 
-// The pieces of a step. A piece may read what one before it has written.
+// The pieces of a step. A piece may read a slot that an earlier piece has written.
 struct Pieces {
     const Piece* data;
     int64_t count;
@@ -28,7 +28,7 @@ struct Pieces {
     const Piece* end() const { return data + count; }
 };
 
-// The states of a layer: one block of numbers for each slot.
+// The states of a layer: a contiguous array of numbers for each slot.
 template <typename T>
 struct States {
     T* data;
@@ -40,7 +40,7 @@ struct States {
     T* written(const Piece& piece, int64_t offset) const { return data + piece.written_slot * stride + offset; }
 };
 
-// Numbers of a register: GCC keeps what is larger in memory.
+// The numbers of one register: GCC keeps larger vectors in memory.
 typedef uint16_t HalvesPart __attribute__((vector_size(PART_LANES * 2)));
 
 inline FloatPart load_part(const float* from) {
@@ -53,7 +53,7 @@ inline FloatPart load_part(const bf16* from) {
     std::memcpy(&halves, from, sizeof(halves));
     return (FloatPart)(__builtin_convertvector(halves, WordsPart) << 16);
 }
-// Rounded as by `round_to`.
+// Rounds like `round_to`.
 inline void store_part(FloatPart x, float* to) { std::memcpy(to, &x, sizeof(x)); }
 inline void store_part(FloatPart x, bf16* to) {
     const WordsPart bits = (WordsPart)x, rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
@@ -75,10 +75,10 @@ inline float sum_of_part(FloatPart x) {
     return sum;
 }
 
-// Numbers of one thread, from the begin of a cache line on: a load that crosses lines takes twice the time.
+// Numbers of one thread that start at a cache line: a load that crosses lines takes twice the time.
 class Lines {
   public:
-    // What was there before may be lost.
+    // Earlier content may be lost.
     float* resized(int64_t count) {
         constexpr int64_t LINE = 64;
         numbers_.resize(count + LINE / int64_t(sizeof(float)));
@@ -92,7 +92,7 @@ class Lines {
 
 inline int64_t padded(int64_t count, int64_t multiple) { return (count + multiple - 1) / multiple * multiple; }
 
-// `count` numbers as float32, then zeros up to `size`. Without a source, all are zeros.
+// Loads `count` numbers as float32, then zeros up to `size`. Without a source, all are zeros.
 template <typename T>
 inline void load_numbers(const T* from, int64_t count, float* to, int64_t size) {
     int64_t at = 0;
@@ -120,8 +120,8 @@ inline void store_numbers(const float* from, int64_t count, T* to) {
     std::memcpy(to + at, numbers, (count - at) * sizeof(T));
 }
 
-// As `store_numbers`, but past the caches where the numbers fill whole lines: a state is read again in the next step, after
-// all weights of the model, and a line that is not read before it is written saves a third of the traffic.
+// Like `store_numbers`, but bypasses the caches for whole lines. A state is read again only in the next step, after all
+// weights of the model, and a line that is not read before it is written saves a third of the traffic.
 inline void stream_numbers(const float* from, int64_t count, float* to) {
 #ifdef __AVX__
     if (count % LANES == 0 && reinterpret_cast<uintptr_t>(to) % 64 == 0) {
@@ -131,7 +131,7 @@ inline void stream_numbers(const float* from, int64_t count, float* to) {
 #endif
     store_numbers(from, count, to);
 }
-// Before other threads may read them.
+// Call before other threads may read the numbers.
 inline void end_streams() {
 #ifdef __AVX__
     _mm_sfence();
@@ -147,11 +147,11 @@ struct ConvolutionShape {
 };
 
 inline FloatPart silu(FloatPart x) {
-    const FloatPart most = broadcast_part(87.0f);  // e^x is finite up to here
+    const FloatPart most = broadcast_part(87.0f);  // e^x is finite up to this value
     return x / (exponential(-x > most ? most : -x) + 1.0f);
 }
 
-// Some neighbouring channels of a convolution.
+// Some adjacent channels of a convolution.
 template <typename T>
 class Channels {
   public:
@@ -194,7 +194,7 @@ class Channels {
     }
 
   private:
-    // The inputs of a token of the piece, counted from its first; only the last ones are kept.
+    // The inputs of one of the piece's tokens, counted from its first token. Only the last ones are stored.
     float* seen(int64_t at) const { return seen_ + (at + kernel_size_) % kernel_size_ * MOST; }
 
     void sum(int64_t at) const {
@@ -219,7 +219,7 @@ class Channels {
     float *taps_, *seen_, *bias_, *sums_;
 };
 
-// The operators below are for all threads of a pool, inside of its `run`.
+// The operators below run on all threads of a pool, inside its `run`.
 template <typename T>
 void convolve_in(ThreadPool& threads, const ConvolutionShape& shape, const T* inputs, const T* weight, const T* bias,
                  T* states, const Pieces& pieces, T* outputs) {
@@ -231,8 +231,8 @@ void convolve_in(ThreadPool& threads, const ConvolutionShape& shape, const T* in
 
 // ---- Heads: the gated delta rule, Mamba 1 and Mamba 2.
 
-// Of Mamba, C is the query, B the key and the input the value (Gu & Dao, arXiv 2312.00752; Dao & Gu, arXiv 2405.21060).
-// Mamba 1 has one head, whose value has a number for each channel.
+// In Mamba, C is the query, B the key and the input the value (Gu & Dao, arXiv 2312.00752; Dao & Gu, arXiv 2405.21060).
+// Mamba 1 has one head, whose value has one number for each channel.
 struct RecurrenceShape {
     int64_t num_key_heads, num_value_heads, key_dim, value_dim;
     int64_t slot;  // stride in elements
@@ -247,10 +247,10 @@ struct HeadRows {
 };
 
 // Calls body(head, first, end) for all value dimensions of all heads, shared by the threads. Parts of a head begin at
-// multiples of `unit`; there are no more of them than give each thread several tasks, since each part prepares keys.
+// multiples of `unit`. There are only enough parts to give each thread several tasks, since each part prepares keys.
 template <typename Body>
 void share_heads(ThreadPool& threads, const RecurrenceShape& shape, int64_t unit, Body&& body) {
-    constexpr int64_t TASKS = 4;  // of each thread at least, so that all end at much the same time
+    constexpr int64_t TASKS = 4;  // least tasks per thread, so that all threads end at nearly the same time
     const int64_t num_units = (shape.value_dim + unit - 1) / unit, wanted = TASKS * threads.size();
     const int64_t num_parts = std::min(num_units, (wanted + shape.num_value_heads - 1) / shape.num_value_heads);
     threads.share_runs(shape.num_value_heads * num_parts, [&](int64_t task) {
@@ -300,8 +300,8 @@ class PreparedRows {
     float* numbers_ = nullptr;
 };
 
-// Calls body for each piece, in parts of as many tokens as are prepared together: a later part goes on from the slot that
-// the one before it has written.
+// Calls body for each piece, in parts of the number of tokens that are prepared together. A later part continues from
+// the slot that the previous part has written.
 template <typename T, typename Body>
 void in_parts(const Pieces& pieces, Body&& body) {
     constexpr int32_t MOST = PreparedRows<T>::MOST;
@@ -311,12 +311,12 @@ void in_parts(const Pieces& pieces, Body&& body) {
                        at ? piece.written_slot : piece.read_slot, piece.written_slot});
 }
 
-// The columns of a state that are computed together: their sums stay in registers, and the columns in the L1 cache.
+// Columns of a state that are computed together: their sums stay in registers, and the columns in the L1 cache.
 constexpr int STRIP = 4;
 constexpr int64_t STRIP_COLUMNS = STRIP * PART_LANES;
 
-// One token of the gated delta rule for the columns of a strip [num_rows][STRIP_COLUMNS]. numbers: the values, then the
-// outputs. What a column holds for the key is summed for even and odd rows apart: one sum would wait for itself.
+// Computes one token of the gated delta rule for the columns of a strip [num_rows][STRIP_COLUMNS]. numbers: the values,
+// then the outputs. A column's product with the key has two sums, of even and odd rows: one sum would wait for itself.
 inline __attribute__((noinline)) void delta_rule_token(float* state, int64_t num_rows, const float* query, const float* key,
                                                        float decay, float beta, float* numbers) {
     FloatPart even[STRIP] = {}, odd[STRIP] = {}, change[STRIP], output[STRIP] = {};
@@ -345,7 +345,7 @@ inline __attribute__((noinline)) void delta_rule_token(float* state, int64_t num
     for (int part = 0; part < STRIP; ++part) store_part(output[part], numbers + part * PART_LANES);
 }
 
-// Some columns of one head. decay, beta: [num_tokens][num_value_heads].
+// Computes some columns of one head. decay, beta: [num_tokens][num_value_heads].
 template <typename T>
 void delta_rule_columns(const RecurrenceShape& shape, const HeadRows<T>& rows, const float* decay, const float* beta,
                         States<float> states, const Pieces& pieces, int64_t head, int64_t first, int64_t end,
@@ -354,7 +354,7 @@ void delta_rule_columns(const RecurrenceShape& shape, const HeadRows<T>& rows, c
     static thread_local Lines lines;
     const int64_t num_strips = (end - first + STRIP_COLUMNS - 1) / STRIP_COLUMNS, strip_size = shape.key_dim * STRIP_COLUMNS;
     float* const state = lines.resized(num_strips * strip_size);
-    // What a row has of each strip, in the order of the slot's memory: body(own, place in the slot, how many numbers).
+    // Calls body(own, place in the slot, count) for each row's numbers of each strip, in the slot's memory order.
     const auto each_run = [&](auto&& body) {
         for (int64_t row = 0; row < shape.key_dim; ++row)
             for (int64_t strip = 0; strip < num_strips; ++strip)
@@ -395,12 +395,12 @@ void delta_rule_in(ThreadPool& threads, const RecurrenceShape& shape, const Head
     });
 }
 
-// Rows of a state of Mamba that are computed together: they stay in the L1 cache, their sums in registers.
+// Rows of a state of Mamba that are computed together: they stay in the L1 cache, and their sums in registers.
 constexpr int64_t STATE_ROWS = 16;
 constexpr int ROWS_OF_SUMS = 4;
 
-// One token for the rows of a state [STATE_ROWS][size]. numbers: what each row takes in × the key, then its product with
-// the query. decay(row, at): of a register of a row.
+// Computes one token for the rows of a state [STATE_ROWS][size]. numbers: each row's factor of the key, then its
+// product with the query. decay(row, at): the decay of one register of a row.
 template <typename Decay>
 inline void scan_token(float* state, int64_t size, const float* query, const float* key, Decay&& decay, float* numbers) {
     for (int64_t first = 0; first < STATE_ROWS; first += ROWS_OF_SUMS) {
@@ -432,7 +432,7 @@ inline __attribute__((noinline)) void mamba2_token(float* state, int64_t size, c
     scan_token(state, size, query, key, [=](int64_t, int64_t) { return decay; }, numbers);
 }
 
-// Of Mamba 1: time_steps [num_tokens][num_channels], decay [num_channels][state_size], skip [num_channels].
+// Mamba 1: time_steps [num_tokens][num_channels], decay [num_channels][state_size], skip [num_channels].
 struct Mamba1 {
     const float *time_steps, *decay, *skip;
 
@@ -469,7 +469,7 @@ struct Mamba1 {
     };
 };
 
-// Of Mamba 2: time_steps [num_tokens][num_value_heads], decay and skip [num_value_heads].
+// Mamba 2: time_steps [num_tokens][num_value_heads], decay and skip [num_value_heads].
 struct Mamba2 {
     const float *time_steps, *decay, *skip;
 
@@ -495,7 +495,7 @@ struct Mamba2 {
     };
 };
 
-// Some rows of one head.
+// Computes some rows of one head.
 template <typename T, typename Mamba>
 void scan_rows(const RecurrenceShape& shape, const HeadRows<T>& rows, const Mamba& own, States<float> states,
                const Pieces& pieces, int64_t head, int64_t first, int64_t end, Heads<T> outputs) {

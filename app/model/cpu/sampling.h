@@ -1,5 +1,5 @@
-// Adjusting a row of logits and drawing a token from it, as app/model/sampler.py defines it: Gumbel-max over what the filters leave, the
-// noise a hash of (seed, position, token). No sort of the vocabulary: filters look at the likeliest tokens only.
+// Adjusts a row of logits and draws a token from it, as defined in app/model/sampler.py: Gumbel-max over the tokens
+// that the filters leave, with noise from a hash of (seed, position, token). The whole vocabulary is never sorted.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,7 @@ inline X mix(X x) {
 }
 constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15ull;
 
-// log of a positive number, about 1 ulp (the polynomial of Cephes' logf).
+// The logarithm of a positive number, to about 1 ulp (the polynomial of Cephes' logf).
 inline Vector logarithm(Vector x) {
     Integers bits = (Integers)x;
     Vector exponent = __builtin_convertvector((bits >> 23) - 126, Vector);
@@ -48,7 +48,7 @@ inline Vector logarithm(Vector x) {
     return m + y + exponent * 0.693359375f;
 }
 
-// Gumbel noise for the 16 tokens from `token` on.
+// Returns Gumbel noise for the 16 tokens from `token` on.
 inline Vector gumbel(uint64_t key, int64_t token) {
     const Longs lane = {1, 2, 3, 4, 5, 6, 7, 8};
     typedef int32_t Half __attribute__((vector_size(8 * 4)));
@@ -57,7 +57,7 @@ inline Vector gumbel(uint64_t key, int64_t token) {
     const Half halves[2] = {__builtin_convertvector(first, Half), __builtin_convertvector(second, Half)};
     Integers bits;
     std::memcpy(&bits, halves, sizeof(bits));
-    // u = (bits + 0.5) / 2^24 and 1 - u are both exact where they are small. log(u) from whichever is smaller
+    // u = (bits + 0.5) / 2^24 and 1 - u are both exact where they are small. log(u) is computed from the smaller one
     // (log1p as in Goldberg, 1991).
     const Vector unit = Vector{} + 0x1p-24f;
     const Vector u = (__builtin_convertvector(bits, Vector) + 0.5f) * unit;
@@ -67,22 +67,22 @@ inline Vector gumbel(uint64_t key, int64_t token) {
     return -logarithm(-(u < 0.5f ? logarithm(u) : near_one));
 }
 
-constexpr float GREATEST_NOISE = 17.4f;  // of 24 random bits
+constexpr float GREATEST_NOISE = 17.4f;  // the greatest value from 24 random bits
 
-// A prefix of the tokens in order of falling score, the lower token first among equals: its last one.
+// The last token of a prefix of the tokens, in order of falling score, with the lower token first among equal scores.
 struct Edge {
     float score;
     int64_t token;
 };
 constexpr Edge NO_EDGE = {-std::numeric_limits<float>::max(), std::numeric_limits<int64_t>::max()};
 
-struct DrawScratch {  // of one thread, kept from call to call
+struct DrawScratch {  // of one thread, reused in later calls
     std::vector<float> scores;   // logit / temperature, padded with -inf
     std::vector<float> weights;  // e^(score - greatest)
     std::vector<std::pair<float, int64_t>> bracket;
 };
 
-// The sum over the tokens that score at least `least`: of their weights, or of 1 where there are none.
+// Returns the sum over the tokens with a score of at least `least`: of their weights, or of 1 if `weights` is null.
 inline float sum_above(const std::vector<float>& scores, const float* weights, float least) {
     Vector sums = {};
     for (size_t at = 0; at < scores.size(); at += LANES) {
@@ -92,7 +92,7 @@ inline float sum_above(const std::vector<float>& scores, const float* weights, f
     return sum_of(sums);
 }
 
-// The shortest prefix with a sum of at least `wanted`: by bisection over the score, a sort only of what is near the edge.
+// Finds the shortest prefix with a sum of at least `wanted`: by bisection over the score, with a sort near the edge.
 inline Edge find_edge(DrawScratch& scratch, const float* weights, float most, float wanted) {
     const std::vector<float>& scores = scratch.scores;
     float high = std::numeric_limits<float>::infinity(), above = 0.0f, low = most;  // the edge lies in [low, high)
@@ -128,16 +128,16 @@ inline Edge find_edge(DrawScratch& scratch, const float* weights, float most, fl
     return bracket.empty() ? NO_EDGE : Edge{-bracket.back().first, bracket.back().second};
 }
 
-// Which of 16 tokens are before an edge or on it.
+// Returns which of 16 tokens are before the edge or on it.
 inline Integers within(Vector scores, int64_t token, const Edge& edge) {
     const Integers lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const int64_t left = std::min<int64_t>(edge.token - token, LANES);  // tokens from here on that ties let through
+    const int64_t left = std::min<int64_t>(edge.token - token, LANES);  // tokens from here on that ties include
     const Integers has_part = lane <= Integers{} + int32_t(std::max<int64_t>(left, -1));
     return (scores > edge.score) | ((scores == edge.score) & has_part);
 }
 
-// Tokens that top-k, top-p (Holtzman et al., 2020) or min-p (Nguyen et al., 2024) remove get score -inf. top-p is
-// computed over what top-k leaves; the likeliest token always stays.
+// Sets the scores of tokens that top-k, top-p (Holtzman et al., 2020) or min-p (Nguyen et al., 2024) remove to -inf.
+// top-p applies to the tokens that top-k leaves. The likeliest token always remains.
 inline void filter(const Draw& draw, float most, DrawScratch& scratch) {
     auto &scores = scratch.scores, &weights = scratch.weights;
     weights.resize(scores.size());
@@ -160,7 +160,7 @@ inline void filter(const Draw& draw, float most, DrawScratch& scratch) {
     keep(draw.top_p < 1.0f ? find_edge(scratch, weights.data(), most, mass) : NO_EDGE, draw.min_p);
 }
 
-// logits: [vocab_size].
+// Draws one token. logits: [vocab_size].
 inline int64_t draw_token(const float* logits, int64_t vocab_size, const Draw& draw) {
     static thread_local DrawScratch scratch;
     std::vector<float>& scores = scratch.scores;
@@ -179,7 +179,7 @@ inline int64_t draw_token(const float* logits, int64_t vocab_size, const Draw& d
     float best_score = -std::numeric_limits<float>::infinity();
     for (int64_t at = 0; at < padded; at += LANES) {
         const Vector row = load(&scores[at]);
-        if (!any(row > best_score - GREATEST_NOISE)) continue;  // no noise can bring them to the front
+        if (!any(row > best_score - GREATEST_NOISE)) continue;  // no noise can make one of these the greatest
         const Vector noisy = row + gumbel(key, at);
         if (!any(noisy > best_score)) continue;
         for (int lane = 0; lane < LANES; ++lane)
@@ -188,7 +188,7 @@ inline int64_t draw_token(const float* logits, int64_t vocab_size, const Draw& d
     return best;
 }
 
-// Sets to -inf what is not allowed; token t is bit t % 8 of byte t / 8.
+// Sets the logits of tokens that are not allowed to -inf. Token t is bit t % 8 of byte t / 8.
 inline void mask_row(float* logits, int64_t vocab_size, const uint8_t* allowed) {
     const Integers lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const Vector never = Vector{} - std::numeric_limits<float>::infinity();
@@ -203,7 +203,7 @@ inline void mask_row(float* logits, int64_t vocab_size, const uint8_t* allowed) 
 
 struct Adjustments {
     float repetition_penalty;
-    const int64_t* seen;  // each token is changed once, however often it stands here
+    const int64_t* seen;  // each token is changed once, however often it is listed
     int64_t num_seen;
     const int64_t* deducted;
     int64_t num_deducted;
@@ -213,10 +213,10 @@ struct Adjustments {
     const float* biases;
     const int64_t* banned;
     int64_t num_banned;
-    int64_t mask;  // which of the masks; -1: none
+    int64_t mask;  // index of the mask; -1: none
 };
 
-// The same operations in the same order as `sampler.adjust`. logits: [vocab_size].
+// Performs the operations of `sampler.adjust` in the same order. logits: [vocab_size].
 inline void adjust_row(float* logits, int64_t vocab_size, const Adjustments& row, const uint8_t* mask) {
     static thread_local std::vector<float> changed;
     changed.resize(row.num_seen);

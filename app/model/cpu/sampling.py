@@ -1,6 +1,6 @@
-"""Adjustments, draws and log-probabilities in C++: the same functions as `Sampler` has, without a full sort.
+"""Adjustments, draws and log-probabilities in C++, without a full sort. `Sampler` has the same functions.
 
-One thread computes a row, in an order of its own, so its bits do not depend on the other rows.
+One thread computes each row in a fixed order, so the bits of a row do not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DRAW, _ADJUSTMENTS = Draw.packing(), Adjustments.packing()
 
 
 class NativeSampler(Sampler):
-    """For logits in host memory."""
+    """A sampler for logits in host memory."""
 
     def __init__(self, threads: ThreadPool) -> None:
         self._threads = threads
@@ -46,7 +46,7 @@ class NativeSampler(Sampler):
         logits = logits.float().contiguous()
         where = _rows_at(rows)
         masks = joined_masks(items)
-        # Until the call returns nothing else refers to them.
+        # Keeps the arrays alive until the call returns.
         banned = [array("q", () if item.matcher else item.banned_token_ids) for item in items]
         numbers: list[float] = []
         num_masks = 0
@@ -82,7 +82,7 @@ class NativeSampler(Sampler):
 
 
 def _numbers_of(item: ScheduledSequence) -> tuple[float, ...]:
-    """The first fields of an Adjustments of sampling.h: a penalty, then addresses and lengths of the item's arrays."""
+    """Return the first fields of `Adjustments` in sampling.h: a penalty, then addresses and lengths of arrays."""
     own = item.adjustments
     if own is None:
         return (1.0, *(0,) * 8)
@@ -92,7 +92,7 @@ def _numbers_of(item: ScheduledSequence) -> tuple[float, ...]:
 
 
 def _rows_at(rows: Sequence[int]) -> torch.Tensor | None:
-    """Indices of rows [num_rows] int64; None for a range: the first rows, in their order."""
+    """Return indices of rows, [num_rows] int64; None for a range, which must be the first rows in order."""
     if isinstance(rows, range):
         assert rows == range(len(rows)), f"{rows} leaves rows out"
         return None
@@ -100,5 +100,5 @@ def _rows_at(rows: Sequence[int]) -> torch.Tensor | None:
 
 
 def _pointer_to(rows: torch.Tensor | None) -> int | None:
-    """The address of the indices, which must outlive the call."""
+    """Return the address of the indices, which must outlive the call."""
     return None if rows is None else rows.data_ptr()

@@ -1,9 +1,9 @@
-"""Packed weights in memory that the processes of a machine share: the first packs them, the others map them.
+"""Packed weights in memory that the processes of a machine share: the first process packs them, the others map them.
 
-The memory is a file without a folder (memfd), in large pages. Its name has a digest of all that the packed weights
-depend on, and it is found by that among the open files of this user's processes; it lives as long as one of them has
-it. When it is whole it is sealed: nothing can write it from then on, and only a sealed one is mapped. So a process that
-ends while it packs leaves nothing behind.
+The memory is a file without a folder (memfd) in large pages. Its name has a digest of everything that the packed
+weights depend on. Processes find the file by this name among the open files of this user's processes, and it exists
+while one of them has it open. A complete file is sealed: nothing can write it any more, and only sealed files are
+mapped. So a process that ends while it packs leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from app.progress import step_within
 logger = logging.getLogger(__name__)
 
 LARGE_PAGE = 2**21
-_GROWTH = 16 * LARGE_PAGE  # each takes a system call that waits for all cores
-_SIZE_BYTES = 8  # of the number at a file's end
+_GROWTH = 16 * LARGE_PAGE  # each growth needs a system call that waits for all cores
+_SIZE_BYTES = 8  # of the number at the end of a file
 _NAME = "carousel-weights"
-# Not in Python: of Linux, the same on x86 and Arm.
+# Linux constants that Python lacks, equal on x86 and Arm.
 _PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
 _MADV_POPULATE_READ, _MADV_COLLAPSE = 22, 25
 _WHOLE = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -53,26 +53,26 @@ Pack = Callable[[Allocate], NativeWeights]
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """With which processes weights are shared: those that have the same digest."""
+    """The processes that share weights: all with the same digest."""
 
-    digest: str  # of the model's files, and of all else that packed weights depend on
-    folder: Path  # has a file to lock, so that only one process packs
+    digest: str  # of the model's files, and of everything else that packed weights depend on
+    folder: Path  # has a lock file, so that only one process packs
 
 
 def shared_weights(pack: Pack, sharing: Sharing | None) -> NativeWeights:
-    """Those of another process, else packed here. Their memory is let go of with the last of their tensors.
+    """Return weights of another process, or pack them. Their memory is freed with the last of their tensors.
 
-    pack: reads and packs them, into memory that it is given. sharing: None with no other process.
+    pack: reads and packs the weights into given memory. sharing: None to share with no other process.
     """
     try:
         return _weights_in(_packed(pack, _NAME) if sharing is None else _found_or_packed(pack, sharing))
     except OSError as error:
-        logger.warning("weights: in the memory of this process alone, which cannot have another: %s", error)
+        logger.warning("weights: not shared, in this process's own memory, because shared memory fails: %s", error)
         return pack(in_large_pages)
 
 
 def _found_or_packed(pack: Pack, sharing: Sharing) -> int:
-    """A descriptor of a whole file, for processes on one NUMA node of its own."""
+    """Return a descriptor of a complete file, shared by the processes on one NUMA node."""
     name = "-".join(filter(None, (_NAME, sharing.digest, own_nodes())))
     without = "replicas that start at the same time do not share their weights"
     with locked_if_possible(sharing.folder / f"{name}.lock", without=without, waiting=_waiting):
@@ -84,7 +84,7 @@ def _found_or_packed(pack: Pack, sharing: Sharing) -> int:
 
 
 def _packed(pack: Pack, name: str) -> int:
-    """A descriptor of a new file."""
+    """Return a descriptor of a new file."""
     began = time.monotonic()
     with _GrowingFile(name) as file:
         descriptor = file.finish(pack(file.allocate).layout(file.memory))
@@ -96,7 +96,7 @@ def _packed(pack: Pack, name: str) -> int:
 
 
 def _weights_in(descriptor: int) -> NativeWeights:
-    """Views of a whole file. It is closed with the last of them, so other processes find it until then."""
+    """Return views of a complete file. The last view closes the file; until then other processes can find the file."""
     num_bytes, layout = _layout_in(descriptor)
     addresses = _Addresses(num_bytes)
     addresses.map(descriptor)
@@ -112,25 +112,25 @@ def _waiting() -> Iterator[None]:
 
 
 class _Addresses:
-    """Addresses that stay reserved until nothing refers to their memory."""
+    """Reserved addresses, until nothing refers to their memory."""
 
     def __init__(self, num_bytes: int) -> None:
-        """num_bytes: whole large pages. Raises OSError if there are no such addresses."""
+        """num_bytes: a multiple of large pages. Raises OSError if the addresses cannot be reserved."""
         reserved = _mapped(None, num_bytes + LARGE_PAGE, _PROT_NONE)
         self._start, self._num_bytes = -(-reserved // LARGE_PAGE) * LARGE_PAGE, num_bytes
         self.memory: ctypes.Array[Any] = (ctypes.c_uint8 * num_bytes).from_address(self._start)
         weakref.finalize(self.memory, _libc.munmap, reserved, num_bytes + LARGE_PAGE).atexit = False
 
     def map(self, descriptor: int) -> None:
-        """A whole file, read-only."""
+        """Map a complete file, read-only."""
         _mapped(self._start, self._num_bytes, mmap.PROT_READ, descriptor)
         _libc.madvise(self._start, self._num_bytes, _MADV_POPULATE_READ)
 
     def map_to_write(self, descriptor: int, first: int, end: int) -> bool:
-        """A part of a file, whole large pages without content. Gives whether they are large ones.
+        """Map a part of a file: whole large pages without content. Return whether the pages are large.
 
-        A page is made large when one of its small ones is there: also where the system has none for shared memory by
-        itself (`shmem_enabled`), from Linux 6.1 on.
+        A page becomes large when one of its small pages exists. From Linux 6.1 on, this works even if the system does
+        not use large pages for shared memory by itself (`shmem_enabled`).
         """
         start = self._start + first
         _mapped(start, end - first, mmap.PROT_READ | mmap.PROT_WRITE, descriptor, first)
@@ -144,10 +144,10 @@ class _Addresses:
 
 
 class _GrowingFile:
-    """Memory that weights are packed into, one after the other."""
+    """Memory into which weights are packed one after another."""
 
     def __init__(self, name: str) -> None:
-        most_bytes = 2**40  # of a model's weights: addresses that are reserved while they are packed
+        most_bytes = 2**40  # limit for a model's weights: addresses reserved while packing
         self._addresses = _Addresses(most_bytes)
         self._descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.fchmod(self._descriptor, 0o600)
@@ -167,7 +167,7 @@ class _GrowingFile:
 
     @property
     def num_bytes(self) -> int:
-        """In whole large pages."""
+        """The bytes in use, rounded up to large pages."""
         return -(-self._used // LARGE_PAGE) * LARGE_PAGE
 
     def allocate(self, *shape: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
@@ -184,7 +184,7 @@ class _GrowingFile:
         return torch.frombuffer(self.memory, dtype=dtype, offset=offset, count=count).view(shape)
 
     def finish(self, layout: bytes) -> int:
-        """A descriptor to read the file, which nothing can write any more."""
+        """Return a read-only descriptor of the file, which nothing can write any more."""
         os.ftruncate(self._descriptor, self.num_bytes)
         os.pwrite(self._descriptor, layout + self.num_bytes.to_bytes(_SIZE_BYTES, "little"), self.num_bytes)
         self._addresses.unmap()
@@ -193,18 +193,18 @@ class _GrowingFile:
 
 
 def _layout_in(descriptor: int) -> tuple[int, bytes]:
-    """How many bytes of weights a file has, which is its end, and the layout between them and that."""
+    """Return the number of bytes of weights, which the file's end gives, and the layout stored after the weights."""
     end = os.fstat(descriptor).st_size - _SIZE_BYTES
     num_bytes = int.from_bytes(os.pread(descriptor, _SIZE_BYTES, end), "little")
     return num_bytes, os.pread(descriptor, end - num_bytes, num_bytes)
 
 
 def _find(name: str) -> int | None:
-    """A descriptor of a whole file of this name that a process of this user has open."""
+    """Return a descriptor of a complete file with this name that a process of this user has open; None without one."""
     for path in _open_files(f"/memfd:{name} (deleted)"):
         try:
             descriptor = os.open(path, os.O_RDONLY)
-        except OSError:  # the process has ended, or is another user's
+        except OSError:  # the process has ended or belongs to another user
             continue
         if os.fstat(descriptor).st_uid == os.geteuid() and fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) == _WHOLE:
             return descriptor
@@ -217,7 +217,7 @@ def _open_files(target: str) -> Iterator[str]:
         folder = f"/proc/{process}/fd"
         try:
             paths = [f"{folder}/{descriptor}" for descriptor in os.listdir(folder)]
-        except OSError:  # the process has ended, or is another user's
+        except OSError:  # the process has ended or belongs to another user
             continue
         yield from (path for path in paths if _target_of(path) == target)
 
@@ -225,12 +225,12 @@ def _open_files(target: str) -> Iterator[str]:
 def _target_of(link: str) -> str | None:
     try:
         return os.readlink(link)
-    except OSError:  # it has been closed
+    except OSError:  # the file has been closed
         return None
 
 
 def _mapped(address: int | None, num_bytes: int, protection: int, descriptor: int = -1, offset: int = 0) -> int:
-    """Map a file, or nothing; at an address instead of what is there. Raises OSError."""
+    """Map a file or, without a descriptor, nothing; replaces the mapping at a given address. Raises OSError."""
     kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE if descriptor < 0 else mmap.MAP_SHARED
     flags = kind if address is None else kind | _MAP_FIXED
     found: int | None = _libc.mmap(address, num_bytes, protection, flags, descriptor, offset)

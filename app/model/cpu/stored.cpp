@@ -1,4 +1,4 @@
-// Matrices with the numbers of a GGUF file: reads ggml's blocks, packs them into strips, multiplies strips.
+// Matrices in a GGUF file's own types: reads ggml's blocks, packs them into strips, multiplies strips.
 
 #include "stored.h"
 
@@ -11,7 +11,7 @@ namespace {
 
 // ------------------------------------------------------------------ ggml's blocks
 
-// Numbers of ggml's types in a file, as `GGMLQuantizationType` of the gguf package has them.
+// The numbers of ggml's types, as in `GGMLQuantizationType` of the gguf package.
 enum Type : int64_t { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ4_NL = 20, IQ4_XS = 23 };
 
 struct Format {
@@ -53,7 +53,7 @@ float from_half(uint16_t bits) {
     return bits & 0x8000 ? -magnitude : magnitude;
 }
 
-// -(2^power) times a number in float16, which has room for it.
+// Returns -(2^power) times a number in float16, which must have room for the result.
 uint16_t negative_multiple(uint16_t bits, int power) {
     if ((bits & 0x7fff) == 0) return bits;
     int exponent = bits >> 10 & 31, mantissa = bits & 0x3ff;
@@ -64,13 +64,13 @@ uint16_t negative_multiple(uint16_t bits, int power) {
     return uint16_t(((bits ^ 0x8000) & 0x8000) | std::min(exponent + power * (exponent > 0), 30) << 10 | mantissa);
 }
 
-// One of ggml's blocks, or a group, of one column: what the lines of a strip have of it.
+// One column of a ggml block or of a group, in the form in which the lines of a strip hold it.
 struct Unpacked {
     uint16_t factors[2];
     int8_t bytes[PAIRS_OF_BLOCK][4];
     uint8_t numbers[BLOCK];
 
-    float weight(StripKind kind, int64_t at) const {  // doubles: only the result is rounded
+    float weight(StripKind kind, int64_t at) const {  // in doubles, so that only the result is rounded
         const double first = from_half(factors[0]), second = from_half(factors[1]), number = numbers[at];
         if (!has_blocks(kind)) return float(first * number + second);
         const int8_t* own = bytes[at / (2 * GROUP)] + at / GROUP % 2 * 2;
@@ -81,7 +81,7 @@ struct Unpacked {
 
 constexpr int8_t NONLINEAR[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
-// Sixteen bytes with two numbers each: inputs 0 to 15, then 16 to 31.
+// Unpacks sixteen bytes with two numbers each: inputs 0 to 15, then 16 to 31.
 void unpack_halves(const uint8_t* from, uint8_t* to) {
     for (int at = 0; at < 16; ++at) to[at] = from[at] & 15, to[at + 16] = from[at] >> 4;
 }
@@ -91,7 +91,7 @@ void unpack_nonlinear(const uint8_t* from, uint8_t* to) {
     for (int at = 0; at < GROUP; ++at) to[at] = uint8_t(NONLINEAR[to[at]] + 128);
 }
 
-// 32 bytes with the lower and upper numbers of 64 inputs, four times.
+// Unpacks 32 bytes with the lower and upper numbers of 64 inputs, four times.
 void unpack_pairs(const uint8_t* from, uint8_t* to) {
     for (int64_t pair = 0; pair < PAIRS_OF_BLOCK; ++pair, from += GROUP, to += 2 * GROUP)
         for (int64_t at = 0; at < GROUP; ++at) to[at] = from[at] & 15, to[at + GROUP] = from[at] >> 4;
@@ -230,7 +230,7 @@ inline IntegersPart pair_products(WordsPart left, WordsPart right) {
 }
 #endif
 
-// The factor of `scaled` from one half of the pairs of int16.
+// Returns the factor for `scaled` from one half of the pairs of int16.
 template <int HALF>
 inline WordsPart factor_of(WordsPart pairs) {
     if constexpr (DOT == Dot::SHORTS)
@@ -239,7 +239,7 @@ inline WordsPart factor_of(WordsPart pairs) {
         return (WordsPart)(HALF ? (IntegersPart)pairs >> 16 : (IntegersPart)(pairs << 16) >> 16);
 }
 
-// Sums of `dot` in 32 bits, times what `factor_of` gives.
+// Returns sums of `dot` in 32 bits, times the result of `factor_of`.
 inline IntegersPart scaled(IntegersPart sums, WordsPart factor) {
     if constexpr (DOT == Dot::SHORTS)
         return pair_products((WordsPart)sums, factor);
@@ -253,8 +253,8 @@ inline WordsPart load_part(const uint32_t* from) {
     return words;
 }
 
-// Float16 in the lower half of each word, in float32. Scales are often so small that they are denormal numbers, with which
-// some CPUs compute slowly.
+// Converts float16 in the lower half of each word to float32. Scales are often denormal numbers, with which some CPUs
+// compute slowly.
 inline FloatPart from_halves(WordsPart bits) {
 #if defined(__AVX512F__)
     return (FloatPart)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)bits));
@@ -281,7 +281,7 @@ inline BytePairs bytes_of(const uint32_t* from) {
     return {(WordsPart)(bytes << 8 >> 8), (WordsPart)(bytes >> 8)};
 }
 
-// The numbers of unit UNIT of a group in each column.
+// Returns the numbers of unit UNIT of a group in each column.
 template <int BITS, int UNIT>
 inline WordsPart numbers_at(const uint32_t* lines) {
     if constexpr (BITS == 8) return load_part(lines + UNIT * LANES);
@@ -299,16 +299,16 @@ inline WordsPart numbers_at(const uint32_t* lines) {
     return numbers;
 }
 
-// Units whose products fit into sums of 16 bits: 2 × (2^BITS - 1) × 127 each.
+// The number of units whose products fit into sums of 16 bits: 2 × (2^BITS - 1) × 127 each.
 template <int BITS>
 constexpr int TOGETHER = DOT != Dot::SHORTS || BITS == 4 || BITS == 8 ? 8 : BITS == 5 ? 4 : 2;
 
-// Whether a product of bytes does not fit: then the halves of the weights have sums of their own.
+// Whether a product of bytes does not fit. If so, the two halves of the weights have separate sums.
 template <int BITS>
 constexpr bool IN_HALVES = BITS == 8 && (DOT == Dot::HALVES || DOT == Dot::SHORTS);
 
-// Where ROWS rows of inputs are: one address for four rows. GCC would make one for each, which is more than there are
-// registers.
+// The addresses of ROWS rows of inputs: one address serves four rows. GCC would make one for each row, which is more
+// than there are registers.
 template <int ROWS>
 struct Inputs {
     const uint32_t* fours[(ROWS + 3) / 4];
@@ -380,7 +380,7 @@ inline void store_totals(const FloatPart (&totals)[ROWS][PARTS], int half, Vecto
             std::memcpy(reinterpret_cast<FloatPart*>(&results[row][half]) + part, &totals[row][part], sizeof(FloatPart));
 }
 
-constexpr int64_t AHEAD = 32;  // lines that are fetched before they are read: a strip is followed by the next one
+constexpr int64_t AHEAD = 32;  // lines that are prefetched; the next strip follows a strip
 
 template <int BITS, int ROWS>
 [[gnu::noinline]] void multiply_groups(const QuantisedRows& inputs, int64_t num_inputs, const uint32_t* lines, int half,
@@ -410,7 +410,7 @@ template <int BITS, int ROWS>
 template <int BITS, int ROWS>
 [[gnu::noinline]] void multiply_blocks(const BlockRows& inputs, int64_t num_inputs, const uint32_t* lines, int half,
                                        Vector (*results)[2]) {
-    constexpr bool HAS_HALVES = BITS == 6;  // of a group, with a scale each
+    constexpr bool HAS_HALVES = BITS == 6;  // of a group, with one scale each
     constexpr int64_t LINES = 1 + PAIRS_OF_BLOCK + GROUPS_OF_BLOCK * BITS;
     const int64_t blocks = num_inputs / BLOCK;
     FloatPart totals[ROWS][PARTS] = {};
@@ -480,7 +480,7 @@ void multiply_rows(StripKind kind, const uint32_t* from, const StoredRows& input
 void multiply_strip(const Strip& strip, const uint32_t* from, int rows, const StoredRows& inputs, int64_t num_inputs,
                     int half, Vector (*sums)[2]) {
     const auto kind = StripKind(strip.kind);
-    // Not each number of rows: every one takes seconds to compile. Others compute some rows in vain.
+    // Only some numbers of rows have code, because each one takes seconds to compile. Other numbers compute extra rows.
 #define CASE(ROWS)                                   \
     if constexpr (ROWS <= STRIP_ROWS)                \
         if (rows <= ROWS) return multiply_rows<ROWS>(kind, from, inputs, num_inputs, half, sums);
@@ -507,7 +507,7 @@ struct StripSource {
     int64_t type, address, num_rows, line;
 };
 
-// Packs rows of `num_inputs` into strips of a matrix. Columns that there are not become zeros.
+// Packs rows of `num_inputs` weights into strips of a matrix. Missing columns become zeros.
 void carousel_pack_stored(void* threads, const StripSource* sources, int64_t num_strips, int64_t num_inputs,
                           uint32_t* matrix) {
     ThreadPool& members = *static_cast<ThreadPool*>(threads);
@@ -530,16 +530,16 @@ void carousel_pack_stored(void* threads, const StripSource* sources, int64_t num
     });
 }
 
-// How inputs of a matrix of a type are rounded: IN_GROUPS or IN_BLOCKS.
+// How inputs for a matrix of a type are rounded: IN_GROUPS or IN_BLOCKS.
 int64_t carousel_stored_form(int64_t type) { return has_blocks(format_of(type).kind) ? IN_BLOCKS : IN_GROUPS; }
 
-// The lines of a strip; -1 for a type without strips.
+// The number of lines of a strip; -1 for a type without strips.
 int64_t carousel_stored_lines(int64_t type, int64_t num_inputs) {
     const StripKind kind = format_of(type).kind;
     return kind == PLAIN ? -1 : num_inputs / inputs_of(kind) * lines_of(kind);
 }
 
-// The weights of blocks, one after the other.
+// Computes the weights of blocks, one block after another.
 void carousel_dequantise(void* threads, int64_t type, const uint8_t* from, int64_t num_weights, float* to) {
     constexpr int64_t PIECE = 256;  // blocks
     const Format format = format_of(type);

@@ -1,8 +1,8 @@
-// Rows times a matrix that keeps the numbers of a GGUF file.
+// Rows times a matrix in the types of a GGUF file.
 //
-// The formats are those of ggml in llama.cpp (`block_q4_K` and its like in ggml-common.h). A file has its blocks row by
-// row; here the LANES columns of a *strip* lie beside each other, so that a register has the same input of several
-// columns. Bits, scales and minima are those of the file: nothing is rounded when a matrix is packed.
+// The formats are those of ggml in llama.cpp (`block_q4_K` and similar ones in ggml-common.h). A file stores its blocks
+// row by row. Here the LANES columns of a *strip* are adjacent, so that a register holds the same input of several
+// columns. Bits, scales and minima are unchanged: packing a matrix rounds nothing.
 #pragma once
 
 #include "quantised.h"
@@ -13,24 +13,24 @@ constexpr int64_t GROUP = 32;   // inputs
 constexpr int64_t BLOCK = 256;  // inputs, as ggml's QK_K
 constexpr int64_t GROUPS_OF_BLOCK = BLOCK / GROUP, PAIRS_OF_BLOCK = GROUPS_OF_BLOCK / 2;
 
-// How the inputs of stored matrices are rounded, as bits of `DecoderShape::weight_bits`; 4 and 8 are other formats.
+// The ways to round the inputs of stored matrices, as bits of `DecoderShape::weight_bits`; 4 and 8 are other formats.
 constexpr int64_t IN_GROUPS = 1, IN_BLOCKS = 2;
 constexpr bool is_stored(int64_t bits) { return bits > 0 && bits < 4; }
 
-// How a strip lies in memory; in the order of `STRIPS` in stored_matrix.py. In lines of LANES units:
-//   GROUPS_n, for each GROUP of inputs: a line with the scale (lower half) and the least weight (upper half) in float16,
-//       then n lines of numbers. A weight is scale × number + least.
-//   BLOCKS_n, for each BLOCK of inputs: a line with two factors in float16, four lines of bytes, then n lines of numbers
-//       for each of its groups. Byte 0 of line i belongs to group 2 i, byte 2 to group 2 i + 1: a weight is
-//       factor 0 × byte × number - factor 1 × next byte. In BLOCKS_6, each half of a group has its own byte, and a weight
-//       is factor 0 × byte × number - factor 1 × byte.
-// A group's numbers of 4 bits: in line i, the lower halves of its bytes are inputs 4 i to 4 i + 3, the upper halves those
-// 16 behind. Of 5 and 6 bits the upper ones follow in 1 and 2 lines: those of unit u are bit u of each byte, or two bits
-// from 2 (u mod 4) on in line u / 4. Of 8 bits, line i has inputs 4 i to 4 i + 3.
-// PLAIN: the whole matrix is not quantised; it lies as in matmul.h.
+// The layout of a strip in memory, in lines of LANES units. stored_matrix.py has the number of PLAIN as well.
+//   GROUPS_n, for each GROUP of inputs: a line with the scale (lower half) and the least weight (upper half) in
+//       float16, then n lines of numbers. A weight is scale × number + least.
+//   BLOCKS_n, for each BLOCK of inputs: a line with two factors in float16, four lines of bytes, then n lines of
+//       numbers for each of its groups. Byte 0 of line i belongs to group 2 i, byte 2 to group 2 i + 1: a weight is
+//       factor 0 × byte × number - factor 1 × next byte. In BLOCKS_6, each half of a group has its own byte, and a
+//       weight is factor 0 × byte × number - factor 1 × byte.
+// A group's numbers of 4 bits: in line i, the lower halves of the bytes are inputs 4 i to 4 i + 3, the upper halves the
+// inputs 16 further. With 5 and 6 bits, 1 and 2 lines follow with the upper bits: for unit u, bit u of each byte, or
+// two bits from 2 (u mod 4) on in line u / 4. With 8 bits, line i has inputs 4 i to 4 i + 3.
+// PLAIN: the whole matrix is not quantised and has the layout of matmul.h.
 enum StripKind : uint32_t { PLAIN, GROUPS_4, GROUPS_5, GROUPS_8, BLOCKS_4, BLOCKS_5, BLOCKS_6, BLOCKS_8 };
 
-// A matrix begins with one for each strip, up to whole lines.
+// A matrix starts with one of these for each strip, padded to whole lines.
 struct Strip {
     uint32_t kind, line;  // line: from the start of the matrix
 };
@@ -40,12 +40,12 @@ inline const Strip& strip_of(const uint32_t* matrix, int64_t column) {
 }
 inline const uint32_t* numbers_of(const uint32_t* matrix, const Strip& strip) { return matrix + int64_t(strip.line) * LANES; }
 
-// Rows of inputs that are rounded to int8 in blocks, as ggml's Q8_K.
+// Rows of inputs, rounded to int8 in blocks, as in ggml's Q8_K.
 struct BlockRows {
     int8_t* numbers;  // [num_rows][num_inputs]
     float* scales;    // [num_rows][num_blocks]
-    // [num_rows][num_blocks][pairs of groups][3]: two int16, of the groups of a pair. Sums of the numbers in the first
-    // half of a group, in the second half, and in the whole group.
+    // [num_rows][num_blocks][pairs of groups][3]: two int16 each, for the two groups of a pair. The three are the sums
+    // of the numbers in the first half of a group, in the second half, and in the whole group.
     uint32_t* sums;
 };
 
@@ -56,14 +56,14 @@ struct StoredRows {
     BlockRows blocks;
 };
 
-// The same rows without those before `first`.
+// Returns the rows from `first` on.
 inline StoredRows rows_from(const StoredRows& rows, int64_t first, int64_t num_inputs) {
     const int64_t block = first * (num_inputs / BLOCK);
     return {rows_from<4>(rows.groups, first, num_inputs),
             {rows.blocks.numbers + block * BLOCK, rows.blocks.scales + block, rows.blocks.sums + block * SUM_WORDS}};
 }
 
-// Rounds a row in blocks; `size` is a multiple of BLOCK. The scale of a block with a NaN or an infinity is one too.
+// Rounds a row in blocks; `size` is a multiple of BLOCK. A block with a NaN or an infinity gets such a scale.
 template <typename T>
 inline void quantise_blocks(const T* from, int64_t size, const BlockRows& rows, int64_t row) {
     for (int64_t block = row * (size / BLOCK), end = block + size / BLOCK; block < end; ++block, from += BLOCK) {
@@ -90,15 +90,15 @@ inline void quantise_blocks(const T* from, int64_t size, const BlockRows& rows, 
 
 constexpr int STRIP_ROWS = DOT == Dot::PLAIN ? 2 : DOT == Dot::SHORTS && PARTS == 2 ? 6 : 12;
 
-// The sums of at most STRIP_ROWS rows and a strip that is not PLAIN, into sums[row][half]. There is memory for STRIP_ROWS
-// rows of inputs, of which all are read.
+// Computes the sums of at most STRIP_ROWS rows and a strip that is not PLAIN, into sums[row][half]. The inputs must
+// have memory for STRIP_ROWS rows, because all of it is read.
 void multiply_strip(const Strip& strip, const uint32_t* from, int rows, const StoredRows& inputs, int64_t num_inputs,
                     int half, Vector (*sums)[2]);
 
-// The weights of a column of a strip that is not PLAIN, [num_inputs].
+// Reads the weights of a column of a strip that is not PLAIN, [num_inputs].
 void read_strip(const Strip& strip, const uint32_t* from, int64_t lane, int64_t num_inputs, float* to);
 
-// As `multiply` of plain matrices. inputs: as they are, for a plain matrix.
+// Like `multiply`, for stored matrices. inputs: the inputs before rounding, for a plain matrix.
 template <typename T, typename Sharing, typename Finish, typename Added = NothingAdded>
 void multiply_stored(Sharing& threads, const T* inputs, const StoredRows& rounded, int64_t num_rows, const Matrix& matrix,
                      Finish&& finish, const Added& added = {}) {
@@ -119,13 +119,13 @@ void multiply_stored(Sharing& threads, const T* inputs, const StoredRows& rounde
         finish, added);
 }
 
-// Where the strips begin from a column on.
+// Returns where the strips from `column` on begin.
 inline const uint32_t* stored_from(const Matrix& matrix, int64_t column) {
     const Strip& first = strip_of(matrix.panels, 0);
     return numbers_of(matrix.panels, first.kind == PLAIN ? first : strip_of(matrix.panels, column));
 }
 
-// A column of a matrix.
+// Reads a column of a matrix.
 template <typename T>
 void read_stored_column(const Matrix& matrix, int64_t column, float* to) {
     const Strip& strip = strip_of(matrix.panels, strip_of(matrix.panels, 0).kind == PLAIN ? 0 : column);

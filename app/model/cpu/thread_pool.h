@@ -1,8 +1,8 @@
-// Threads that compute one step together: each phase is a loop that they share, over when all of its work is done. Within
-// a step no member waits for one that only has no CPU at this moment: other processes use the same cores.
+// Threads that compute one step together. Each phase is a loop that they share, and ends when all of its work is done.
+// Within a step, no member waits for a member that only lacks a CPU at the moment: other processes use the same cores.
 //
-// Not OpenMP: its threads wait in busy loops, and two processes with as many threads as cores then slow each other down
-// a hundredfold. These threads spin for some microseconds and then yield.
+// OpenMP is not used: its threads wait in busy loops, and two processes with as many threads as cores then slow each
+// other down a hundredfold. These threads spin for some microseconds and then yield.
 #pragma once
 
 #include <atomic>
@@ -27,7 +27,7 @@ class ThreadPool {
   public:
     explicit ThreadPool(int size)
         : size_(size), members_(size), runs_{std::vector<Run>(size * MAX_LOOPS), std::vector<Run>(size * MAX_LOOPS)} {
-        amx::refusal();  // asks for permission, which holds for threads that begin later
+        amx::refusal();  // asks for permission, which also covers threads that start later
         const std::vector<int> cpus = allowed_cpus();
         for (int member = 1; member < size; ++member)
             threads_.emplace_back([this, cpus, member] {
@@ -49,7 +49,7 @@ class ThreadPool {
 
     int size() const { return size_; }
 
-    // Runs `work` once on every member, the caller included; returns when all are done.
+    // Runs `work` once on every member, including the caller. Returns when all are done.
     void run(const std::function<void()>& work) {
         work_ = &work;
         {
@@ -60,8 +60,8 @@ class ThreadPool {
         compute(work);
     }
 
-    // Inside `run`: calls body(index) for each index below count, once, on whichever member is free; returns when all are
-    // done. Every member calls it with the same count.
+    // Inside `run`: calls body(index) once for each index below count, on any free member. Returns when all calls are
+    // done. Every member must call this with the same count.
     template <typename Body>
     void share(int64_t count, Body&& body) {
         Run* runs = next_loop();
@@ -73,8 +73,8 @@ class ThreadPool {
         int64_t first, end;
     };
 
-    // The same, with a run of neighbouring indices for each member, so that what it fetches ahead is its own. A member that
-    // has done its run takes what is left of the others'.
+    // Like `share`, with a run of adjacent indices for each member, so that its prefetches serve the member itself. A
+    // member that has done its run takes the rest of other members' runs.
     template <typename Body>
     void share_runs(int64_t count, Body&& body) {
         Run* runs = next_loop();
@@ -89,7 +89,7 @@ class ThreadPool {
         });
     }
 
-    // Inside `run`: returns when all members are here. What members read outside of loops changes only behind it.
+    // Inside `run`: returns when all members are here. Data that members read outside of loops may change only then.
     void meet() {
         if (size_ == 1) return;
         const uint32_t turn = turn_.load(std::memory_order_relaxed);
@@ -101,24 +101,24 @@ class ThreadPool {
         wait_until([&] { return turn_.load(std::memory_order_acquire) != turn; });
     }
 
-    // The run with which this member begins when it shares so many.
+    // The first run of this member in a loop of `count` indices.
     Part own_run(int64_t count) const { return run_of(member_, count); }
 
-    // From now on, this member fetches some memory into its cache while it waits for the others.
+    // From now on, this member prefetches this memory into its cache while it waits for the others.
     void fetch_in_pauses(const void* from, int64_t num_bytes) {
         members_[member_].fetched = static_cast<const char*>(from);
         members_[member_].fetch_end = members_[member_].fetched + num_bytes;
     }
 
   private:
-    // Of one member's indices in one loop.
+    // The state of one member's indices in one loop.
     struct alignas(64) Run {
         std::atomic<int64_t> next{0}, num_done{0};
     };
 
-    // What no other member reads.
+    // Data that no other member reads.
     struct alignas(64) Member {
-        int num_loops = 0;  // that it has begun since `begin_loops`
+        int num_loops = 0;  // loops begun since `begin_loops`
         bool is_odd = false;
         const char *fetched = nullptr, *fetch_end = nullptr;
     };
@@ -130,7 +130,7 @@ class ThreadPool {
         meet();
     }
 
-    // Takes the other half of the records, and clears those that were used last: all members have met since.
+    // Switches to the other half of the records, and clears the half used last: all members have met since then.
     void begin_loops() {
         Member& own = members_[member_];
         own.is_odd = !own.is_odd;
@@ -142,14 +142,14 @@ class ThreadPool {
         own.num_loops = 0;
     }
 
-    // The records of the next loop, one for each member.
+    // Returns the records of the next loop, one for each member.
     Run* next_loop() {
         Member& own = members_[member_];
         if (own.num_loops == MAX_LOOPS) meet(), begin_loops();
         return &runs_[own.is_odd][own.num_loops++ * size_];
     }
 
-    // Calls body for what is left of a run.
+    // Calls body for the rest of a run.
     template <typename Body>
     void take(Run& run, Part part, Body&& body) {
         int64_t num_done = 0;
@@ -195,8 +195,8 @@ class ThreadPool {
         }
     }
 
-    // A pool with a thread for every CPU of this process is pinned: otherwise the kernel puts two threads on one CPU
-    // now and then, and the others wait. A smaller pool is not: other pools on this machine would use the same CPUs.
+    // A pool with a thread for every CPU of this process is pinned: otherwise the kernel sometimes puts two threads on
+    // one CPU, and the others wait. A smaller pool is not pinned: other pools on this machine would use the same CPUs.
     static std::vector<int> allowed_cpus() {
         std::vector<int> cpus;
 #ifdef __linux__
@@ -224,14 +224,14 @@ class ThreadPool {
 #endif
     }
 
-    static constexpr int SPINS = 4000;  // some tens of microseconds
-    static constexpr int MAX_LOOPS = 1024;  // more than most steps have; after so many all meet
+    static constexpr int SPINS = 4000;  // takes some tens of microseconds
+    static constexpr int MAX_LOOPS = 1024;  // more than most steps have; the members meet after this many
 
-    static inline thread_local int member_ = 0;  // the caller of `run` is the first
+    static inline thread_local int member_ = 0;  // 0 is the caller of `run`
 
     const int size_;
     std::vector<Member> members_;
-    std::vector<Run> runs_[2];  // of the loops of this run and of the last, in turn: [loop][member]
+    std::vector<Run> runs_[2];  // of the loops of this run and of the last one, alternating: [loop][member]
     std::vector<std::thread> threads_;
     const std::function<void()>* work_ = nullptr;
     std::mutex mutex_;
@@ -243,7 +243,7 @@ class ThreadPool {
     alignas(64) std::atomic<int> num_arrived_{0};
 };
 
-// One of several parts of a loop, for one thread: loops that a pool shares can be divided by the caller instead.
+// One of several parts of a loop, for one thread: the caller can divide a loop with this instead of a pool.
 struct LoopPart {
     int64_t index, num_parts;
 

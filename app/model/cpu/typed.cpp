@@ -1,5 +1,5 @@
-// The functions that exist once for each type of a model's numbers. This file is compiled for one type at a time: TYPE is
-// its name, which ends the functions' names.
+// The functions that exist for each number type of models. This file is compiled for one type at a time. TYPE is the
+// type's name, with which the functions' names end.
 
 #include "attention.h"
 #include "decoder.h"
@@ -43,7 +43,7 @@ HeadRows<T> head_rows(const Strides& strides, const void* query, const void* key
             {static_cast<const T*>(value), strides.value_token, strides.value_head}};
 }
 
-// own: of Mamba 1 or 2.
+// own: a `Mamba1` or `Mamba2`.
 template <typename Mamba>
 void scan(void* threads, const RecurrenceShape& shape, const HeadRows<T>& rows, const Mamba& own, float* states,
           const Pieces& pieces, void* outputs) {

@@ -1,8 +1,8 @@
 // Vectors of 16 lanes, and the multiplication that all code here uses.
 //
-// A *unit* is 32 bits of numbers that are multiplied with 32 bits of others and summed into 32 bits: one float32 or
-// two bfloat16 into a float, four int8 into an integer. Matrices and KV memory are laid out in units, so the same code
-// serves all types.
+// A *unit* is 32 bits of numbers that are multiplied with the numbers of another unit and summed into 32 bits: one
+// float32 or two bfloat16 into a float, four int8 into an integer. Matrices and KV memory have the layout of units, so
+// that the same code serves all types.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,7 @@ struct bf16 {
     uint16_t bits;
 };
 
-// The compiler's own vectors: one AVX-512 register, or two or four smaller ones.
+// The compiler's own vectors: one AVX-512 register, or two or four smaller registers.
 typedef float Vector __attribute__((vector_size(LANES * 4)));
 typedef int32_t Integers __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
@@ -52,7 +52,7 @@ inline Vector load(const bf16* from) {
     return (Vector)(__builtin_convertvector(halves, Words) << 16);
 }
 
-// Rounds to the nearest number of the type, ties to even; a NaN stays one.
+// Rounds to the nearest number of the type, ties to even. A NaN stays a NaN.
 inline Vector round_to(Vector x, float) { return x; }
 inline Vector round_to(Vector x, bf16) {
     const Words bits = (Words)x;
@@ -65,7 +65,7 @@ inline Vector load(const int8_t* from) {
 #ifdef __AVX512F__
     return (Vector)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 #else
-    typedef int16_t Wider __attribute__((vector_size(LANES * 2)));  // GCC takes larger steps lane by lane
+    typedef int16_t Wider __attribute__((vector_size(LANES * 2)));  // GCC does larger steps lane by lane
     Bytes bytes;
     std::memcpy(&bytes, from, sizeof(bytes));
     return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(bytes, Wider), Integers), Vector);
@@ -73,12 +73,12 @@ inline Vector load(const int8_t* from) {
 }
 
 inline void store(Vector x, float* to) { std::memcpy(to, &x, sizeof(x)); }
-inline void store(Vector x, bf16* to) {  // exact only for what `round_to` returned
+inline void store(Vector x, bf16* to) {  // exact only for results of `round_to`
     const Halves halves = __builtin_convertvector((Words)x >> 16, Halves);
     std::memcpy(to, &halves, sizeof(halves));
 }
 
-// As store(round_to(x, T{}), to); numbers below the least normal one may become 0.
+// Like store(round_to(x, T{}), to). Numbers below the least normal number may become 0.
 inline void store_rounded(Vector x, float* to) { store(x, to); }
 inline void store_rounded(Vector x, bf16* to) {
 #ifdef __AVX512BF16__
@@ -89,7 +89,7 @@ inline void store_rounded(Vector x, bf16* to) {
 #endif
 }
 
-// The first `count` numbers only; the other lanes are 0.
+// Loads only the first `count` numbers; the other lanes are 0.
 template <typename T>
 inline Vector load_some(const T* from, int64_t count) {
     if (count >= LANES) return load(from);
@@ -109,18 +109,18 @@ inline Words broadcast(uint32_t unit) {
     return Words{} + unit;
 }
 
-// sums + four bytes × four bytes: unsigned weights, signed inputs; in vectors of any size.
+// Returns sums + four bytes × four bytes: unsigned weights, signed inputs; for vectors of any size.
 template <typename I, typename W>
 inline I multiply_add_bytes(I sums, W weights, W inputs) {
     typedef int16_t Shorts __attribute__((vector_size(sizeof(W))));
-    // A product fits into 16 bits, the sum of two does not.
+    // A product fits into 16 bits, but the sum of two does not.
     const auto widened = [](Shorts products) { return ((I)products << 16 >> 16) + ((I)products >> 16); };
     const Shorts even = (Shorts)(weights & 0x00ff00ffu) * ((Shorts)inputs << 8 >> 8);
     const Shorts odd = (Shorts)(weights >> 8 & 0x00ff00ffu) * ((Shorts)inputs >> 8);
     return sums + widened(even) + widened(odd);
 }
 
-// Each lane's number goes to the lane DISTANCE away, a power of two.
+// Exchanges the numbers of lanes with a distance of DISTANCE, a power of two.
 template <int DISTANCE, typename V>
 inline V swapped(V x) {
 #ifdef __clang__
@@ -132,7 +132,7 @@ inline V swapped(V x) {
 #endif
 }
 
-// Whether a comparison holds in any lane.
+// Whether a comparison is true in any lane.
 inline bool any(Integers mask) {
 #ifdef __AVX512F__
     return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
@@ -143,7 +143,7 @@ inline bool any(Integers mask) {
 #endif
 }
 
-// The greater number in each lane; that of `right` where either is a NaN.
+// Returns the greater number in each lane; the number of `right` if either one is a NaN.
 inline Vector greater_of(Vector left, Vector right) {
 #ifdef __AVX512F__
     return (Vector)_mm512_max_ps((__m512)left, (__m512)right);
@@ -152,7 +152,7 @@ inline Vector greater_of(Vector left, Vector right) {
 #endif
 }
 
-// Of all lanes.
+// Returns the greatest number of all lanes.
 inline float greatest_of(Vector x) {
     x = greater_of(x, swapped<8>(x)), x = greater_of(x, swapped<4>(x)), x = greater_of(x, swapped<2>(x));
     return greater_of(x, swapped<1>(x))[0];
@@ -162,7 +162,7 @@ inline float sum_of(Vector x) {
     return (x + swapped<1>(x))[0];
 }
 
-// The index of the greatest number, the first among equals. NaNs are ignored.
+// Returns the index of the greatest number, the first among equal ones. NaNs are ignored.
 inline int64_t first_greatest(const float* from, int64_t count) {
     Vector greatest = Vector{} - INFINITY;
     Integers where = {}, lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -182,13 +182,13 @@ inline int64_t first_greatest(const float* from, int64_t count) {
     return best;
 }
 
-// Adding it to a float rounds that, and leaves the number in the low bits: 1.5 × 2^23.
+// 1.5 × 2^23. Adding it to a float rounds the float, and leaves the integer in the low bits.
 constexpr float ROUNDER = 12582912.0f;
 
-// The nearest whole numbers, ties to even.
+// Returns the nearest integers, ties to even.
 inline Integers nearest(Vector x) { return (Integers)(x + ROUNDER) - 0x4b400000; }  // the bits of `ROUNDER`
 
-// The greatest magnitude of what was added; a NaN is greater than all others.
+// The greatest magnitude of the numbers added. A NaN counts as greater than all others.
 struct Magnitude {
     Integers greatest = {};
 
@@ -201,12 +201,12 @@ struct Magnitude {
     void merge(Integers other) { greatest = other > greatest ? other : greatest; }
 };
 
-// What numbers of up to some magnitude are multiplied with to be rounded to int8; 0 for a NaN.
+// Returns the factor that maps numbers up to this magnitude to int8; 0 for a NaN.
 inline float int8_steps(float magnitude) { return magnitude > 1e-30f ? 127.0f / magnitude : 0.0f; }
 
 constexpr float LOG2_E = 1.44269504088896341f;
 
-// 2^x for x < 127, about 2 ulp (the polynomial of Cephes' exp2f); 0 far below -126.
+// Returns 2^x for x < 127, to about 2 ulp (the polynomial of Cephes' exp2f); 0 far below -126.
 inline Vector power_of_two(Vector x) {
 #ifdef __AVX512F__
     x = greater_of(Vector{} - 200.0f, x);  // -infinity has no remainder
@@ -229,7 +229,7 @@ inline Vector power_of_two(Vector x) {
 #endif
 }
 
-// e^x for x < 88, about 2 ulp (the polynomial of Cephes' expf); 0 below -87. V: a vector of floats of any size.
+// Returns e^x for x < 88, to about 2 ulp (the polynomial of Cephes' expf); 0 below -87. V: floats of any vector size.
 template <typename V>
 inline V exponential(V x) {
     using Whole = decltype(x < x);

@@ -1,8 +1,8 @@
-"""Keeps the fact that a model has been verified, so that its next start can do without transformers.
+"""Stores the fact that a model has been verified, so that its next start does not need transformers.
 
-The model code of transformers takes longer to import than torch, and a Llama-like model needs it only to be verified:
-the C++ decoder computes with packed weights. A kept result holds for the same files of the model, the same native
-library and the same versions; with any other, the model is verified again.
+transformers' model code takes longer to import than torch, and a Llama-like model needs it only for verification: the
+C++ decoder computes with packed weights. A stored result is valid for the same model files, the same native library and
+the same versions. If any of these change, the model is verified again.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifiedModel:
-    """What was found: with them and the weights, a decoder can be built."""
+    """The results of a verification. With these and the weights, a decoder can be built."""
 
     settings: DecoderSettings
-    facts: ModelInfo  # with the model's own limit of length
+    facts: ModelInfo  # with the model's own length limit
 
 
 _VERIFIED_MODEL = TypeAdapter(VerifiedModel)
 
 
 def read_verified(file: Path) -> VerifiedModel | None:
-    """What was found, if the model has been verified."""
+    """Return the results of an earlier verification; None if there is none."""
     try:
         return _VERIFIED_MODEL.validate_json(file.read_bytes())
     except (OSError, ValidationError):
@@ -44,7 +44,7 @@ def read_verified(file: Path) -> VerifiedModel | None:
 
 
 def write_verified(file: Path, verified: VerifiedModel) -> None:
-    """The model has been verified."""
+    """Store that the model has been verified. Log a warning if this fails."""
     temporary = file.with_suffix(f".{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -55,9 +55,9 @@ def write_verified(file: Path, verified: VerifiedModel) -> None:
 
 
 def digest_of_files(location: Path, *others: object) -> str:
-    """Of the files in a model's folder, of all code that reads and computes them, and of what else matters.
+    """Return a digest of a model's files, of all code that reads and computes them, and of `others`.
 
-    Weights count as the same by name, size, inode and time of change.
+    Weight files count as equal if name, size, inode and modification time are equal.
     """
     code = library()
     what = hashlib.sha256()

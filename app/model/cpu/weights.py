@@ -36,18 +36,18 @@ from app.model.positions import ROTARY_BY_LENGTH
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PANEL = 2 * LANES  # columns of a packed matrix that are computed together, as in the sources
-BITS = {"none": 0, "int8": 8, "int4": 4}  # of a weight, by model.quantization; 0: the model's type
-_HEAD_BITS = 8  # of the head and of tables where the layers are quantised, as in the sources
-GROUPS = {8: 64, 4: 32}  # inputs that share a scale, as in the sources
-STORED = 1  # in place of bits: matrices keep the numbers of a GGUF file; also a way to round their inputs
+PANEL = 2 * LANES  # columns of a packed matrix that are computed together, as in the C++ sources
+BITS = {"none": 0, "int8": 8, "int4": 4}  # bits of a weight, by model.quantization; 0: the model's type
+_HEAD_BITS = 8  # of the head and of tables if the layers are quantised, as in the C++ sources
+GROUPS = {8: 64, 4: 32}  # inputs that share a scale, as in the C++ sources
+STORED = 1  # instead of bits: matrices keep a GGUF file's types; also a way to round their inputs
 
-# A matrix that is to be packed.
+# A matrix that can be packed.
 Packable = torch.Tensor | StoredMatrix
-# As `Weights`; matrices that are quantised in a GGUF file may come as they are there.
+# Like `Weights`; quantised matrices of a GGUF file may have the file's types.
 PackableWeights = Callable[[str], Packable | None]
 
-# In JSON a tensor is its place in a memory, its shape and its type.
+# In JSON, a tensor is its offset in the memory, its shape and its type.
 _Placed = tuple[int, list[int], str]
 
 
@@ -84,7 +84,7 @@ class NativeMlp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeAttentionPart:
-    """The weights that only attention has. Each norm is [head_dim], or of all heads together."""
+    """The weights that only attention has. Each norm is [head_dim], or spans all heads."""
 
     query_norm: PlacedTensor | None
     key_norm: PlacedTensor | None
@@ -92,17 +92,17 @@ class NativeAttentionPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeConvolutionPart:
-    """The weights that a short convolution has, in the model's type."""
+    """The weights of a short convolution, in the model's type."""
 
-    taps: PlacedTensor  # [num_channels, kernel_size], that of the oldest input first
+    taps: PlacedTensor  # [num_channels, kernel_size], the weight of the oldest input first
     tap_biases: PlacedTensor | None  # [num_channels]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeDeltaRulePart:
-    """The weights that a gated delta rule has. Vectors are in float32."""
+    """The weights of a gated delta rule. Vectors are float32."""
 
-    rates: PlacedTensor  # packed, never quantised: beta and the change of the decay of each head
+    rates: PlacedTensor  # packed, never quantised: for each head, beta and the change of the decay
     decay: PlacedTensor  # [num_value_heads], negative
     decay_bias: PlacedTensor  # [num_value_heads]
     gate_norm: PlacedTensor  # [value_dim]
@@ -110,7 +110,7 @@ class NativeDeltaRulePart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativePerLayerPart:
-    """How a layer adds its per-layer inputs: what it computes from the residual gates them."""
+    """The weights by which a layer adds its per-layer inputs, gated by a projection of the residual."""
 
     per_layer_gate: PlacedTensor
     per_layer_projection: PlacedTensor
@@ -119,17 +119,17 @@ class NativePerLayerPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativePerLayerInputs:
-    """The weights that give each token inputs for each layer, beside the residual: Gemma's per-layer embeddings."""
+    """The weights of Gemma's per-layer embeddings, which give each token inputs for each layer beside the residual."""
 
-    # [vocab_size, num_layers * per_layer_size], in the model's type; where weights are quantised, packed in 8 bits.
+    # [vocab_size, num_layers * per_layer_size] in the model's type, or packed in 8 bits if weights are quantised.
     embedding: PlacedTensor
-    projection: PlacedTensor  # packed; from the embedding of a token to as many numbers
-    norm: PlacedTensor  # [per_layer_size], of what is projected for one layer
+    projection: PlacedTensor  # packed; from a token's embedding to equally many numbers
+    norm: PlacedTensor  # [per_layer_size], for the projected inputs of one layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeLayer:
-    """One layer; matrices packed, as they are or quantised, norms and biases in float32."""
+    """One layer. Matrices are packed, quantised or not; norms and biases are float32."""
 
     mixer_input_norm: PlacedTensor | None
     mixer_output_norm: PlacedTensor | None
@@ -144,13 +144,13 @@ class NativeLayer:
     delta_rule: NativeDeltaRulePart | None
     per_layer: NativePerLayerPart | None
     output_scale: PlacedTensor | None  # [1]
-    router: PlacedTensor | None  # packed, never quantised; None where there are no experts
-    mlps: tuple[NativeMlp, ...]  # one, or one for each expert
+    router: PlacedTensor | None  # packed, never quantised; None without experts
+    mlps: tuple[NativeMlp, ...]  # one MLP, or one for each expert
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeWeights:
-    """A whole model."""
+    """The weights of a whole model."""
 
     settings: DecoderSettings
     layers: tuple[NativeLayer, ...]
@@ -158,17 +158,17 @@ class NativeWeights:
     per_layer_inputs: NativePerLayerInputs | None
     final_norm: PlacedTensor  # in float32
     head: PlacedTensor
-    dtype: PlacedDtype  # of everything that is not quantised
-    # Of the layers' matrices; 0: they and the head are not quantised; less than 4: all are stored as in a GGUF file,
-    # and this says how their inputs are rounded, as in the sources.
+    dtype: PlacedDtype  # the type of everything that is not quantised
+    # Bits of the layers' matrices. 0: these and the head are not quantised. Less than 4: all are stored as in a GGUF
+    # file, and the number says how their inputs are rounded, as in the C++ sources.
     weight_bits: int
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All of them; experts side by side are views of the same memory."""
+        """Yield all tensors. Adjacent experts are views of the same memory."""
         yield from _tensors_of(self)
 
     def layout(self, memory: ctypes.Array[Any]) -> bytes:
-        """Their places in the memory that has them all, for `weights_at`."""
+        """Return the places of the tensors in the memory that holds them all, for `weights_at`."""
         return _NATIVE_WEIGHTS.dump_json(self, context=memory)
 
 
@@ -176,12 +176,12 @@ _NATIVE_WEIGHTS = TypeAdapter(NativeWeights)
 
 
 def weights_at(layout: bytes, memory: ctypes.Array[Any]) -> NativeWeights:
-    """Weights that lie in a memory as the layout says. They keep it."""
+    """Return weights at the places that the layout gives. The weights keep the memory alive."""
     return _NATIVE_WEIGHTS.validate_json(layout, context=memory)
 
 
 def _tensors_of(part: Any) -> Iterator[torch.Tensor]:
-    """All tensors in a part and in the parts of that part."""
+    """Yield all tensors in a part and in its nested parts."""
     if isinstance(part, torch.Tensor):
         yield part
     elif isinstance(part, tuple):
@@ -193,7 +193,7 @@ def _tensors_of(part: Any) -> Iterator[torch.Tensor]:
 
 
 def why_not_native(model: PreTrainedModel) -> str | None:
-    """Why the C++ decoder cannot compute a model, by all but its attention; None when no reason is known."""
+    """Return why the C++ decoder cannot compute a model, apart from its attention; None if no reason is known."""
     reason = why_not_llama_like(model, "cpu")
     if reason is not None:
         return reason
@@ -212,7 +212,7 @@ def why_not_native(model: PreTrainedModel) -> str | None:
 
 
 class Allocate(Protocol):
-    """Uninitialised memory of a shape; `device` meta: sizes alone."""
+    """Allocates uninitialised memory of a shape. On the meta device the tensor has only a size."""
 
     def __call__(self, *shape: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor: ...
 
@@ -226,15 +226,15 @@ def pack_weights(
     release: Callable[[], None] = lambda: None,
     allocate: Allocate = in_large_pages,
 ) -> NativeWeights:
-    """Pack weights that are all of one type, one layer after the other. Does not change them.
+    """Pack weights of one type, layer by layer, without changing them.
 
-    Of weights on the meta device the packed ones are there too: they have sizes and no numbers.
+    For weights on the meta device, the packed weights are also there, with sizes and no numbers.
+    An embedding that is tied to the head is not stored. Any other embedding is not packed, because a step reads only
+    the rows of its tokens.
 
-    An embedding that is tied to the head is not kept. Another one is not packed: a step reads only its tokens' rows.
-
-    bits: 8 or 4 quantise the matrices of the layers so, and the head to 8 bits. STORED keeps those that are quantised.
-    release: called after each layer, when what was asked of `weights` so far has been packed.
-    allocate: gives the memory of all that is kept; nothing of it is a view of `weights`.
+    bits: 8 or 4 quantises the layers' matrices to these bits, and the head to 8. STORED keeps a file's quantisation.
+    release: called after each layer, when all weights requested so far have been packed.
+    allocate: provides the memory of the result, which has no views of `weights`.
     """
     embedding, head = _given(weights, EMBEDDING), _given(weights, HEAD)
     dtype, threads = embedding.dtype, None
@@ -242,7 +242,7 @@ def pack_weights(
         threads = ThreadPool(torch.get_num_threads())
         _log_use_of_amx(settings, dtype, bits)
     pack = _Packing(threads, bits, allocate)
-    # First: the largest matrices, while nothing else is there.
+    # The largest matrices come first, while no other memory is in use.
     kept = None if _are_equal(embedding, head) else pack.table(embedding)
     del embedding
     packed_head = pack([head], bits=_HEAD_BITS if bits > STORED else bits)
@@ -281,25 +281,25 @@ def _log_use_of_amx(settings: DecoderSettings, dtype: torch.dtype, bits: int) ->
 
 
 def _tensor(weights: PackableWeights, name: str) -> torch.Tensor | None:
-    """A weight that is computed in the model's type."""
+    """Return a weight in the model's type."""
     found = weights(name)
     return found.multiplied_out() if isinstance(found, StoredMatrix) else found
 
 
 def _given(weights: PackableWeights, name: str) -> Packable:
-    """As `given`."""
+    """Like `given`."""
     found = weights(name)
     assert found is not None, f"a Llama-like model has {name}"
     return found
 
 
 def _named(weights: PackableWeights, prefix: str, name: str) -> Packable | None:
-    """As `named`."""
+    """Like `named`."""
     return weights(prefix + name)
 
 
 def _are_equal(embedding: Packable, head: Packable) -> bool:
-    """Without numbers, whether they are tied."""
+    """Return whether two matrices are equal. On the meta device, return whether they are tied."""
     if isinstance(embedding, StoredMatrix) or isinstance(head, StoredMatrix):
         return embedding is head
     if embedding.is_meta:
@@ -308,29 +308,29 @@ def _are_equal(embedding: Packable, head: Packable) -> bool:
 
 
 class _Packing:
-    """Brings weights into memory as the C++ reads them."""
+    """Writes weights to memory in the layout that the C++ code reads."""
 
     def __init__(self, threads: ThreadPool | None, bits: int, allocate: Allocate) -> None:
-        """threads: None where weights have sizes and no numbers. bits: of matrices; 0: they are not quantised."""
+        """threads: None for weights on the meta device. bits: of matrices; 0: matrices are not quantised."""
         self._threads, self._bits, self._allocate = threads, bits, allocate
-        self.forms = 0  # of the inputs of stored matrices
+        self.forms = 0  # the ways in which inputs of stored matrices are rounded
 
     def copy(self, weight: torch.Tensor) -> torch.Tensor:
         return self._allocate(*weight.shape, dtype=weight.dtype, device=weight.device).copy_(weight)
 
     def table(self, weight: Packable) -> torch.Tensor:
-        """An embedding: where matrices are stored as in a file, so is this one."""
+        """Store an embedding, in the file's type if matrices are stored in this type."""
         return self([weight]) if self._bits == STORED else self.copy(_whole(weight))
 
     def in_float32(self, weight: torch.Tensor) -> torch.Tensor:
         return self.copy(weight.float())
 
     def __call__(self, weights: Sequence[Packable], *, bits: int | None = None) -> torch.Tensor:
-        """Matrices side by side, in a memory of their own. weights: each [outputs, inputs]."""
+        """Join matrices in a memory of their own. weights: each [outputs, inputs]."""
         return self.side_by_side(1, weights, bits=bits)[0]
 
     def side_by_side(self, count: int, weights: Sequence[Packable], *, bits: int | None = None) -> torch.Tensor:
-        """Memory for `count` such as these, with these as the first: one alone may be smaller than a large page."""
+        """Allocate memory for `count` such joins, and write the first: one alone may be smaller than a large page."""
         bits = self._bits if bits is None else bits
         shape, device = self._shape(weights, bits), weights[0].device
         packed = self._allocate(count, *shape, dtype=torch.int32, device=device)
@@ -338,7 +338,7 @@ class _Packing:
         return packed
 
     def into(self, packed: torch.Tensor, weights: Sequence[Packable], *, bits: int | None = None) -> None:
-        """packed: of `_shape`."""
+        """Write joined matrices. packed: has the shape `_shape`."""
         bits = self._bits if bits is None else bits
         stored = _stored(weights) if bits == STORED else None
         if stored is not None:
@@ -353,7 +353,7 @@ class _Packing:
             _pack(self._threads, [_whole(each) for each in weights], packed, bits=bits)
 
     def in_turn(self, weights: PackableWeights, gate_name: str, up_name: str) -> list[Packable]:
-        """LANES outputs of one, the LANES of the other at the same place, and so on: a panel holds both factors."""
+        """Alternate LANES outputs of the gate with LANES outputs of up, so that a panel holds both factors."""
         gate, up = (_given(weights, f"{name}.weight") for name in (gate_name, up_name))
         if self._bits == STORED and isinstance(gate, StoredMatrix) and isinstance(up, StoredMatrix):
             return [gate.in_turn(up)]
@@ -368,7 +368,7 @@ class _Packing:
 
 
 def _stored(weights: Sequence[Packable]) -> list[StoredMatrix] | None:
-    """Matrices side by side, if the C++ multiplies all of them as they are in the file."""
+    """Return the matrices if the C++ code multiplies all of them in the file's types; None otherwise."""
     stored = [each for each in weights if isinstance(each, StoredMatrix)]
     return stored if len(stored) == len(weights) else None
 
@@ -403,7 +403,7 @@ def _pack_layer(
     )
 
 
-# By mixer without attention: the linear layers of its inputs, and that of its outputs.
+# For mixers other than attention: the linear layers of the inputs, and the linear layer of the outputs.
 _MIXER_LINEARS: dict[Mixer, tuple[tuple[str, ...], str]] = {
     "short_convolution": (("conv.in_proj",), "conv.out_proj"),
     "gated_delta_rule": (("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"), "linear_attn.out_proj"),
@@ -412,7 +412,7 @@ _CONVOLUTIONS: dict[Mixer, str] = {"short_convolution": "conv.conv", "gated_delt
 
 
 def _norm(weights: Weights, pack: _Packing, settings: DecoderSettings, name: str) -> torch.Tensor | None:
-    """The weight of a norm, as float32; None where a layer has no such norm."""
+    """Return the weight of a norm as float32; None if a layer has no such norm."""
     weight = weights(f"{name}.weight") if name else None
     return None if weight is None else pack.in_float32(weight.float() + settings.described.norm_offset)
 
@@ -423,7 +423,7 @@ def _bias(weights: Weights, pack: _Packing, linears: tuple[str, ...]) -> torch.T
 
 
 def in_order(settings: DecoderSettings, linear: str, outputs: torch.Tensor) -> torch.Tensor:
-    """Outputs of a linear layer in the order of the C++: with gated attention, all queries before all gates.
+    """Reorder a linear layer's outputs for the C++ code: with gated attention, all queries come before all gates.
 
     outputs: [num_outputs, ...].
     """
@@ -434,7 +434,7 @@ def in_order(settings: DecoderSettings, linear: str, outputs: torch.Tensor) -> t
 
 
 def _in_order(settings: DecoderSettings, linear: str, matrix: Packable) -> Packable:
-    """As `in_order`."""
+    """Like `in_order`."""
     if isinstance(matrix, torch.Tensor):
         return in_order(settings, linear, matrix)
     if not linear.endswith(QUERIES_KEYS_VALUES[0]) or not settings.described.gates_attention:
@@ -505,7 +505,7 @@ def _pack_delta_rule(weights: Weights, pack: _Packing) -> NativeDeltaRulePart:
 def _pack_mlps(
     weights: PackableWeights, pack: _Packing, settings: DecoderSettings, has_experts: bool
 ) -> tuple[NativeMlp, ...]:
-    """The MLP of a layer, or all its experts side by side."""
+    """Pack the MLP of a layer, or all of its experts in one memory."""
     own = settings.described.names
     mlps = [(own.gate, own.up, own.down)]
     if has_experts:
@@ -523,11 +523,11 @@ def _pack_mlps(
 
 
 def _packed_shape(weights: Sequence[Packable], bits: int) -> tuple[int, int, int]:
-    """Of matrices side by side: [panels, units of inputs, PANEL outputs] units of 32 bits.
+    """Return the shape of joined matrices: [panels, units of inputs, PANEL outputs] units of 32 bits.
 
-    Of 8 or 4 bits, [panels, groups of inputs × (1 + units), PANEL outputs]: the first unit of a group has its scale
-    and its least weight, both in bfloat16; the others hold unsigned numbers: a weight is the least one and so many
-    times the scale. Groups of 8 bits are rotated.
+    With 8 or 4 bits, it is [panels, groups of inputs × (1 + units), PANEL outputs]. A group's first unit has the scale
+    and the least weight, both in bfloat16. The other units hold unsigned numbers: a weight is the least weight plus the
+    number times the scale. Groups of 8 bits are rotated.
     """
     num_outputs, num_inputs = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
     num_units = num_inputs * weights[0].dtype.itemsize // 4
@@ -537,7 +537,7 @@ def _packed_shape(weights: Sequence[Packable], bits: int) -> tuple[int, int, int
 
 
 def _pack(threads: ThreadPool, weights: Sequence[torch.Tensor], packed: torch.Tensor, *, bits: int) -> None:
-    """Matrices side by side, padded with zeros. weights: each [outputs, inputs]. packed: of `_packed_shape`."""
+    """Join matrices, padded with zeros. weights: each [outputs, inputs]. packed: has the shape `_packed_shape`."""
     weight = torch.cat(list(weights)) if len(weights) > 1 else weights[0].contiguous()
     if bits:
         pack = getattr(threads.code, f"carousel_pack_in_{bits}_bits_{DTYPES[weight.dtype]}")

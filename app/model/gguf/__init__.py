@@ -1,1 +1,1 @@
-"""GGUF files: what is in them, and checkpoints as transformers has them made of it. No torch here."""
+"""Reads GGUF files, and makes checkpoints for transformers from them. No torch here."""

@@ -1,7 +1,7 @@
-"""A folder with config.json and tokenizer.json made of a GGUF file, once; it is served like any other.
+"""Makes a folder with config.json and tokenizer.json from a GGUF file, once. The folder is served like any other model.
 
-The weights stay in the GGUF file, and the folder has their places. A few weights have other values in transformers; the
-folder has these too.
+The weights stay in the GGUF file, and the folder stores their places. A few weights have other values in transformers;
+the folder stores these weights as well.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from app.model.gguf.tokenizer import save_tokenizer
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 5  # of the folders; a change of what is written into them gets another number
+_FORMAT = 5  # version of the folders; increase it when the folders' content changes
 
 
 def checkpoint_of(path: Path, cache: Path, report: Callable[[str], None] = logger.info) -> Path:
-    """The folder in `cache` with the model of a GGUF file; it is made if it is not there.
+    """Return the folder in `cache` with the model of a GGUF file. Make the folder if it does not exist.
 
-    A file that has changed, or lies elsewhere, gets another folder. Of several processes one makes it, the others wait.
+    A file that was changed or moved gets a new folder. If several processes call this, one makes the folder.
 
     Raises:
-        InvalidSetup: the file is no GGUF file or damaged, or there is no room for the folder.
-        UnsupportedModel: its architecture, a type or a tensor in it cannot be read.
+        InvalidSetup: the file is no GGUF file or is damaged, or the disk has no space for the folder.
+        UnsupportedModel: the file's architecture, or a type or a tensor in it, is not supported.
     """
     identity = "\0".join(map(str, (_FORMAT, *DescribedFile.of(path, path.stat()))))
     target = cache / f"{path.stem[:80]}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
@@ -59,17 +59,17 @@ def checkpoint_of(path: Path, cache: Path, report: Callable[[str], None] = logge
 
 
 def _is_sound(folder: Path) -> bool:
-    """Whether a folder is there and whole, and no part of the GGUF file has changed since."""
+    """Return whether a folder is complete, and no part of the GGUF file has changed since it was made."""
     try:
         return manifest_in(folder) is not None
-    except (InvalidSetup, ValueError, TypeError, KeyError):  # the last three: a folder that was written in part
+    except (InvalidSetup, ValueError, TypeError, KeyError):  # the last three: an incomplete folder
         return False
 
 
 def _make(target: Path, file: GgufFile, description: Description, report: Callable[[str], None]) -> None:
     """Make the folder under another name, then rename it."""
     temporary = target.with_name(hidden_name(target.name))
-    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
     report(f"Reading {file.path}: its tokenizer and the places of its weights go to {target}, once")
     temporary.mkdir()
     try:
@@ -91,7 +91,7 @@ def _make(target: Path, file: GgufFile, description: Description, report: Callab
 
 
 def _write_weights(folder: Path, file: GgufFile, description: Description) -> None:
-    """Write where each weight lies. Weights with other values, and orders of rows and columns, become safetensors."""
+    """Write the place of each weight. Changed weights, and orders of rows and columns, go to a safetensors file."""
     written: dict[str, Values] = {}
     placed: dict[str, list[PlacedWeight]] = {}
     for name, tensors in description.tensors.items():
@@ -113,7 +113,7 @@ def _write_weights(folder: Path, file: GgufFile, description: Description) -> No
 
 
 def _kept(order: Values | None, written: dict[str, Values]) -> str | None:
-    """The name under which an order is written; None for that of the file."""
+    """Store an order of rows or columns and return its name; None if the order is unchanged."""
     if order is None or np.array_equal(order, np.arange(len(order))):
         return None
     name = f"order.{hashlib.sha256(order.tobytes()).hexdigest()[:16]}"

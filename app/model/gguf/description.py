@@ -1,6 +1,6 @@
-"""Describes the model of a GGUF file in transformers' words: config.json and the names of the weights.
+"""Describes the model of a GGUF file for transformers: config.json and the names of the weights.
 
-The names of tensors are those of llama.cpp's own package, with a few more in the table of `families`, or of
+The names of tensors come from llama.cpp's own package, with a few additions in the table of `families`, or from
 transformers.
 """
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-_EXPERT = "{expert}"  # in the name of a weight: each expert has its own, while a file has one tensor for all
-# By transformers' type: the part of a layer that has them, names of their weights, of their number in config.json.
+_EXPERT = "{expert}"  # part of a weight's name: each expert has its own weight, a file has one tensor for all
+# By transformers' type: the part of a layer with experts, the names of their weights, and the field of their number.
 _EXPERTS = {
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj"), "num_experts"),
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2"), "num_local_experts"),
@@ -42,21 +42,21 @@ Change = Callable[[Values], Values]
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A model as transformers describes it."""
+    """A model in transformers' terms."""
 
-    config: dict[str, Any]  # config.json
+    config: dict[str, Any]  # the content of config.json
     eos_token_ids: list[int]
-    # By transformers' name of the weight. The rows of several tensors are joined, in this order.
+    # By transformers' name of the weight. The rows of several tensors are joined in this order.
     tensors: dict[str, tuple[GgufTensor, ...]]
     shapes: dict[str, tuple[int, ...]]  # of the weights, by the same names
-    changes: dict[str, Change]  # what makes such a weight of a tensor's values, where these differ
-    # Of matrices that differ from the tensor in their order alone: the tensor's row for each row, likewise columns.
+    changes: dict[str, Change]  # makes a weight from a tensor's values, if these differ
+    # For matrices that differ from the tensor only in their order: the tensor's row for each row, likewise columns.
     rows: dict[str, Values]
     columns: dict[str, Values]
 
 
 def describe(file: GgufFile) -> Description:
-    """Raises UnsupportedModel, by name, for an architecture, a setting or a tensor that cannot be read."""
+    """Describe the model. Raises UnsupportedModel, by name, for an unknown architecture, setting or tensor."""
     architecture = check_architecture(file)
     if architecture in BY_TRANSFORMERS:
         return _as_transformers_knows(file, FileSettings(file, BY_TRANSFORMERS[architecture]))
@@ -81,9 +81,9 @@ def describe(file: GgufFile) -> Description:
 def _turned_rows(
     shapes: Mapping[str, tuple[int, ...]], family: ModelFamily, config: Mapping[str, Any]
 ) -> dict[str, Values]:
-    """Rows of queries and keys as transformers rotates them: the first half of a head against the second.
+    """Return orders of the rows of queries and keys, because transformers rotates the two halves of a head.
 
-    llama.cpp rotates neighbours (0, 1), (2, 3).
+    llama.cpp rotates adjacent pairs (0, 1), (2, 3).
     """
     if not family.turns_neighbours:
         return {}
@@ -107,7 +107,7 @@ def _changes(tensors: Iterable[str], family: ModelFamily, config: Mapping[str, A
 
 @contextmanager
 def _refusing(file: GgufFile) -> Iterator[None]:
-    """Raises UnsupportedModel in place of the errors of transformers, whose classes check their fields."""
+    """Raise UnsupportedModel in place of transformers' errors, whose classes check their fields."""
     try:
         yield
     except Exception as error:
@@ -126,7 +126,7 @@ def _own_config(file: GgufFile, config: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def _as_transformers_knows(file: GgufFile, settings: FileSettings) -> Description:
-    """The description by the tables of transformers."""
+    """Describe a model by transformers' own tables."""
     import torch
     from transformers.core_model_loading import Concatenate, WeightConverter, WeightRenaming, rename_source_key
     from transformers.integrations.gguf import get_gguf_config, get_gguf_conversion_mapping
@@ -135,7 +135,7 @@ def _as_transformers_knows(file: GgufFile, settings: FileSettings) -> Descriptio
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or settings.count("block_count") > len(file.tensors):
         raise UnsupportedModel(f"{file.path} has fewer tensors than layers, or no token_embd.weight; {READ_INSTEAD}")
-    tokens = {"tokenizer.ggml.tokens": embedding.shape[0]}  # their number
+    tokens = {"tokenizer.ggml.tokens": embedding.shape[0]}  # only their number is needed
     with _refusing(file):
         config = get_gguf_config(dict(file.metadata) | tokens, tuple(file.tensors))
     config["dtype"] = embedding.dtype
@@ -147,7 +147,7 @@ def _as_transformers_knows(file: GgufFile, settings: FileSettings) -> Descriptio
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     by_pattern = {pattern: each.operations for each in converters for pattern in each.source_patterns}
-    # Weights whose rows are those of several tensors: which of them a tensor is.
+    # If a weight joins the rows of several tensors: the index of each tensor, and the number of tensors.
     places = {
         pattern: (place, len(each.source_patterns))
         for each in converters
@@ -157,14 +157,14 @@ def _as_transformers_knows(file: GgufFile, settings: FileSettings) -> Descriptio
     with _refusing(file):
         expected = dict(_shapes_of(own))
     tensors: dict[str, dict[int, GgufTensor]] = {}
-    num_expected: dict[str, int] = {}  # of the tensors of a weight
+    num_expected: dict[str, int] = {}  # tensors for each weight
     changes: dict[str, Change] = {}
     rows: dict[str, Values] = {}
     columns: dict[str, Values] = {}
     orders: dict[tuple[str | None, tuple[int, ...]], tuple[Values, Values] | None] = {}
     for source, tensor in file.tensors.items():
         name, pattern = rename_source_key(source, renamings, converters)
-        if name.startswith("mtp."):  # predicts tokens ahead; transformers has no code for it
+        if name.startswith("mtp."):  # predicts further tokens; transformers does not support it
             continue
         if name not in expected:
             raise UnsupportedModel(
@@ -203,12 +203,12 @@ def _as_transformers_knows(file: GgufFile, settings: FileSettings) -> Descriptio
 
 
 def part_of(shape: tuple[int, ...], num_parts: int) -> tuple[int, ...]:
-    """The shape of each of several equal tensors whose rows are those of a weight."""
+    """Return the shape of each of `num_parts` equal tensors whose joined rows are a weight of this shape."""
     return (*shape[:-2], shape[-2] // num_parts, shape[-1]) if num_parts > 1 else shape
 
 
 def _order_of(change: Change, shape: tuple[int, ...]) -> tuple[Values, Values] | None:
-    """The rows and the columns that a change of a matrix takes, if it does no more than that."""
+    """Return the order of rows and of columns if the change of a matrix only reorders these; None otherwise."""
     matrix = 2
     if len(shape) != matrix:
         return None
@@ -221,7 +221,7 @@ def _order_of(change: Change, shape: tuple[int, ...]) -> tuple[Values, Values] |
 
 
 def _converted(operations: Sequence[Any], name: str, values: Values) -> Values:
-    """What transformers makes of a tensor's values."""
+    """Return transformers' conversion of a tensor's values."""
     import torch
 
     result: Values = _applied(operations, name, torch.from_numpy(np.array(values))).contiguous().numpy()
@@ -236,7 +236,7 @@ def _applied(operations: Sequence[Any], name: str, tensor: torch.Tensor) -> torc
 
 
 def _shapes_of(config: PreTrainedConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The weights of a model, by their names; those that are tied once."""
+    """Yield the names and shapes of a model's weights. Tied weights are yielded once."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -254,7 +254,7 @@ def _eos_token_ids(metadata: Mapping[str, Any]) -> list[int]:
 
 
 def _config(file: GgufFile, family: ModelFamily, settings: FileSettings) -> dict[str, Any]:
-    """The content of config.json."""
+    """Return the content of config.json."""
     hidden_size, num_heads = settings.count("embedding_length"), settings.count("attention.head_count")
     head_dim = settings.count("attention.key_length", hidden_size // num_heads)
     for key in ("attention.value_length", *(() if family.turns_parts else ("rope.dimension_count",))):
@@ -263,7 +263,7 @@ def _config(file: GgufFile, family: ModelFamily, settings: FileSettings) -> dict
     if head_dim % 2:
         raise settings.refusal("attention.key_length", head_dim)
     num_layers = settings.count("block_count")
-    if num_layers > len(file.tensors):  # before their names are made: a damaged number may be larger than any memory
+    if num_layers > len(file.tensors):  # checked before names are made: a damaged number may exceed any memory
         raise settings.refusal("block_count", num_layers)
     embedding = file.tensors.get("token_embd.weight")
     kind, class_name = family.model_type, family.class_name
@@ -296,7 +296,7 @@ def _config(file: GgufFile, family: ModelFamily, settings: FileSettings) -> dict
 
 
 def _experts(settings: FileSettings, kind: str) -> dict[str, Any]:
-    """What config.json says of a mixture of experts. llama.cpp has the weights of a token's experts sum up to one."""
+    """Return the config.json fields of a mixture of experts. In llama.cpp, a token's expert weights sum up to one."""
     if kind not in _EXPERTS:
         return {}
     num_experts, per_token = settings.count("expert_count"), settings.count("expert_used_count")
@@ -319,7 +319,7 @@ class _Wanted(NamedTuple):
 
 
 def _wanted(file: GgufFile, family: ModelFamily, config: dict[str, Any]) -> dict[str, _Wanted]:
-    """By transformers' name of each weight."""
+    """Return the wanted weights by transformers' names."""
     architecture = file.metadata["general.architecture"]
     [number] = [each for each, name in MODEL_ARCH_NAMES.items() if name == architecture]
     known = get_tensor_name_map(number, config["num_hidden_layers"])
@@ -346,7 +346,7 @@ def _wanted(file: GgufFile, family: ModelFamily, config: dict[str, Any]) -> dict
 
 
 def _sources_of(name: str, family: ModelFamily, tensors: Mapping[str, GgufTensor]) -> tuple[str, ...] | None:
-    """The tensors of a weight for which llama.cpp's package has no name."""
+    """Return the tensors of a weight that llama.cpp's package has no name for; None if the family names none."""
     alternatives = next((own for end, own in family.tensors.items() if name.endswith(end)), None)
     if alternatives is None:
         return None
@@ -356,7 +356,7 @@ def _sources_of(name: str, family: ModelFamily, tensors: Mapping[str, GgufTensor
 
 
 def _expert_names(config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """What a mixture of experts has in a layer, by the file's names: the names and the shapes of single experts."""
+    """Return the names and shapes of one layer's router and experts, by the file's tensor names."""
     part, (gate, up, down), count = _EXPERTS[config["model_type"]]
     experts, num_experts, hidden = f"{part}.experts.{_EXPERT}", config[count], config["hidden_size"]
     inner = config.get("moe_intermediate_size", config["intermediate_size"])
@@ -369,7 +369,7 @@ def _expert_names(config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...
 
 
 def _check_tensors(file: GgufFile, wanted: Mapping[str, _Wanted], family: ModelFamily) -> None:
-    """Raises UnsupportedModel for a tensor that is missing, that nothing is made of, or that has another shape."""
+    """Raise UnsupportedModel for a tensor that is missing, unused or of another shape."""
     sources = [source for weight in wanted.values() for source in weight.sources]
     missing = [source for source in sources if source not in file.tensors]
     if missing:

@@ -1,7 +1,7 @@
-"""The table of llama.cpp's architectures: it has a model of transformers for each.
+"""The supported architectures of llama.cpp, with transformers' model for each.
 
-A file of another architecture is refused by name, because a tensor or a setting that is passed over would make another
-model. For Qwen3.5 and LFM2 the tables of transformers' own reader are taken.
+A file of any other architecture is refused by name, because an ignored tensor or setting would make another model.
+Qwen3.5 and LFM2 use the tables of transformers' own reader.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from app.model.gguf.reader import READ_INSTEAD, GgufFile, Values
 from app.model.gguf.settings import FileSettings
 
 _FACTORS, _LONG, _SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
-ROTARY_TENSORS = frozenset((_FACTORS, _LONG, _SHORT))  # they are no weights
-# Of `rope_type: llama3`; all models of the families 3.1 to 3.3 have these, with a factor of 8 or 32.
+ROTARY_TENSORS = frozenset((_FACTORS, _LONG, _SHORT))  # these tensors are no weights
+# The fields of `rope_type: llama3`. All models of the families 3.1 to 3.3 have these, with a factor of 8 or 32.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_MOST_FACTOR = 1e20  # by which llama.cpp divides a frequency that does not turn: Gemma 4 has 1e30
+_MOST_FACTOR = 1e20  # llama.cpp divides frequencies that do not turn by more: by 1e30 in Gemma 4
 
 
 def _rotary(settings: FileSettings, head_dim: int) -> dict[str, Any]:
@@ -50,13 +50,13 @@ def _rotary(settings: FileSettings, head_dim: int) -> dict[str, Any]:
 
 
 def _with_windows(settings: FileSettings, rope: dict[str, Any]) -> dict[str, Any]:
-    """The rotary positions of layers without a window, and those of layers with one."""
+    """Return the rotary positions of layers without a window, and of layers with a window."""
     theta = settings.number("rope.freq_base_swa", 10_000.0)
     return {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": theta}}
 
 
 def _llama3_factors(theta: float, head_dim: int, factor: float) -> Values:
-    """By how much llama.cpp divides each frequency for `rope_type: llama3`."""
+    """Return llama.cpp's divisor of each frequency for `rope_type: llama3`."""
     wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     low, high, length = _LLAMA3.values()
     smooth = (length / wavelengths - low) / (high - low)
@@ -65,7 +65,7 @@ def _llama3_factors(theta: float, head_dim: int, factor: float) -> Values:
 
 
 def _proportional(settings: FileSettings, head_dim: int) -> dict[str, Any]:
-    """Gemma 4 turns a part of each head, at the frequencies that it would have if the whole head turned."""
+    """Gemma 4 turns a part of each head, with the frequencies of a whole head."""
     settings.require_scaling("none")
     factors = settings.factors(_FACTORS, head_dim // 2)
     num_turned = 0 if factors is None else int((factors == 1.0).sum())
@@ -84,7 +84,7 @@ def _proportional(settings: FileSettings, head_dim: int) -> dict[str, Any]:
 
 
 def _long_rope(settings: FileSettings, head_dim: int) -> dict[str, Any]:
-    """Phi-3 has one list of factors for short texts, and one for long ones; Phi-4-mini turns a part of each head."""
+    """Phi-3 has one list of factors for short texts and one for long texts; Phi-4-mini turns a part of each head."""
     settings.require_scaling("none", "longrope")
     size = settings.count("rope.dimension_count", head_dim)
     if size > head_dim or size % 2:
@@ -110,31 +110,31 @@ def _long_rope(settings: FileSettings, head_dim: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """An architecture of llama.cpp as transformers has it."""
+    """An architecture of llama.cpp in transformers' terms."""
 
     model_type: str
     class_name: str
-    turns_neighbours: bool = False  # llama.cpp turns the pairs (0, 1), (2, 3) of a head, and not the two halves
-    turns_parts: bool = False  # of heads
-    known: frozenset[str] = frozenset()  # settings that `more` and `rotary` read beside those of all families
-    by_layer: frozenset[str] = frozenset()  # settings that may have a number for each layer
-    rotary: Callable[[FileSettings, int], dict[str, Any]] = _rotary  # from the settings and the size of a head
-    # More of config.json, or other values: from the settings, and the parameters of rotary positions.
+    turns_neighbours: bool = False  # llama.cpp turns the pairs (0, 1), (2, 3) of a head instead of its halves
+    turns_parts: bool = False  # whether only a part of each head is turned
+    known: frozenset[str] = frozenset()  # settings that `more` and `rotary` read in addition to the common ones
+    by_layer: frozenset[str] = frozenset()  # settings that may have one number for each layer
+    rotary: Callable[[FileSettings, int], dict[str, Any]] = _rotary  # from the settings and the head size
+    # Further or changed fields of config.json, from the settings and the parameters of rotary positions.
     more: Callable[[FileSettings, dict[str, Any]], dict[str, Any]] = lambda settings, rope: {}
-    # Tensors of a layer that llama.cpp's package has no name for, by the end of transformers' name of the weight. Each
-    # weight has a list of alternatives, and the first one that the file has is taken. An alternative of several tensors
-    # joins their rows, in this order.
+    # Tensors that llama.cpp's package has no name for, by the end of the weight's name in transformers. Each weight has
+    # a list of alternatives: the first one in the file is taken. The rows of an alternative's tensors are joined in
+    # order.
     tensors: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
-    reshaped: tuple[str, ...] = ()  # ends of the names of weights that have another shape in the file
-    # Functions that make a weight of a tensor's values, by the end of the weight's name.
+    reshaped: tuple[str, ...] = ()  # ends of the names of weights that have other shapes in the file
+    # Functions that make a weight from a tensor's values, by the end of the weight's name.
     changes: Mapping[str, Callable[[Values], Values]] = field(default_factory=dict)
 
 
 def _gemma2(settings: FileSettings, _rope: dict[str, Any]) -> dict[str, Any]:
-    """Every other layer looks back a window. Scores and logits have soft limits."""
+    """Every second layer has a window. Scores and logits have soft caps."""
     num_layers, num_heads = settings.count("block_count"), settings.count("attention.head_count")
     hidden_size = settings.count("embedding_length")
-    layers_of_27b = 46  # the only size that scales scores by another size than that of a head
+    layers_of_27b = 46  # only this size does not scale scores by the head size
     head_size = settings.count("attention.key_length", hidden_size // num_heads)
     return {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -147,11 +147,11 @@ def _gemma2(settings: FileSettings, _rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gemma3(settings: FileSettings, rope: dict[str, Any]) -> dict[str, Any]:
-    """Every sixth layer looks back to the start, with scaled positions; the others look back a window."""
+    """Every sixth layer has no window and scaled positions; the other layers have a window."""
     num_layers, num_heads = settings.count("block_count"), settings.count("attention.head_count")
     hidden_size = settings.count("embedding_length")
     every = settings.count("attention.sliding_window_pattern", 6)
-    layers_of_27b = 62  # the only size that scales scores by another size than that of a head
+    layers_of_27b = 62  # only this size does not scale scores by the head size
     head_size = settings.count("attention.key_length", hidden_size // num_heads)
     return {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -165,7 +165,7 @@ def _gemma3(settings: FileSettings, rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gemma4(settings: FileSettings, rope: dict[str, Any]) -> dict[str, Any]:
-    """Layers with a window and layers without one have heads of two sizes; the last layers share keys and values."""
+    """Layers with and without a window have different head sizes; the last layers share keys and values."""
     full, window = settings.count("attention.key_length"), settings.count("attention.key_length_swa")
     for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
         if settings.count(key, window) != window:
@@ -212,7 +212,7 @@ def _granite(settings: FileSettings, _rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _granite_hybrid(settings: FileSettings, rope: dict[str, Any]) -> dict[str, Any]:
-    """Most layers are Mamba 2; a file says 0 heads of keys for them."""
+    """Most layers are Mamba 2, and a file gives them 0 key heads."""
     num_heads, inner = settings.count("ssm.time_step_rank"), settings.count("ssm.inner_size")
     hidden_size, has_experts = settings.count("embedding_length"), settings.has("expert_count")
     if inner % num_heads or inner % hidden_size:
@@ -222,7 +222,7 @@ def _granite_hybrid(settings: FileSettings, rope: dict[str, Any]) -> dict[str, A
     return {
         **_granite(settings, rope),
         "layer_types": kinds,
-        # llama.cpp's own switch of rotary positions; its converter clears it for all models with Mamba layers.
+        # llama.cpp's own switch of rotary positions; its converter disables it for all models with Mamba layers.
         "position_embedding_type": "rope" if settings.text("rope.scaling.finetuned", "True") == "True" else None,
         "num_local_experts": settings.count("expert_count") if has_experts else 0,
         "num_experts_per_tok": settings.count("expert_used_count") if has_experts else 0,
@@ -240,7 +240,7 @@ def _granite_hybrid(settings: FileSettings, rope: dict[str, Any]) -> dict[str, A
 
 
 def _ministral3(settings: FileSettings, rope: dict[str, Any]) -> dict[str, Any]:
-    """Ministral 3 scales queries by their position. Files without that are of Mistral Small 3.1 and 3.2."""
+    """Ministral 3 scales queries by their position. Files without this scale are Mistral Small 3.1 or 3.2."""
     scales: dict[str, Any] = {}
     if settings.has("rope.scaling.yarn_log_multiplier"):
         scales = {"mscale": 1.0, "mscale_all_dim": settings.number("rope.scaling.yarn_log_multiplier")}
@@ -315,7 +315,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
             ".experts.down_proj": (("ffn_down_exps.weight",),),
         },
     ),
-    "granite": ModelFamily(  # Granite 4 without Mamba layers too, whose files keep the settings of the other ones
+    "granite": ModelFamily(  # includes Granite 4 without Mamba layers, whose files keep the Mamba settings
         model_type="granite",
         class_name="GraniteForCausalLM",
         turns_neighbours=True,
@@ -366,7 +366,7 @@ _QWEN35 = frozenset(
         "full_attention_interval", "rope.dimension_sections", "nextn_predict_layers", "attention.recurrent_layers",
     )
 )  # fmt: skip
-# Of these, transformers' own tables have the configuration, the names and the changes: the settings that they read.
+# transformers' own tables have the configuration, the names and the changes. The values are the settings they read.
 BY_TRANSFORMERS: Mapping[str, frozenset[str]] = {
     "lfm2": frozenset(("shortconv.l_cache",)),
     "qwen35": _QWEN35,
@@ -375,12 +375,12 @@ BY_TRANSFORMERS: Mapping[str, frozenset[str]] = {
 
 
 def check_architecture(file: GgufFile) -> str:
-    """The architecture of a file. Raises UnsupportedModel for one that is not in the tables."""
+    """Return the architecture of a file. Raises UnsupportedModel if the architecture is not in the tables."""
     architecture = str(file.metadata.get("general.architecture"))
     known = [*FAMILIES, *BY_TRANSFORMERS]
     if architecture == "clip":
         raise UnsupportedModel(
-            f"{file.path} has what a model sees images with (mmproj), and no model; set model.path to the GGUF file of "
+            f"{file.path} has only the image encoder of a model (mmproj); set model.path to the GGUF file of "
             f"the model itself, whose text is served"
         )
     if architecture not in known:

@@ -15,21 +15,21 @@ _NAME = "gguf.json"
 
 
 class PlacedWeight(NamedTuple):
-    """A weight that is a tensor of a GGUF file, or one part of a tensor; or some of the rows of a weight."""
+    """The place of a weight: a tensor of a GGUF file, or a part of a tensor, or some of the weight's rows."""
 
-    kind: int  # the type of its numbers, as ggml numbers them
-    start: int  # byte of the file
+    kind: int  # the type of its numbers, by ggml's number
+    start: int  # byte offset in the file
     num_bytes: int
     shape: list[int]  # the last dimension is contiguous
-    # Names of vectors in the folder's safetensors file: the tensor's row for each row of the weight, and its column for
-    # each column. None: the order is the same.
+    # Names of vectors in the folder's safetensors file: the tensor's row for each row of the weight, and its column
+    # for each column. None: the order is unchanged.
     rows: str | None = None
     columns: str | None = None
-    part: int = 0  # which of the files
+    part: int = 0  # index of the file
 
 
 class DescribedFile(NamedTuple):
-    """A GGUF file at the time when it was described."""
+    """A GGUF file at the time of its description."""
 
     path: str
     num_bytes: int
@@ -45,8 +45,8 @@ class Manifest:
     """The files of a model, and its weights by transformers' names."""
 
     files: Sequence[DescribedFile]
-    kinds: Mapping[str, str]  # the names of the types of its weights, by their numbers
-    # The rows of several are joined, in this order, along the dimension before the last.
+    kinds: Mapping[str, str]  # the names of the weights' types, by ggml's numbers
+    # The rows of several places are joined in this order, along the second-last dimension.
     weights: Mapping[str, Sequence[PlacedWeight]]
 
     def write(self, folder: Path) -> None:
@@ -55,9 +55,9 @@ class Manifest:
 
 
 def manifest_in(folder: Path) -> Manifest | None:
-    """What `write` has written into a model's folder; None for a folder that has its weights itself.
+    """Read the manifest from a model's folder; None if the folder holds the weights itself.
 
-    Raises InvalidSetup if a GGUF file has changed since, or is gone.
+    Raises InvalidSetup if a GGUF file has changed since the manifest was written, or is missing.
     """
     try:
         content = json.loads((folder / _NAME).read_text(encoding="utf-8"))

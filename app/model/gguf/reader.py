@@ -1,7 +1,7 @@
-"""A GGUF file: its metadata and its tensors' values.
+"""Reads a GGUF file: its metadata and the values of its tensors.
 
-`gguf.GGUFReader` is not used: it takes seconds and hundreds of megabytes for a large vocabulary, and on a file that is
-cut short or damaged it fails with errors of numpy.
+`gguf.GGUFReader` is not used: it takes seconds and hundreds of megabytes for a large vocabulary, and fails with numpy
+errors on a damaged or truncated file.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from app.errors import InvalidSetup, UnsupportedModel
 READ_INSTEAD = "set model.path to the model's folder or hub id with safetensors instead"
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_MOST_ENTRIES = 2**23  # of a list, and bytes of a text: the largest vocabularies have 300,000 tokens and 600,000 merges
+_MOST_ENTRIES = 2**23  # list entries, or bytes of a text; large vocabularies have 300,000 tokens, 600,000 merges
 
 
 Values = np.ndarray[Any, Any]
 
-# The types that are no blocks, by torch's names.
+# The types without blocks, by torch's names.
 _PLAIN = {GGMLQuantizationType.F16: "float16", GGMLQuantizationType.BF16: "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where a tensor lies in its file."""
+    """The place of a tensor in its file."""
 
     name: str
     shape: tuple[int, ...]  # the last dimension is contiguous
     kind: GGMLQuantizationType
-    start: int  # byte of the file
-    part: int = 0  # of the model's files
+    start: int  # byte offset in the file
+    part: int = 0  # index of the model's file
 
     @property
     def num_bytes(self) -> int:
@@ -55,11 +55,11 @@ class GgufTensor:
 
     @property
     def dtype(self) -> str:
-        """torch's name of the type that has all its values."""
+        """torch's name of a type that represents all values of the tensor."""
         return _PLAIN.get(self.kind, "float32")
 
     def parts(self) -> Iterator[GgufTensor]:
-        """Its pieces along the first dimension, each a tensor without it."""
+        """Yield the pieces of the tensor along its first dimension, each as a tensor without that dimension."""
         count = self.shape[0]
         for index in range(count):
             start = self.start + index * self.num_bytes // count
@@ -67,16 +67,16 @@ class GgufTensor:
 
 
 class GgufFile:
-    """A GGUF file, mapped into memory; or all files of a model that has several."""
+    """A GGUF file mapped into memory, or all files of a model that has several."""
 
     def __init__(self, path: Path) -> None:
-        """Read all but the tensors' values.
+        """Read everything except the tensors' values.
 
-        path: of the only file, or of the first one.
+        path: the only file, or the first of several.
 
         Raises:
-            InvalidSetup: it cannot be read, is no GGUF file, or is cut short; or a part of the model is missing.
-            UnsupportedModel: it has a tensor of a type that cannot be read.
+            InvalidSetup: a file cannot be read, is no GGUF file or is truncated; or a part of the model is missing.
+            UnsupportedModel: a tensor has a type that is not supported.
         """
         first = _OneFile(path, 0)
         self.path, self.metadata = path, first.metadata
@@ -91,7 +91,7 @@ class GgufFile:
             raise InvalidSetup(f"{path}: the parts have {len(self.tensors):,} tensors, and {count!r} are expected")
 
     def values(self, tensor: GgufTensor) -> Values:
-        """A tensor's values, in float32."""
+        """Return a tensor's values in float32."""
         block, block_bytes = GGML_QUANT_SIZES[tensor.kind]
         rows = (*tensor.shape[:-1], tensor.shape[-1] // block * block_bytes)
         content = self.files[tensor.part].content
@@ -100,7 +100,7 @@ class GgufFile:
 
 
 def _other_parts(first: _OneFile) -> list[Path]:
-    """The files behind the first one of a model that has several, as llama.cpp names them."""
+    """Return the files after the first one, named as llama.cpp names them."""
     count = first.metadata.get("split.count", 1)
     most = 10_000
     if not isinstance(count, int) or not 0 <= count < most:
@@ -245,6 +245,6 @@ class _OneFile:
         return _FORMATS[kind]
 
     def _check_left(self, num_bytes: int) -> None:
-        # Before anything is made of it: a damaged count may be larger than any memory.
+        # Check before memory is allocated: a damaged count may exceed any memory.
         if num_bytes > len(self.content) - self._place:
             raise ValueError(f"{num_bytes:,} bytes should follow")

@@ -1,4 +1,4 @@
-"""The settings of one architecture in the metadata of a GGUF file."""
+"""Reads the settings of one architecture from the metadata of a GGUF file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from app.errors import UnsupportedModel
 from app.model.gguf.reader import READ_INSTEAD, GgufFile, Values
 
-# Settings that files of every architecture may have. A file with another one, unless its family knows it, is refused.
+# Settings that files of every architecture may have. A file with a setting that its family does not know is refused.
 _KNOWN = frozenset(
     (
         "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size",
@@ -23,7 +23,7 @@ class FileSettings:
     """The settings of one architecture in a file's metadata."""
 
     def __init__(self, file: GgufFile, known: frozenset[str], by_layer: frozenset[str] = frozenset()) -> None:
-        """known: the settings that are read beside those of all files. by_layer: those that may be one for each layer.
+        """known: settings that are read in addition to the common ones. by_layer: settings that may differ by layer.
 
         Raises UnsupportedModel for any other setting.
         """
@@ -39,9 +39,9 @@ class FileSettings:
                 raise self.refusal(key, value)
 
     def count(self, key: str, default: int | None = None) -> int:
-        """The largest one, if there is one for each layer.
+        """Return a count; the largest one if the setting differs by layer.
 
-        Raises UnsupportedModel when it is no positive integer, or there is none and no default.
+        Raises UnsupportedModel if the value is no positive integer, or is missing without a default.
         """
         value = self._found.get(key, default)
         if key in self._by_layer and isinstance(value, list):
@@ -51,11 +51,11 @@ class FileSettings:
         return value
 
     def count_if_any(self, key: str) -> int | None:
-        """None if the file does not have the setting, or says zero. Raises UnsupportedModel as `count`."""
+        """Return a count; None if it is missing or zero. Raises UnsupportedModel as `count`."""
         return self.count(key) if self.has(key) else None
 
     def counts(self, key: str) -> list[int]:
-        """One for each layer, not negative. Raises UnsupportedModel when it is none of that."""
+        """Return a count for each layer. Raises UnsupportedModel if a count is no integer or is negative."""
         value, num_layers = self._found.get(key), self.count("block_count")
         if isinstance(value, list):
             if len(value) != num_layers or any(type(each) not in (int, bool) or each < 0 for each in value):
@@ -64,30 +64,30 @@ class FileSettings:
         return [self.count(key)] * num_layers
 
     def flags(self, key: str) -> list[bool]:
-        """One for each layer; empty if the file has none."""
+        """Return a flag for each layer; an empty list if the file has none."""
         return list(map(bool, self.counts(key))) if key in self._found else []
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Raises UnsupportedModel when it is no positive number, or there is none and no default."""
+        """Return a number. Raises UnsupportedModel if it is not positive, or is missing without a default."""
         value = self._found.get(key, default)
         if not isinstance(value, float) or not 0 < value < float("inf"):
             raise self.refusal(key, value)
         return value
 
     def has(self, key: str) -> bool:
-        """Whether the file has the setting, and it is not zero."""
+        """Return whether the file has the setting and its value is not zero."""
         return bool(self._found.get(key))
 
     def text(self, key: str, default: str) -> str:
         return str(self._found.get(key, default))
 
     def require_scaling(self, *known: str) -> None:
-        """Raises UnsupportedModel if positions are scaled in another way than these."""
+        """Raise UnsupportedModel if positions are scaled in a way that is not in `known`."""
         if (kind := self.text("rope.scaling.type", "none")) not in known:
             raise self.refusal("rope.scaling.type", kind)
 
     def factors(self, name: str, size: int) -> Values | None:
-        """A vector of `size` numbers that scale rotary positions; None if the file has none.
+        """Return a vector of `size` factors for rotary positions; None if the file has none.
 
         Raises UnsupportedModel if the tensor has another shape.
         """
@@ -101,7 +101,7 @@ class FileSettings:
         return self.file.values(tensor)
 
     def given(self, names: Mapping[str, str]) -> dict[str, float]:
-        """Numbers that a file need not have, by other names. names: of the settings, by the names that they get."""
+        """Return optional numbers under new names. names: the setting for each new name."""
         return {name: self.number(key) for name, key in names.items() if key in self._found}
 
     def refusal(self, key: str, value: object) -> UnsupportedModel:

@@ -1,4 +1,4 @@
-"""The way for Llama-like models on a GPU: our decoder in Triton and cuBLAS, steps from CUDA graphs."""
+"""The implementation for Llama-like models on a GPU: our decoder in Triton and cuBLAS, with steps as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from app.model.ways.transformers_code import TransformersModel
 
 @dataclass(frozen=True, kw_only=True)
 class CudaModel(LoadedModel):
-    """Fused weights, or one rank's part of them."""
+    """A Llama-like model with fused weights, or one rank's part of these weights."""
 
     weights: CudaWeights
     name = "the decoder for CUDA"
 
     @staticmethod
     def why_not_here(source: ModelSource) -> str | None:
-        """What of the machine and the settings keeps it from computing any model."""
+        """Return why this machine or these settings rule out this decoder for every model; None if they do not."""
         if source.config.quantization == "fp8":
             return why_no_fp8(source.device, on_a_cpu="model.quantization: int8 and int4")
         backend = source.config.backend
@@ -47,7 +47,7 @@ class CudaModel(LoadedModel):
 
     @staticmethod
     def why_not(source: ModelSource, own: TransformersModel) -> str | None:
-        """What of the model it does not compute, as far as is known before it is verified."""
+        """Return why the decoder does not compute this model, as known before verification; None if it does."""
         reason = why_not_llama_like(own.module, "cuda") or why_attention_is_not_llama_like(
             own.module, own.rules, "cuda"
         )
@@ -57,7 +57,7 @@ class CudaModel(LoadedModel):
 
     @classmethod
     def load(cls, source: ModelSource, own: TransformersModel, expected: Reference) -> CudaModel:
-        """Takes the weights of transformers' module, which has none afterwards."""
+        """Build the decoder from the weights of transformers' module, which has no weights afterwards."""
         settings = settings_of(own.module, own.rules)
         max_adapters, group = source.config.max_loaded_adapters, own.group
         weights = fuse_weights(
@@ -67,19 +67,19 @@ class CudaModel(LoadedModel):
             quantised=source.config.quantization == "fp8",
             mapped=own.mapped,
         )
-        # Only where their number is set: their memory is taken whether or not any is loaded.
+        # Slots exist only if `max_loaded_adapters` is set: they take memory even while no adapter is loaded.
         num_ranks = 1 if group is None else group.size
         adapters = None if max_adapters is None else AdapterSlots(weights, max_adapters, num_ranks=num_ranks)
         return cls.in_place_of(own, weights=weights, reference=expected, group=group, adapters=adapters)
 
     @classmethod
     def planned(cls, source: ModelSource, own: TransformersModel) -> CudaModel:
-        """On the meta device: it has sizes and no weights."""
+        """Build the model on the meta device, with sizes and no weights."""
         add_positions(own.module)
         return cls.load(source, own, own.expected)
 
     def difference(self, source: ModelSource) -> str | None:
-        """How it differs from the reference, in words. All other steps are verified with the memory that is served."""
+        """Return how one step differs from the reference, in words. Other steps are verified in the served memory."""
         assert self.reference is not None, "it is to be verified"
         difference = self.reference.difference(self.output(source), source.config.quantization)
         if difference is None and self.adapters is not None:
@@ -87,7 +87,7 @@ class CudaModel(LoadedModel):
         return difference
 
     def output(self, source: ModelSource) -> Output:
-        """The reference's tokens in one step, with KV memory of their own; logits in place of the first layer."""
+        """Compute the reference's tokens in one step, with temporary KV memory. The first layer's output is logits."""
         assert self.reference is not None, "it is to be verified"
         blocks = BlocksToTry.enough(source.block_size)
         attention = TritonAttention(
@@ -107,7 +107,7 @@ class CudaModel(LoadedModel):
         return Output(first.logits[None], whole.logits[None])
 
     def when_verified(self, source: ModelSource, own: TransformersModel) -> CudaModel:
-        """As it is served: its steps are verified once more, with all of its KV memory."""
+        """Return the model as it is served. It keeps its reference, to verify the steps with all of the KV memory."""
         return self
 
     @property

@@ -1,4 +1,4 @@
-"""Encoders and cross-encoders from a folder or hub id, checked to be ones that can be served."""
+"""Loads encoders and cross-encoders from a folder or hub id, and checks that they can be served."""
 
 from __future__ import annotations
 
@@ -46,24 +46,24 @@ _SIGMOID = "torch.nn.modules.activation.Sigmoid"
 _ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {_SIGMOID: torch.sigmoid, "torch.nn.modules.linear.Identity": _unchanged}
 )
-_MAX_DIFFERENCES = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # relative, of all states
+_MAX_DIFFERENCES = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # relative to the size of the expected states
 
 
 def is_encoder(config: ModelConfig, location: str) -> bool:
-    """Whether a folder or hub id has a model that generates nothing, by the architecture that its config.json names.
+    """Return whether the model generates nothing, judged by the architecture that its config.json names.
 
     Raises InvalidSetup when there is no config.json.
     """
     named = read_config(config, location).get("architectures") or [""]
-    # The ends of architecture names of models without a head, or with one that embeddings do not need.
+    # Architecture names end like this for models without a head, or with a head that embeddings do not need.
     encoders = ("Model", "ForMaskedLM")
-    generates = "LMHeadModel"  # so ends the name of GPT-2, whose head is for generation
+    generates = "LMHeadModel"  # the name of GPT-2 ends like this, and its head is for generation
     return str(named[0]).endswith((CLASSIFIER, *encoders)) and not str(named[0]).endswith(generates)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedEncoder:
-    """A model that reads whole prompts, and its facts."""
+    """A model that reads whole prompts, and its model info."""
 
     runner: EncoderRunner
     facts: ModelInfo
@@ -73,11 +73,11 @@ class LoadedEncoder:
 
 @torch.inference_mode()
 def load_encoder(config: ModelConfig, location: str) -> LoadedEncoder:
-    """Load weights from safetensors and compare a few sequences with the model's own code.
+    """Load weights from safetensors and compare the results for a few sequences with those of the model's own code.
 
     Raises:
-        InvalidSetup: there is no such model or device, or a setting is for models that generate.
-        UnsupportedModel: it cannot be computed without padding; the message says why.
+        InvalidSetup: the model or the device does not exist, or a setting applies only to models that generate.
+        UnsupportedModel: the model cannot be computed without padding; the message says why.
     """
     for name, given, usual in (
         ("quantization", config.quantization, "none"),
@@ -119,7 +119,7 @@ def _verified(config: ModelConfig, location: str, device: torch.device, dtype: t
 
 
 def _loaded(config: ModelConfig, location: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """As transformers loads it, with our attention."""
+    """Load the model through transformers, with our attention."""
     from transformers import AttentionInterface, AutoModel, AutoModelForSequenceClassification
 
     AttentionInterface.register(PACKED_ATTENTION_NAME, packed_attention)
@@ -136,7 +136,7 @@ def _loaded(config: ModelConfig, location: str, dtype: torch.dtype, device: torc
 
 
 class _InPlaceOfEncoder(nn.Module):
-    """Gives a classifier states that are computed already, so that its head runs as transformers has it."""
+    """Stands in for the encoder and returns computed states, so that the classifier's own head can run on them."""
 
     def __init__(self, pooler: nn.Module | None) -> None:
         super().__init__()
@@ -168,13 +168,13 @@ def _score_head(config: ModelConfig, module: PreTrainedModel) -> ScoreHead | Non
     if not type(module).__name__.endswith(CLASSIFIER):
         return None
     activation = _activation_of(config, module.config)
-    if hasattr(module, "score"):  # of a causal model
+    if hasattr(module, "score"):  # the module has the head of a causal model
         return ScoreHead(module.score, activation, reads_last=True)
     return ScoreHead(_FirstTokenHead(module), activation, reads_last=False)
 
 
 def _labels_of(found: PreTrainedConfig) -> tuple[str, ...]:
-    """None of a model with one, which is the score of a pair."""
+    """Return the names of the labels; none for a model with a single label, which is the score of a pair."""
     if found.num_labels == 1:
         return ()
     return tuple(str(found.id2label[index]) for index in range(found.num_labels))
@@ -185,9 +185,10 @@ def _softmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _activation_of(config: ModelConfig, found: PreTrainedConfig) -> Activation:
-    """As sentence-transformers and vLLM have it: the one that its config.json names, else the sigmoid of one logit.
+    """Return the activation of the scores, chosen as in sentence-transformers and vLLM.
 
-    Those of several labels are by default probabilities, as transformers' pipelines have them.
+    The config.json may name an activation. The default is a sigmoid for one label or for independent labels, and a
+    softmax over several exclusive labels, as in transformers' pipelines.
     """
     named = getattr(found, "sentence_transformers", None) or {}
     name = named.get("activation_fn") or getattr(found, "sbert_ce_default_activation_function", None)
@@ -202,8 +203,8 @@ def _activation_of(config: ModelConfig, found: PreTrainedConfig) -> Activation:
 
 
 def _tried_sequences(vocab_size: int) -> tuple[ScheduledSequence, ...]:
-    """Several lengths; the first is a pair."""
-    tried_lengths = (24, 9, 1)  # tokens of the sequences that are computed together to try a model
+    """Return sequences of several lengths; the first sequence is a pair of texts."""
+    tried_lengths = (24, 9, 1)  # tokens of each sequence in the trial batch
     step = max(1, vocab_size // (max(tried_lengths) + 1))
     return tuple(
         ScheduledSequence(
@@ -215,7 +216,7 @@ def _tried_sequences(vocab_size: int) -> tuple[ScheduledSequence, ...]:
 
 
 def _own_outputs(module: PreTrainedModel) -> list[torch.Tensor]:
-    """What the model's own code gives for each sequence alone: states [num_tokens, hidden_size], or logits."""
+    """Return the output of the model's own code by sequence: states [num_tokens, hidden_size], or logits."""
     module.set_attn_implementation("eager")
     sequences = _tried_sequences(module.get_input_embeddings().weight.shape[0])
     outputs = []
@@ -230,7 +231,7 @@ def _own_outputs(module: PreTrainedModel) -> list[torch.Tensor]:
 
 
 def _compare(config: ModelConfig, encoder: Encoder, score: ScoreHead | None, own: list[torch.Tensor]) -> None:
-    """Raise UnsupportedModel where a row of all sequences together gives other results than each alone."""
+    """Raise UnsupportedModel if the sequences in one packed row give other results than each sequence alone."""
     sequences = _tried_sequences(encoder.vocab_size)
     try:
         ours = encoder.states(sequences)

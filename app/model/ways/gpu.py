@@ -1,7 +1,7 @@
-"""What both ways to compute on a GPU share: the runner with its KV memory, verified, and the memory of its steps.
+"""The code that all implementations for a GPU share: the verified runner with its KV memory, and the memory of steps.
 
-Step memory is found by computing the largest step once. On a GPU it is that of torch's allocator. On any other device
-it is counted operator by operator, also on the meta device, where it is a prediction from the model's configuration.
+The memory of a step is found by computing the largest step once. On a GPU it is measured in torch's allocator. On any
+other device it is counted operator by operator; on the meta device that count is a prediction from the configuration.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from app.model.ways.loaded_model import LoadedModel
 
 logger = logging.getLogger(__name__)
 
-# cuBLAS has a workspace for each thread and stream: those of the thread that builds the engine, of the engine's own
-# thread, and of the stream on which graphs are captured. On a GPU the first is part of the step that was computed.
+# cuBLAS has one workspace for each thread and stream: for the thread that builds the engine, for the engine's own
+# thread, and for the stream that captures graphs. On a GPU the first one is part of the step that was measured.
 _NUM_WORKSPACES = 3
-# Options with which our sampler is tried, beside those of the largest step.
+# Sampling options for the trial of our sampler, in addition to those of the largest step.
 _DRAWS = (
     SamplingParams(max_tokens=1, logprobs=2, temperature=0.0),
     SamplingParams(max_tokens=1, logprobs=2, seed=1, top_k=5),
@@ -55,7 +55,7 @@ _is_close = partial(math.isclose, abs_tol=1e-3)
 
 
 def verified_graph_runner(config: EngineConfig, model: LoadedModel, num_blocks: int) -> GraphModelRunner:
-    """A runner with all its KV memory. Raises BackendFailed where steps with that compute something else."""
+    """Return a runner with all its KV memory. Raises BackendFailed if steps with this memory give other results."""
     max_blocks = min(num_blocks, -(-model.facts.max_model_len // config.cache.block_size))
     attention = _attention(config, model, num_blocks=num_blocks, max_blocks=max_blocks)
     num_groups = model.groups.num_groups
@@ -63,23 +63,23 @@ def verified_graph_runner(config: EngineConfig, model: LoadedModel, num_blocks: 
         block_size=config.cache.block_size, num_blocks=num_blocks // num_groups, num_groups=num_groups,
         max_blocks=max_blocks, max_rows=config.scheduler.max_running,
     )  # fmt: skip
-    # It is as a first request would be: kernels are compiled for the sizes that are served.
+    # These steps resemble a first request, so kernels are compiled for the sizes that are served.
     quantization = "fp8" if config.cache.dtype == "fp8" else config.model.quantization
     with BatchInvariantMode() if config.model.batch_invariant else nullcontext():  # type: ignore[no-untyped-call]
         tried = _with_states(config, model, attention, blocks.num_state_slots) or attention
         difference = model.difference_in_steps(tried, blocks, quantization)
     if difference is not None:
         raise BackendFailed(f"in steps with {type(attention).__name__} {difference}")
-    del tried  # before the slots that are served take the memory
+    del tried  # free this memory before the slots that are served are allocated
     sampler = _sampler(config, model)
     stateful = _with_states(config, model, attention, model.facts.num_state_slots)
     if stateful is not None:
         logger.info(
-            "%s has recurrent layers: steps run without CUDA graphs, and each begins when the one before has ended",
+            "%s has recurrent layers: steps run without CUDA graphs, each after the end of the previous step",
             config.model.path,
         )
     return GraphModelRunner(
-        replace(model, reference=None),  # its memory is needed
+        replace(model, reference=None),  # the memory of the reference is needed
         attention,
         max_rows=config.scheduler.max_running,
         stateful=stateful,
@@ -98,9 +98,9 @@ def _sampler(config: EngineConfig, model: LoadedModel) -> Sampler:
 
 @torch.inference_mode()
 def why_plain_draws(model: LoadedModel) -> str | None:
-    """What is wrong with our kernels for draws; None if they draw the same tokens as plain torch.
+    """Return what is wrong with our sampling kernels; None if they draw the same tokens as plain torch.
 
-    This compiles them, so that no request waits for it. Raises RuntimeError if the device is lost.
+    The call compiles the kernels, so that no request waits for it. Raises RuntimeError if the device is lost.
     """
     number = len(_DRAWS) + 1
     limits = SchedulerConfig(max_running=number, max_step_tokens=number)
@@ -132,7 +132,7 @@ def why_plain_draws(model: LoadedModel) -> str | None:
 
 
 def bytes_for_kv(config: EngineConfig, model: LoadedModel, gpu_share: float) -> int:
-    """What weights, the largest step and everything else leave of the engine's share of its GPU."""
+    """Return the bytes left for KV memory in the engine's share of its GPU, after weights and the largest step."""
     limits, block_size = config.scheduler, config.cache.block_size
     fix = (
         f"Lower scheduler.max_step_tokens ({limits.max_step_tokens:,}) or scheduler.max_running ({limits.max_running})"
@@ -148,7 +148,7 @@ def bytes_for_kv(config: EngineConfig, model: LoadedModel, gpu_share: float) -> 
 
 
 def needs_on_gpu(config: EngineConfig, model: LoadedModel, largest: StepBatch) -> MemoryNeeds:
-    """See `LoadedModel.needs`. The KV memory is a single block here: sizes of steps do not depend on what it holds."""
+    """See `LoadedModel.needs`. The step runs with one KV block: its size does not depend on the number of blocks."""
     is_cuda = model.device.type == "cuda"
     of_slots = 0 if model.adapters is None else num_bytes_of(model.adapters.tensors())
     runner = with_one_block(config, model)
@@ -167,7 +167,7 @@ def needs_on_gpu(config: EngineConfig, model: LoadedModel, largest: StepBatch) -
 
 
 def _of_adapters(config: EngineConfig, model: LoadedModel, runner: GraphModelRunner, num_tokens: int) -> int:
-    """The largest step has no adapters: what it would take for them is counted here."""
+    """Return the memory of adapters. The largest step has none, so the memory that they add to it is counted here."""
     if model.adapters is not None:
         return num_bytes_of(model.adapters.tensors()) + model.adapters.step_bytes(num_tokens)
     most = config.model.max_loaded_adapters
@@ -201,7 +201,7 @@ def _of_captured(config: EngineConfig, model: LoadedModel, size: StepSize) -> in
 
 
 def _peak_of(compute: Callable[[], object], device: torch.device) -> int:
-    """The most bytes that some work had allocated at once, what it leaves behind included."""
+    """Return the most bytes that `compute` had allocated at once, including memory that it leaves allocated."""
     if device.type != "cuda":
         counted = AllocatedBytes(device)
         with torch.inference_mode(), counted:
@@ -216,7 +216,7 @@ def _peak_of(compute: Callable[[], object], device: torch.device) -> int:
 
 
 def with_one_block(config: EngineConfig, model: LoadedModel) -> GraphModelRunner:
-    """A runner with KV memory of a single block, and one slot for states, in which all sequences may be at once."""
+    """Return a runner with one block of KV memory and one state slot, which all sequences of a step may share."""
     max_blocks = -(-model.facts.max_model_len // config.cache.block_size)
     attention = _attention(config, model, num_blocks=1, max_blocks=max_blocks)
     return GraphModelRunner(
@@ -228,7 +228,7 @@ def with_one_block(config: EngineConfig, model: LoadedModel) -> GraphModelRunner
 def _with_states(
     config: EngineConfig, model: LoadedModel, attention: PagedAttention, num_slots: int
 ) -> StatefulAttention | None:
-    """The attention, and the slots of recurrent layers beside it; None of a model that has none."""
+    """Return the attention with the slots of recurrent layers; None for a model that has no recurrent layers."""
     if not model.states:
         return None
     is_plain = config.model.backend in WITHOUT_TRITON
@@ -249,6 +249,6 @@ def _attention(config: EngineConfig, model: LoadedModel, *, num_blocks: int, max
         max_blocks=max_blocks,
         dtype=stored_dtype(config.cache, model.dtype),
         device=model.device,
-        # On the meta device no kernel runs; those that keep the order of sums take no other memory.
+        # No kernel runs on the meta device, and the kernels that keep the order of sums take no other memory.
         batch_invariant=config.model.batch_invariant and model.device.type != "meta",
     )

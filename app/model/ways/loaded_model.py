@@ -1,4 +1,4 @@
-"""A model that one of the ways to compute has loaded. Each way is a class of its own, in a file beside this one."""
+"""A model as one implementation has loaded it. Each implementation is a class in its own file beside this one."""
 
 from __future__ import annotations
 
@@ -34,43 +34,43 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel(ABC):
-    """A model's weights as one way to compute has them, and its measured facts."""
+    """A model's weights in the form of one implementation, and the model info measured from them."""
 
     facts: ModelInfo
-    layers: dict[int, LayerShape]  # by layer index: what its KV memory stores
+    layers: dict[int, LayerShape]  # by layer index: the shape of the keys and values that the layer stores
     dtype: torch.dtype
     device: torch.device
-    reference: Reference | None = None  # until its steps are verified; on a GPU that needs the whole KV memory
-    group: Exchange | None = None  # where it is one rank's part
-    adapters: AdapterSlots | None = None  # on a GPU, where adapters may be loaded
-    groups: LayerGroups = ONE_GROUP  # in which blocks its layers keep their keys and values
-    states: tuple[StateShape, ...] = ()  # of its recurrent operators, in the order of their calls
-    why_not_ours: str | None = None  # the reason, where transformers' code computes what a decoder of ours should
-    why_plain_draws: str | None = None  # on a GPU: the reason, where plain torch draws its tokens
+    reference: Reference | None = None  # kept until the steps are verified; on a GPU that needs the whole KV memory
+    group: Exchange | None = None  # set if this is one rank's part of the model
+    adapters: AdapterSlots | None = None  # only on a GPU, if adapters may be loaded
+    groups: LayerGroups = ONE_GROUP  # the groups of blocks that hold the layers' keys and values
+    states: tuple[StateShape, ...] = ()  # of the recurrent operators, in the order of their calls
+    why_not_ours: str | None = None  # the reason if transformers' code computes the model instead of our decoder
+    why_plain_draws: str | None = None  # on a GPU: the reason if plain torch draws the tokens
 
     @classmethod
     def in_place_of(cls, own: LoadedModel, **more: Any) -> Self:
-        """The same model as another way has it. more: fields that the other does not have, or has otherwise."""
+        """Return the model of another implementation in this one. more: fields that are missing or different there."""
         return cls(
             facts=own.facts, layers=own.layers, dtype=own.dtype, device=own.device, groups=own.groups, **more
         )  # fmt: skip
 
     @property
     def in_block(self) -> dict[int, LayerShape]:
-        """What one block of its KV memory stores, by place."""
+        """The shapes that one block of KV memory stores, by place in the block."""
         return self.groups.in_block(self.layers)
 
     def giving_back(self) -> Self:
-        """The same with layers that look back a window in groups of their own, which give back the blocks behind it.
+        """Return the model with windowed layers in separate groups, which free the blocks behind the window.
 
-        Itself where that saves no memory or where its way has one group.
+        Returns the model itself if groups save no memory or the implementation has only one group.
         """
         return self
 
     def with_groups(
         self, windows: Mapping[int, int | None], *, kept_beside: int = 0, is_of_one_shape: bool = False
     ) -> Self:
-        """The same with its layers in groups by their windows, as far as that saves memory.
+        """Return the model with its layers grouped by their windows; returns itself if that saves no memory.
 
         windows: by layer, in tokens. kept_beside: tokens behind a window that may still be read.
         is_of_one_shape: whether layers of several shapes must be in one group.
@@ -86,12 +86,12 @@ class LoadedModel(ABC):
         return replace(self, groups=groups, facts=facts)
 
     def kv_namespace(self, config: EngineConfig) -> bytes:
-        """What the bytes of its KV memory follow from: its files, all code that computes them, types and layout."""
+        """Return a digest of all that determines the bytes of the KV memory: files, code, types and block layout."""
         folder = folder_of_weights(resolve_model_path(config.model.path), config.model.revision)
         computed_by = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
         kinds = (
             type(self).__name__,
-            config.model.backend in WITHOUT_TRITON,  # other code lays out the same blocks in another way
+            config.model.backend in WITHOUT_TRITON,  # these backends lay out the same blocks differently
             computed_by,
             self.states,
             config.model.quantization,
@@ -102,35 +102,35 @@ class LoadedModel(ABC):
 
     @property
     def abilities(self) -> Abilities:
-        """What of the engine works with it, and what does not."""
+        """The abilities of the engine that work with the model."""
         own = self.in_one_group
         return own if self.groups.num_groups == 1 else replace(own, windows="freed")
 
     @property
     @abstractmethod
     def in_one_group(self) -> Abilities:
-        """Its abilities while all blocks lie in one group."""
+        """The abilities of the model while all its blocks lie in one group."""
 
     @abstractmethod
     def tensors(self) -> Iterator[torch.Tensor]:
-        """All weights, and what else is kept beside them; those that are tied more than once."""
+        """Yield all weights and the tensors stored beside them; tied weights may appear more than once."""
 
     @abstractmethod
     def needs(self, config: EngineConfig, largest: StepBatch) -> MemoryNeeds:
-        """Its memory beside that of the KV. largest: the batch that takes most."""
+        """Return the memory that the model needs beside KV memory. largest: the batch that takes the most memory."""
 
     @abstractmethod
     def runner(self, config: EngineConfig, *, num_blocks: int, num_threads: int) -> TorchModelRunner | GraphModelRunner:
-        """Runs its steps, with KV memory of `num_blocks` blocks. num_threads: of native code.
+        """Return a runner with KV memory of `num_blocks` blocks. num_threads: threads of native code.
 
-        Raises InvalidSetup if it does not keep `model.batch_invariant`, or has no KV memory of `cache.dtype`.
+        Raises InvalidSetup if the runner cannot honour `model.batch_invariant` or store KV memory in `cache.dtype`.
         """
 
     @torch.inference_mode()
     def verify_steps(self, attention: PagedAttention, blocks: BlocksToTry, quantization: str) -> None:
-        """Verify the steps that are computed with an attention and its KV memory; see `Reference.verify_steps`.
+        """Verify steps that are computed with the given attention and its KV memory; see `Reference.verify_steps`.
 
-        quantization: of its weights, or of its KV memory.
+        quantization: of the weights, or of the KV memory.
 
         Raises:
             UnsupportedModel: the results differ by more than rounding.
@@ -141,20 +141,20 @@ class LoadedModel(ABC):
 
     @torch.inference_mode()
     def difference_in_steps(self, attention: PagedAttention, blocks: BlocksToTry, quantization: str) -> str | None:
-        """As `verify_steps`: the first difference, in words."""
+        """Return the first difference that `verify_steps` would raise, in words; None if there is none."""
         assert self.reference is not None, "it is to be verified"
         return self.reference.difference_in_steps(partial(self.output_of_step, attention), blocks, quantization)
 
     def output_of_step(self, attention: PagedAttention, batch: StepBatch) -> Output:
-        """The outputs for all tokens of a step; of a decoder of ours with logits for the first layer's output."""
+        """Return the outputs for all tokens of a step. Our decoders give logits as the first layer's output."""
         raise NotImplementedError(f"{type(self).__name__} computes its attention itself")
 
     def device_forward(self, attention: PagedAttention, *, num_layers: int = 0) -> DeviceForward:
-        """Its forward pass on a GPU. num_layers: only the first few, then norm and head; 0 for all."""
+        """Return the forward pass on a GPU. num_layers: only the first layers, then norm and head; 0: all layers."""
         raise NotImplementedError(f"{type(self).__name__} runs on CPUs")
 
     def why_not_on(self, backend: str) -> str | None:
-        """Why a backend of a GPU is not for this kind of model; None if it is."""
+        """Return why a GPU backend cannot run this kind of model; None if it can."""
         if backend == GRAPHS and self.states:
             return "steps of models with recurrent layers are not captured"
         return None
@@ -162,10 +162,10 @@ class LoadedModel(ABC):
     def plain_attention(
         self, num_blocks: int, block_size: int, kind: type[TorchAttention] = TorchAttention
     ) -> PagedAttention:
-        """Attention without our kernels, or by the model's own code where it computes nothing else, with KV memory."""
+        """Return attention without our kernels, with KV memory; the model's own attention if it needs that."""
         raise NotImplementedError(f"{type(self).__name__} has kernels for it")
 
     @property
     def num_own_kernels(self) -> int:
-        """Launches in a decode step on a GPU that are no operators of torch."""
+        """Kernel launches in a decode step on a GPU that are no torch operators."""
         return 0

@@ -1,4 +1,4 @@
-"""The way for Llama-like models on a CPU: our decoder in C++, with packed weights that processes share."""
+"""The implementation for Llama-like models on a CPU: our C++ decoder, with packed weights that processes share."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class NativeModel(LoadedModel):
-    """Packed weights."""
+    """A Llama-like model with packed weights for the C++ decoder."""
 
     weights: NativeWeights
     name = "C++"
 
     @staticmethod
     def why_not_here(source: ModelSource) -> str | None:
-        """What of the machine and the settings keeps it from computing any model."""
+        """Return why this machine or these settings rule out this decoder for every model; None if they do not."""
         if source.group is not None:
             if source.config.quantization != "none":
                 return "its ranks run transformers' code on a CPU; set replicas.tensor_parallel to 1"
@@ -70,7 +70,7 @@ class NativeModel(LoadedModel):
 
     @staticmethod
     def why_not(source: ModelSource, own: TransformersModel) -> str | None:
-        """What of the model it does not compute, as far as is known before it is verified."""
+        """Return why the decoder does not compute this model, as known before verification; None if it does."""
         return (
             why_not_native(own.module)
             or why_attention_is_not_llama_like(own.module, own.rules, "cpu")
@@ -81,7 +81,7 @@ class NativeModel(LoadedModel):
 
     @classmethod
     def load(cls, source: ModelSource, own: TransformersModel, expected: Reference) -> NativeModel:
-        """Packs the weights of transformers' module, or those in its files."""
+        """Pack the weights of transformers' module, or the weights in its files if the module does not hold them."""
         settings, bits = settings_of(own.module, own.rules), BITS[source.config.quantization]
 
         def pack(allocate: Allocate) -> NativeWeights:
@@ -98,9 +98,9 @@ class NativeModel(LoadedModel):
 
     @classmethod
     def verified_before(cls, source: ModelSource) -> NativeModel | None:
-        """Without transformers, whose code takes longer to import than torch. None if it was not verified before.
+        """Load a model that was verified earlier; None if it was not. On the meta device it has no weights.
 
-        On the meta device it has sizes and no weights.
+        This works without transformers, whose code takes longer to import than torch.
         """
         file = _file_of_result(source)
         verified = None if file is None else read_verified(file)
@@ -128,7 +128,7 @@ class NativeModel(LoadedModel):
 
     @classmethod
     def planned(cls, source: ModelSource, own: TransformersModel) -> NativeModel:
-        """On the meta device: it has sizes and no weights. Raises UnsupportedModel where it is not computed here."""
+        """Build the model on the meta device, without weights. Raises UnsupportedModel if the decoder cannot."""
         reason = cls.why_not(source, own)
         if reason is not None:
             raise UnsupportedModel(
@@ -145,9 +145,9 @@ class NativeModel(LoadedModel):
         return cls.in_place_of(own, weights=pack_weights(weights, settings, bits=bits), states=own.states)
 
     def difference(self, source: ModelSource) -> str | None:
-        """How its steps differ from the reference, in words, with KV memory of their own.
+        """Return how steps with temporary KV memory differ from the reference, in words; None if they agree.
 
-        Logits stand in place of the first layer's output.
+        Logits replace the first layer's output.
         """
         assert self.reference is not None, "it is to be verified"
         served, threads = self.giving_back(), ThreadPool(torch.get_num_threads())
@@ -170,7 +170,7 @@ class NativeModel(LoadedModel):
             return Output(first.logits[None], whole.logits[None])
 
         quantization = source.config.quantization
-        if quantization == "none" and self.weights.weight_bits:  # only inputs are rounded
+        if quantization == "none" and self.weights.weight_bits:  # only the inputs of products are rounded
             quantization = "int8"
         return self.reference.difference_in_steps(compute, blocks, quantization)
 
@@ -183,7 +183,10 @@ class NativeModel(LoadedModel):
         return self.weights.settings.abilities
 
     def when_verified(self, source: ModelSource, own: TransformersModel) -> NativeModel:
-        """As it is served. That is kept, but not of weights that transformers changes when it reads them."""
+        """Return the model as it is served, and store that it is verified.
+
+        The result is not stored if transformers changes the weights when it reads them.
+        """
         file, limit = _file_of_result(source), length_limit(own.module)
         if file is not None and limit is not None and own.mapped is not None:
             facts = replace(self.facts, max_model_len=limit)
@@ -194,10 +197,10 @@ class NativeModel(LoadedModel):
         return self.weights.tensors()
 
     def needs(self, config: EngineConfig, largest: StepBatch) -> MemoryNeeds:
-        """Of a CPU's memory, by sizes: the weights may be on the meta device."""
+        """Return the memory on a CPU, computed from sizes: the weights may be on the meta device."""
         num_sampled, vocab_size = len(largest.sampled), self.facts.vocab_size
         num_rows = num_sampled + sum(len(item.targets) for item in largest.scheduled)
-        # Logits of all rows; beside scored prompts a copy of those that are sampled; these with penalties and grammars.
+        # Logits of all rows, a copy of the sampled rows beside scored prompts, and a copy for penalties and grammars.
         logits = (num_rows + 2 * num_sampled) * vocab_size * torch.float32.itemsize
         num_tokens, num_positions = largest.num_scheduled_tokens, self.facts.max_model_len
         kept = buffer_bytes(self.weights, num_tokens=num_tokens, num_positions=num_positions)
@@ -211,24 +214,24 @@ class NativeModel(LoadedModel):
         decoder = NativeDecoder(
             self.weights, pages, threads, groups=self.groups, num_slots=self.facts.num_state_slots
         )  # fmt: skip
-        torch.set_num_threads(1)  # torch has almost nothing to compute, and its waiting threads would slow these
+        torch.set_num_threads(1)  # torch computes almost nothing here, and its waiting threads would slow ours
         return TorchModelRunner(decoder, self.device, NativeSampler(threads), states=decoder.states)
 
 
 def _bits(source: ModelSource, files: Checkpoint) -> int:
-    """Of the packed weights: those of the settings, else as the files have them."""
+    """Return the bits of the packed weights: from the settings, or as the files store them."""
     is_as_stored = source.config.quantization == "none" and files.has_stored
     return STORED if is_as_stored else BITS[source.config.quantization]
 
 
 def _sizes_of(files: Checkpoint) -> PackableWeights:
-    """The weights without their numbers; a tied head is the embedding."""
+    """Return the sizes of the weights without their numbers; a tied head has the size of the embedding."""
     size_of = cache(files.size_to_pack)
     return lambda name: size_of(files.own_name(name))
 
 
 def _file_of_result(source: ModelSource) -> Path | None:
-    """What keeps that the model is verified. None: it is on a hub, or native code is slow."""
+    """Return the file that records a successful verification; None for a hub id, or if native code is slow here."""
     config, location = source.config, Path(source.location)
     if source.cache is None or not location.is_dir() or not (config.quantization != "none" or is_fast(source.dtype)):
         return None

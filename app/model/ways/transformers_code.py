@@ -1,4 +1,4 @@
-"""The way for any architecture: transformers' code on our attention. The other ways are verified by it."""
+"""The implementation for any architecture: transformers' code with our attention. It verifies the other ones."""
 
 from __future__ import annotations
 
@@ -72,24 +72,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersModel(LoadedModel):
-    """A module of transformers, or one rank's part of it."""
+    """A module of transformers, or one rank's part of the module."""
 
     module: PreTrainedModel
-    rules: dict[int, AttentionRules]  # by layer index: what it asks of its attention
-    mapped: MappedModel | None = None  # has the weights, where the module does not hold them
-    attends_itself: bool = False  # see `own_attention`
+    rules: dict[int, AttentionRules]  # by layer index: the rules of the layer's attention
+    mapped: MappedModel | None = None  # holds the weights if the module does not
+    attends_itself: bool = False  # the model uses its own attention, see `own_attention`
 
     @classmethod
     def load(cls, source: ModelSource, *, from_files: bool = False) -> TransformersModel:
-        """Try our attention and the model's own on the same few tokens: refuse a model on which they differ.
+        """Load a model, and verify our attention against the model's own attention on the same few tokens.
 
-        from_files: another way is to take the weights, so the module computes from the files alone if it can.
+        from_files: another implementation will take the weights, so the module computes from the files alone if it can.
         """
         mapped, whole, config = None, None, source.config
         if source.group is not None:
             source.check_ranks(source.group.size)
         if from_files:
-            # Of weights that are to be in FP8 the device need not hold others.
+            # If weights are to be quantised to FP8, the device need not hold them in another type.
             mapped = mapped_model(source, source.device if config.quantization == "fp8" else None)
         if source.group is not None:
             module, whole = part_of_rank(source, mapped)
@@ -104,7 +104,7 @@ class TransformersModel(LoadedModel):
         model = cls._of(source, module, step, reference, mapped)
         if reason := why_places_matter(module, model.facts.max_model_len):
             raise UnsupportedModel(f"{config.path} cannot run on paged attention: {reason}")
-        if source.found.get_text_config() is not source.found:  # code for images too, which may count otherwise
+        if source.found.get_text_config() is not source.found:  # images may change how it counts positions
             _verify_numbering(module, reference, type(step)())
         if mapped is None and not model.attends_itself:
             _verify_positions(module, reference, model.facts.max_model_len)
@@ -112,14 +112,14 @@ class TransformersModel(LoadedModel):
 
     @classmethod
     def planned(cls, source: ModelSource, *, num_ranks: int = 1) -> TransformersModel:
-        """On the meta device, from the model's config.json alone: it has sizes and no weights.
+        """Build the model on the meta device from its config.json alone, with sizes and no weights.
 
         Raises:
-            InvalidSetup: there is no such model, nothing says how long its context is, or the ranks cannot share it.
-            UnsupportedModel: it cannot be served, or its steps cannot be known without weights; the message says why.
+            InvalidSetup: the model does not exist, its context length is unknown, or the ranks cannot share it.
+            UnsupportedModel: the model cannot be served, or its steps depend on its weights; the message says why.
         """
         config, found = source.config, source.found
-        # Weights that are multiplied out take as much as those of any other checkpoint.
+        # Weights that are multiplied out take the same memory as the weights of an unquantised checkpoint.
         is_known = source.model_class.__name__ in ARCHITECTURES
         if source.quantised is not None and not (source.quantised.has_scales and is_known):
             raise UnsupportedModel(
@@ -127,7 +127,7 @@ class TransformersModel(LoadedModel):
             )
         longest = max_model_len(config, getattr(found.get_text_config(), "max_position_embeddings", None))
         module = module_without_weights(source, source.dtype)
-        # Shapes do not depend on the type, but the meta device has products of experts only in bfloat16.
+        # Shapes do not depend on the type, but the meta device supports products of experts only in bfloat16.
         tried = module if source.dtype is torch.bfloat16 else module_without_weights(source, torch.bfloat16)
         if num_ranks > 1:
             source.check_ranks(num_ranks)
@@ -141,7 +141,7 @@ class TransformersModel(LoadedModel):
             output = _probe(tried, token_ids, token_ids, step)
         except (UnknownAttention, TypeError, AttributeError, LookupError) as error:
             raise UnsupportedModel(f"{config.path} cannot run on paged attention: {reason_of(error)}") from error
-        except RuntimeError as error:  # an operator with a result of a size that follows from numbers
+        except RuntimeError as error:  # an operator whose result has a size that depends on its values
             raise UnsupportedModel(
                 f"{config.path} cannot be planned without its weights: {first_line(error)}"
             ) from error
@@ -159,7 +159,7 @@ class TransformersModel(LoadedModel):
         reference: Reference,
         mapped: MappedModel | None,
     ) -> TransformersModel:
-        """step: that has run on the module."""
+        """step: a step that has already run on the module."""
         num_embeddings, embedding_size = module.get_input_embeddings().weight.shape
         facts = ModelInfo(
             max_model_len=max_model_len(source.config, length_limit(module)),
@@ -194,7 +194,7 @@ class TransformersModel(LoadedModel):
     def giving_back(self) -> TransformersModel:
         if self.group is not None or self.states or self.attends_itself:
             return self
-        # The kernels for CUDA read from the tile on in which a window begins.
+        # The CUDA kernels read from the start of the tile in which a window begins.
         has_tiles = self.device.type != "cpu" or TritonAttention.fits(self.device)
         windows = {layer: rules.sliding_window for layer, rules in self.rules.items()}
         return self.with_groups(
@@ -202,7 +202,7 @@ class TransformersModel(LoadedModel):
         )  # fmt: skip
 
     def ready(self, source: ModelSource) -> TransformersModel:
-        """As it is served: no other way computes this model. Its weights are read again if another way took them."""
+        """Return the model as it is served. Its weights are read again if another implementation took them."""
         model = self
         if self.module.get_input_embeddings().weight.is_meta:
             module = read_module(source) if source.group is None else part_of_rank(source)[0]
@@ -215,7 +215,7 @@ class TransformersModel(LoadedModel):
         return replace(model, reference=None)
 
     def _verify_on_cpu(self, source: ModelSource) -> None:
-        """As it is served, but with KV memory of its own: a model is refused before memory is taken for its KV."""
+        """Verify steps with temporary KV memory: a wrong model is refused before its KV memory is allocated."""
         served, block_size = self.giving_back(), source.block_size
         blocks = BlocksToTry.enough(block_size, num_groups=served.groups.num_groups)
         if self.attends_itself:
@@ -243,7 +243,7 @@ class TransformersModel(LoadedModel):
 
     @property
     def expected(self) -> Reference:
-        """What it gives, until it is served."""
+        """The output of the module on a few tokens, which exists until the model is served."""
         assert self.reference is not None, "it is being loaded"
         return self.reference
 
@@ -251,11 +251,11 @@ class TransformersModel(LoadedModel):
         yield from (*self.module.parameters(), *self.module.buffers())
 
     def needs(self, config: EngineConfig, largest: StepBatch) -> MemoryNeeds:
-        """Not counted on a CPU."""
+        """Return the memory on a GPU; the memory on a CPU is not counted."""
         return needs_on_gpu(config, self, largest)
 
     def runner(self, config: EngineConfig, *, num_blocks: int, num_threads: int) -> TorchModelRunner | GraphModelRunner:
-        """On a CPU attention is native where it can be."""
+        """See `LoadedModel.runner`. On a CPU the attention is native where it can be."""
         cache, num_slots = config.cache, self.facts.num_state_slots
         why_not_native = self._why_no_native_attention(config.model, cache.block_size)
         latents = "its layers store latents" if any(rules.is_latent for rules in self.rules.values()) else None
@@ -283,7 +283,7 @@ class TransformersModel(LoadedModel):
         return TorchModelRunner(self._forward(attention), self.device, sampler, states=states)
 
     def _with_states(self, attention: PagedAttention, num_slots: int, threads: ThreadPool | None) -> PagedAttention:
-        """With the slots of recurrent layers, if there are any. threads: of the operators in C++; None: plain torch."""
+        """Add the slots of recurrent layers, if the model has any. threads: of the C++ operators; None: plain torch."""
         if not self.states:
             return attention
         recurrence = TorchRecurrence() if threads is None else NativeRecurrence(threads)
@@ -322,11 +322,11 @@ class TransformersModel(LoadedModel):
 
     @property
     def num_own_kernels(self) -> int:
-        return 4 * len(self.layers)  # of attention in a layer of a mixed step
+        return 4 * len(self.layers)  # kernels of attention, for each layer of a mixed step
 
 
 def _verified_reference(source: ModelSource, module: PreTrainedModel) -> tuple[ProbeStep | CacheProbe, Reference]:
-    """What the model gives, and our attention too, with the step of our attention.
+    """Return the step of our attention, and the reference output, which our attention has been verified to give.
 
     A model that our attention does not fit is tried with its own: see `own_attention`.
     """
@@ -348,7 +348,7 @@ def _verified_reference(source: ModelSource, module: PreTrainedModel) -> tuple[P
 
 
 def _why_not_paged(source: ModelSource, module: PreTrainedModel, step: ProbeStep) -> tuple[str, Output | None]:
-    """The reason, or the output with our attention. step: of our attention."""
+    """Return the reason and no output, or no reason and the output with our attention. step: of our attention."""
     try:
         ours = _probe(module, *tokens_to_try(module, source.device), step)
     except (UnknownAttention, TypeError, AttributeError, LookupError) as error:
@@ -365,7 +365,7 @@ def _why_not_paged(source: ModelSource, module: PreTrainedModel, step: ProbeStep
 
 
 def _with_own_attention(source: ModelSource, module: PreTrainedModel, refusal: str) -> tuple[CacheProbe, Reference]:
-    """refusal: why our attention does not fit. Raises UnsupportedModel if the keys and values cannot be paged."""
+    """Try the model's own attention. refusal: why ours does not fit. Raises UnsupportedModel if it cannot be paged."""
     path, probe = source.config.path, CacheProbe()
     attend_by_own_code(module)
     try:
@@ -389,20 +389,20 @@ def _probe(module: PreTrainedModel, token_ids: torch.Tensor, positions: torch.Te
 
 
 def _check_states(source: ModelSource, module: PreTrainedModel, step: ProbeStep) -> None:
-    """Raises UnsupportedModel for recurrent layers that cannot be computed, with the reason."""
+    """Raise UnsupportedModel, with the reason, for recurrent layers that cannot be computed."""
     path, kinds = source.config.path, ", ".join(sorted(source.layers_with_states))
     if kinds and not step.states:
         raise UnsupportedModel(f"{path} ({module.config.model_type}) {not_computed(kinds)}")
 
 
 def _verify_numbering(module: PreTrainedModel, reference: Reference, step: ProbeStep | CacheProbe) -> None:
-    """Refuse a model that by itself gives its tokens other positions than 0, 1, 2, …, which it has here."""
+    """Refuse a model that gives its tokens other positions than 0, 1, 2, … when no positions are passed."""
     found = run_module(module, reference.token_ids, None, step)
     reference.verify("with positions from 0 on", found)
 
 
 def _verify_positions(module: PreTrainedModel, reference: Reference, max_model_len: int) -> None:
-    """Refuse a model with positions that depend on what else is in a step: here the last token of a long sequence."""
+    """Refuse a model whose positions depend on the other tokens of a step, tested with a token of a high position."""
     beside = torch.full_like(reference.positions[:, :1], max_model_len - 1)
     token_ids = torch.cat((reference.token_ids, reference.token_ids[:, :1]), dim=1)
     found = run_module(module, token_ids, torch.cat((reference.positions, beside), dim=1), ProbeStep())
@@ -410,7 +410,7 @@ def _verify_positions(module: PreTrainedModel, reference: Reference, max_model_l
 
 
 def eos_token_ids(module: PreTrainedModel) -> tuple[int, ...]:
-    """The tokens that end generation: the generation config's, else the model config's."""
+    """Return the tokens that end generation, from the generation config or else from the model config."""
     generation = getattr(module, "generation_config", None)
     found = getattr(generation, "eos_token_id", None)
     if found is None:  # some configurations have no such field

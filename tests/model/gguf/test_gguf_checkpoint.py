@@ -379,7 +379,7 @@ def test_what_a_model_sees_images_with_is_refused_by_name(tmp_path: Path, cache:
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(
-        UnsupportedModel, match=r"sees images with \(mmproj\), and no model; set model.path to the GGUF"
+        UnsupportedModel, match=r"has only the image encoder of a model \(mmproj\); set model.path to the GGUF"
     ):
         checkpoint_of(path, cache)
 
