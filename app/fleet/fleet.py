@@ -274,7 +274,8 @@ class Fleet:
         self._in_flight[sent.request_id] = in_flight
         self._on_replica.setdefault(chosen.replica_id, {})[sent.request_id] = in_flight
         self._metrics.dispatched(decision.policy)
-        self._connections[chosen.replica_id].send(SubmitRequest(sent))
+        num_prefill_tokens = self._registry.num_prefill_tokens(sent.request_id)
+        self._connections[chosen.replica_id].send(SubmitRequest(sent, num_prefill_tokens))
 
     def _with_place(self, in_flight: InFlightRequest, queued: Queued) -> Queued:
         decision = in_flight.decision

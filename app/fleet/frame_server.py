@@ -31,6 +31,7 @@ from app.fleet.frames import (
 )  # fmt: skip
 from app.fleet.ingress_session import IngressSession
 from app.fleet.prefix_feed import PrefixFeed
+from app.fleet.uncomputed_prompts import UncomputedPrompts
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ class FrameServer:
         self._full_view_at = 0.0  # when the next full view is due, by the event loop's clock
         self._prefixes = PrefixFeed()
         engine.on_prefixes(self._prefixes.note)
+        self._prompts = UncomputedPrompts()
 
     async def open(self) -> Address:
         """Listen, if it does not yet. Raises OSError when this machine does not have that address."""
@@ -165,7 +167,7 @@ class FrameServer:
         if before is not None:
             before.close()
         connection.session = IngressSession(
-            connection, self._engine, self._report, prefixes=self._prefixes.open(),
+            connection, self._engine, self._report, prefixes=self._prefixes.open(), prompts=self._prompts,
             heartbeat_s=hello.heartbeat_s, on_idle=self._check_drained,
         )  # fmt: skip
 
@@ -257,7 +259,7 @@ class _Connection(asyncio.Protocol):
         for message in messages:
             match message:
                 case SubmitRequest():
-                    session.submit(message.request)
+                    session.submit(message.request, num_prefill_tokens=message.num_prefill_tokens)
                 case AbortRequest():
                     self._server.left()
                     session.abort(message.request_id)
@@ -282,6 +284,7 @@ class _Connection(asyncio.Protocol):
         self._transport.write(encode(frame))
 
     def close(self) -> None:
+        self.is_writable = False
         self._transport.close()
 
     def pause_writing(self) -> None:

@@ -26,6 +26,7 @@ from app.engine.snapshot import EngineSnapshot
 from app.engine.stats import AWAKE, EngineStats, SleepStats, TakenBackend
 from app.errors import CarouselError, from_plain
 from app.fleet.dispatch import PrefixChanges, ReplicaReport
+from app.fleet.dispatch.ledger import Count
 
 FRAME_VERSION = 2
 # Of a longer message a reader would keep the bytes until its end. A frame has about as many where its ingress was slow
@@ -55,6 +56,8 @@ class SubmitRequest(msgspec.Struct, frozen=True, array_like=True, tag=0):
     """An ingress has a request served. The request's deltas come back in frames, an error as its last delta."""
 
     request: Request
+    # Prompt tokens that the ingress expects the replica to compute; None: all of them.
+    num_prefill_tokens: Count | None = None
 
 
 class AbortRequest(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -138,6 +141,7 @@ def report_of(
     adapters: tuple[str, ...] | None = None,
     sleep: SleepStats = AWAKE,
     backend: TakenBackend | None = None,
+    num_prompt_tokens_of_others: int | None = None,
 ) -> ReplicaReport:
     """A replica's report: its engine's snapshot, and what the snapshot does not have."""
     return ReplicaReport(
@@ -158,6 +162,7 @@ def report_of(
         sends_metrics=True,
         state=sleep.state,
         wake_s=sleep.expected_wake_s,
+        num_prompt_tokens_of_others=num_prompt_tokens_of_others,
         backend="" if backend is None else backend.name,
         backends_failed={} if backend is None else dict(backend.failed),
         num_free_kv_tokens=stats.num_free_blocks // stats.num_layer_groups * stats.block_size,

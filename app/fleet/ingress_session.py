@@ -16,6 +16,7 @@ from app.errors import CarouselError, Failure, traceback_of
 from app.fleet.dispatch import ReplicaReport
 from app.fleet.frames import REQUEST_FIELDS, Frame
 from app.fleet.prefix_feed import PrefixReader
+from app.fleet.uncomputed_prompts import UncomputedPrompts
 
 logger = logging.getLogger(__name__)
 
@@ -46,19 +47,21 @@ class IngressSession:
         report: Callable[[], ReplicaReport],
         *,
         prefixes: PrefixReader,
+        prompts: UncomputedPrompts,
         heartbeat_s: float,
         on_idle: Callable[[], object] = lambda: None,
     ) -> None:
         """A frame is sent at once, then whenever something is new and every `heartbeat_s`.
 
         `report` is called for each frame, `on_idle` when the session has no request any more. `prefixes` is closed with
-        the session.
+        the session. `prompts` counts the prompts of all sessions.
         """
         self._stream = stream
         self._engine = engine
         self._report = report
         self._on_idle = on_idle
         self._prefixes = prefixes
+        self._prompts = prompts.open(self._report_prompts)
         # Not sent yet, by request id, in the order of their first.
         self._deltas: dict[str, UnreadDelta] = {}
         self._open: set[str] = set()  # the ids of the requests that the engine has
@@ -69,13 +72,20 @@ class IngressSession:
         self._heartbeat_s = heartbeat_s
         self._queued_timer: asyncio.TimerHandle | None = None
         self._aborted_timer: asyncio.TimerHandle | None = None
+        self._prompts_timer: asyncio.TimerHandle | None = None
         self._send_frame()
         self._timer = asyncio.get_running_loop().call_later(heartbeat_s, self._beat)
 
     # ------------------------------------------------------------------ requests
 
-    def submit(self, request: Request) -> None:
-        """Have a request served. Its first delta says that it is queued, or with which error it was refused."""
+    def submit(self, request: Request, *, num_prefill_tokens: int | None = None) -> None:
+        """Have a request served. Its first delta says that it is queued, or with which error it was refused.
+
+        num_prefill_tokens: see `SubmitRequest`.
+        """
+        if num_prefill_tokens is None:
+            num_prefill_tokens = len(request.prompt_token_ids) + len(request.generated_token_ids)
+        self._prompts.add(request.request_id, num_prefill_tokens)
         if request.sampling.grammar is None and request.adapter is None:
             self._submit(request)
             return
@@ -122,6 +132,7 @@ class IngressSession:
         preparing = self._preparing.pop(request_id, None)
         if preparing is not None:
             preparing.cancel()
+        self._prompts.end(request_id)
         if request_id in self._open:
             self._open.discard(request_id)
             self._engine.abort(request_id)
@@ -140,11 +151,28 @@ class IngressSession:
             aborted_delay_s, lambda: self.flush(even_without_deltas=True)
         )
 
+    def _report_prompts(self) -> None:
+        """Report how many prompt tokens other ingresses have sent, at once or a moment after the last frame.
+
+        A replica with many short requests has such news all the time, and an ingress takes a replica that sends it too
+        many frames for broken.
+        """
+        if self._prompts_timer is not None:
+            self._prompts_timer.cancel()
+        loop, pause_s = asyncio.get_running_loop(), 0.01
+        wait_s = self._sent_at + pause_s - loop.time()
+        if wait_s <= 0:
+            self.flush(even_without_deltas=True)
+        else:
+            self._prompts_timer = loop.call_later(wait_s, lambda: self.flush(even_without_deltas=True))
+
     def put_all(self, deltas: Iterable[TokenDelta]) -> None:
         """Send these deltas of the ingress's requests, or keep them while the ingress is slow."""
         kept = self._deltas
         for delta in deltas:
             kept[delta.request_id] = with_next(kept.get(delta.request_id), delta)
+            if delta.token_ids or delta.finish_reason is not None:
+                self._prompts.end(delta.request_id)
             if delta.finish_reason is not None:
                 self._open.discard(delta.request_id)
         self.flush()
@@ -158,9 +186,10 @@ class IngressSession:
         """The stream has ended: the ingress goes on with its requests at other replicas. They end here."""
         self._timer.cancel()
         self._prefixes.close()
+        self._prompts.close()
         for request_id in [*self._preparing, *self._open]:
             self.abort(request_id)
-        for timer in (self._queued_timer, self._aborted_timer):
+        for timer in (self._queued_timer, self._aborted_timer, self._prompts_timer):
             if timer is not None:
                 timer.cancel()
         self._deltas.clear()
@@ -198,11 +227,15 @@ class IngressSession:
     def _send_frame(self) -> None:
         deltas, self._deltas = self._deltas, {}
         merged = tuple(map(as_delta, deltas.values()))
-        report = structs.replace(self._report(), num_own=len(self._open))
+        report = structs.replace(
+            self._report(), num_own=len(self._open), num_prompt_tokens_of_others=self._prompts.take()
+        )
         known_fields = () if self._next_number else tuple(sorted(REQUEST_FIELDS))
         frame = Frame(self._next_number, report, merged, self._view, self._prefixes.take(), known_fields, self._metrics)
         self._view = self._metrics = None
         self._next_number += 1
+        if self._prompts_timer is not None:
+            self._prompts_timer.cancel()
         self._sent_at = asyncio.get_running_loop().time()
         self._stream.send(frame)
 

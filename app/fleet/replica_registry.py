@@ -78,6 +78,7 @@ class ReplicaRegistry:
         self._members: frozenset[str] = frozenset()  # the same
         self._ledger = Ledger()
         self.progress = self._ledger.progress  # new tokens of a request have come
+        self.num_prefill_tokens = self._ledger.num_prefill_tokens
         self._lengths = OutputLengths(by_median=False)  # work is added up
         self._sessions = Sessions()
         self._calls = Sessions(max_sessions=10_000)  # of many requests that begin alike

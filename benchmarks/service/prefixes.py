@@ -74,7 +74,7 @@ class _Fleet(FleetSimulation):
         new.set_replicas(list(self._replicas))
         self._registries[0] = new
         for each in self._replicas.values():
-            each._readers.pop(0).close()
+            each.forget(before)
             each.note_in(self._registries)
 
 

@@ -15,7 +15,7 @@ from itertools import count, islice
 from typing import Any
 
 from app.build import assemble
-from app.config import CacheConfig, RolesConfig, SchedulerConfig
+from app.config import CacheConfig, ReplicasConfig, RolesConfig, SchedulerConfig
 from app.engine.batch import StepBatch, StepResult
 from app.engine.block_pool import Prefix
 from app.engine.block_store import BlockStore, Fetch
@@ -27,14 +27,16 @@ from app.engine.scheduler import Scheduler
 from app.engine.sequence import Sequence as EngineSequence
 from app.engine.stats import StoreStats
 from app.errors import Overloaded
-from app.fleet import report_of
-from app.fleet.dispatch import PREFILL, GroupChooser, group_of_rank, groups_of_roles, make_policy
-from app.fleet.prefix_feed import PrefixFeed, PrefixReader
+from app.fleet import FailoverLimits, report_of
+from app.fleet.dispatch import PREFILL, GroupChooser, ReplicaReport, group_of_rank, groups_of_roles, make_policy
+from app.fleet.prefix_feed import PrefixFeed
 from app.fleet.replica_registry import ReplicaRegistry
+from app.fleet.uncomputed_prompts import UncomputedPrompts
 from deployments.plan.simulated_run import SimulatedRun
 from deployments.plan.step_cost import MeasuredReplica, StepCost, StepShape
 from deployments.plan.traces import Trace, TracedRequest
 
+HEARTBEAT_S = FailoverLimits(place_timeout_s=1, silence_s=ReplicasConfig().silence_timeout_s, step_s=1).heartbeat_s
 FETCHED_BYTES_PER_S = 0.7e9  # from another replica, as measured on one machine (docs/results/features.md)
 TOKEN_ID = 0  # that each step draws, where it does not end a request
 
@@ -257,10 +259,13 @@ class _Replica:
         )  # fmt: skip
         assert isinstance(engine, SimulatedEngine), "of that class"
         self.engine = engine
-        self._prefixes = PrefixFeed()
+        self.prefixes = PrefixFeed()
         if tells_prefixes:
-            engine.on_prefixes(self._prefixes.note)
-        self._readers: dict[int, PrefixReader] = {}  # by registry
+            engine.on_prefixes(self.prefixes.note)
+        self.prompts = UncomputedPrompts()
+        self._sessions: dict[ReplicaRegistry, _Session] = {}
+        self._stats = engine.stats()  # at the end of the last step
+        self._num_new = 0  # requests that have come since then
         self._max_requests = scheduler.max_requests
 
     def enter(self) -> None:
@@ -300,15 +305,69 @@ class _Replica:
         return deltas
 
     def note_in(self, registries: Sequence[ReplicaRegistry]) -> None:
-        """Report, as with every frame."""
-        stats = self.engine.stats()
-        num_requests = stats.num_running + stats.num_waiting
-        report = report_of(
-            stats, num_requests=num_requests, group=self.group, max_requests=self._max_requests, step_age_s=0.0
-        )
-        for number, registry in enumerate(registries):
-            reader = self._readers.get(number) or self._readers.setdefault(number, self._prefixes.open())
-            registry.note(self.replica_id, report, reader.take())
+        """Send the frames of a step: to the ingresses that have requests here, and heartbeats to the others."""
+        self._stats, self._num_new = self.engine.stats(), len(self.entering)
+        for registry in registries:
+            session = self._session(registry)
+            if session.has_news or session.num_open or self.clock.now - session.told_at >= HEARTBEAT_S:
+                session.tell()
+
+    def begin(self, registry: ReplicaRegistry, request: Request) -> None:
+        """Count a request that an ingress has sent."""
+        session = self._session(registry)
+        session.num_open += 1
+        self._num_new += 1
+        session.prompts.add(request.request_id, registry.num_prefill_tokens(request.request_id))
+
+    def end(self, registry: ReplicaRegistry, request_id: str) -> None:
+        """Stop counting a request."""
+        session = self._sessions[registry]
+        session.prompts.end(request_id)
+        session.num_open -= 1
+        session.has_news = True
+
+    def note_token(self, registry: ReplicaRegistry, request_id: str) -> None:
+        """Count the prompt of a request as computed."""
+        self._sessions[registry].prompts.end(request_id)
+
+    def forget(self, registry: ReplicaRegistry) -> None:
+        """Close the connection to an ingress."""
+        self._sessions.pop(registry).close()
+
+    def _session(self, registry: ReplicaRegistry) -> _Session:
+        return self._sessions.get(registry) or self._sessions.setdefault(registry, _Session(self, registry))
+
+    def report(self, num_prompt_tokens_of_others: int) -> ReplicaReport:
+        """The report of this moment: the engine's numbers are those of the end of the last step."""
+        num_requests = self._stats.num_running + self._stats.num_waiting + self._num_new
+        return report_of(
+            self._stats, num_requests=num_requests, group=self.group, max_requests=self._max_requests, step_age_s=0.0,
+            num_prompt_tokens_of_others=num_prompt_tokens_of_others,
+        )  # fmt: skip
+
+
+class _Session:
+    """The connection of one replica to one ingress. See `IngressSession`."""
+
+    def __init__(self, replica: _Replica, registry: ReplicaRegistry) -> None:
+        self._replica = replica
+        self._registry = registry
+        self._prefixes = replica.prefixes.open()
+        self.prompts = replica.prompts.open(self.tell)
+        self.num_open = 0  # requests of the ingress that have not ended
+        self.has_news = True
+        self.told_at = 0.0
+
+    def tell(self) -> None:
+        """Send a frame without tokens."""
+        self.has_news, self.told_at = False, self._replica.clock.now
+        report = self._replica.report(self.prompts.take())
+        self._registry.note(self._replica.replica_id, report, self._prefixes.take())
+
+    def close(self) -> None:
+        """Count nothing of the ingress any more."""
+        self._prefixes.close()
+        self.prompts.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,7 +524,12 @@ class FleetSimulation:
             replica.runner.end_positions[request.request_id] = end
         if replica.group == PREFILL:
             self._split[request.request_id] = request
+        self._begin(replica, request, registry)
+
+    def _begin(self, replica: _Replica, request: Request, registry: ReplicaRegistry) -> None:
+        """A registry sends a request to a replica."""
         self._enter(replica, request)
+        replica.begin(registry, request)
 
     def _enter(self, replica: _Replica, request: Request) -> None:
         replica.entering.append((request, self._now))
@@ -519,6 +583,7 @@ class FleetSimulation:
         if delta.token_ids:
             self._run.note(number, len(delta.token_ids), at_s=self._now)
             self._registry_of[number].progress(delta.request_id, len(delta.token_ids))
+            replica.note_token(self._registry_of[number], delta.request_id)
             if (split := self._split.pop(delta.request_id, None)) is not None and delta.finish_reason is None:
                 self._hand_over(replica, split, self._registry_of[number])
         if delta.finish_reason is not None:
@@ -526,6 +591,7 @@ class FleetSimulation:
             self._run.num_failed += delta.error is not None
             replica.runner.end_positions.pop(delta.request_id, None)
             registry = self._registry_of[number]
+            replica.end(registry, delta.request_id)
             registry.end(
                 delta.request_id,
                 max_tokens=self._max_tokens[number],
@@ -537,6 +603,7 @@ class FleetSimulation:
     def _hand_over(self, before: _Replica, request: Request, registry: ReplicaRegistry) -> None:
         """A request goes on at a decode replica, which fetches its KV memory. As `Fleet` does."""
         before.engine.abort(request.request_id)
+        before.end(registry, request.request_id)
         at = PrefixAt(Address("", 0, ""), ALL_BLOCKS)
         request = replace(request, generated_token_ids=(TOKEN_ID,), prefix_at=at)
         try:
@@ -546,7 +613,7 @@ class FleetSimulation:
         end = before.runner.end_positions.pop(request.request_id, None)
         if end is not None:
             replica.runner.end_positions[request.request_id] = end
-        self._enter(replica, request)
+        self._begin(replica, request, registry)
 
     def _go_on(self, replica: _Replica) -> None:
         """Begin the next step, or wait for the strategy's timer or a request."""

@@ -212,8 +212,60 @@ async def test_frames_come_through_in_order_and_every_ingress_gets_its_own() -> 
         replica.put(TokenDelta("b", (6,), FinishReason.LENGTH))
         frame = await first.next()
         assert (frame.number, frame.deltas) == (2, (TokenDelta("a", (5,)),))
-        assert frame.report == structs.replace(REPORT, num_own=1)
+        assert frame.report == structs.replace(REPORT, num_own=1, num_prompt_tokens_of_others=3)
         assert (await second.next()).deltas == (TokenDelta("b", (6,), FinishReason.LENGTH),)
+
+
+async def test_an_ingress_hears_at_once_of_a_long_prompt_that_another_has_sent_and_of_its_end() -> None:
+    async with (
+        a_replica() as (replica, address),
+        frames_from(address, "one") as first,
+        frames_from(address, "two") as second,
+    ):
+        await first.next()
+        assert (await second.next()).report.num_prompt_tokens_of_others == 0
+        for end in (
+            lambda: replica.put(TokenDelta("long", (5,))),
+            lambda: first.send(AbortRequest("long")),
+            lambda: replica.put(TokenDelta("long", (), FinishReason.ERROR, error=Failure("it failed"))),
+            first.transport.abort,
+        ):
+            first.send(SubmitRequest(make_request(request_id="long"), num_prefill_tokens=1000))
+            frame = await second.next()
+            assert (frame.report.num_prompt_tokens_of_others, frame.report.num_own, frame.deltas) == (1000, 0, ())
+            end()
+            assert (await second.next()).report.num_prompt_tokens_of_others == 0
+
+
+async def test_prompts_count_with_all_their_tokens_where_an_ingress_does_not_say_how_many_are_cached() -> None:
+    async with (
+        a_replica() as (_, address),
+        frames_from(address, "one") as first,
+        frames_from(address, "two") as second,
+    ):
+        await second.next()
+        first.send(SubmitRequest(make_request((5,) * 300, request_id="a")))
+        assert (await second.next()).report.num_prompt_tokens_of_others == 300
+
+
+async def test_many_requests_of_one_ingress_are_few_frames_to_another() -> None:
+    async with (
+        a_replica() as (replica, address),
+        frames_from(address, "one") as first,
+        frames_from(address, "two") as second,
+    ):
+        await second.next()
+        names = [f"request {number}" for number in range(200)]
+        first.send(*(SubmitRequest(make_request(request_id=each), num_prefill_tokens=300) for each in names))
+        for each in names:
+            while each not in replica.sessions:
+                await first.next()
+        replica.sessions["request 0"].put_all([TokenDelta(each, (5,), FinishReason.LENGTH) for each in names])
+        num_frames = 1
+        while (await second.next()).report.num_prompt_tokens_of_others:
+            num_frames += 1
+        # At most one in 10 ms. A slow machine takes longer, but no longer for each request.
+        assert num_frames <= 100
 
 
 async def test_a_request_arrives_as_it_was_sent_and_its_first_delta_says_where_it_is_queued() -> None:
@@ -293,7 +345,8 @@ async def test_after_aborts_a_frame_says_that_their_places_are_free_and_one_does
         await frames.submit("a", "b")
         frames.send(AbortRequest("a"), AbortRequest("b"))
         frame = await frames.next()
-        assert (frame.report, frame.deltas) == (structs.replace(REPORT, num_own=0), ())
+        expected = structs.replace(REPORT, num_own=0, num_prompt_tokens_of_others=0)
+        assert (frame.report, frame.deltas) == (expected, ())
         assert replica.aborted == ["a", "b"]
         await asyncio.sleep(0.1)  # a second such frame would come within 50 ms
         frames.send(SubmitRequest(make_request(request_id="c")))

@@ -143,7 +143,7 @@ def test_fields_of_a_newer_ingress_are_ignored_and_those_that_an_older_one_does_
     plain = msgspec.to_builtins(REQUEST)
     del plain["session"]
     del plain["sampling"]["bad_words"], plain["sampling"]["grammar"]["thought"]
-    [found] = message_decoder().feed(framed([0, plain | {"new": 5}, "new"]))
+    [found] = message_decoder().feed(framed([0, plain | {"new": 5}, None, "new"]))
     older = replace(REQUEST.sampling, bad_words=(), grammar=Grammar(GrammarKind.CHOICE, '["a"]'))
     assert found == SubmitRequest(replace(REQUEST, sampling=older))
 

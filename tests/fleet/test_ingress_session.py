@@ -8,6 +8,7 @@ from typing import Any, cast
 from app.engine.request import TokenDelta
 from app.fleet import Frame, IngressSession
 from app.fleet.prefix_feed import PrefixFeed
+from app.fleet.uncomputed_prompts import UncomputedPrompts
 from tests.kit.fleet import make_report
 
 
@@ -24,7 +25,9 @@ class Stream:
 
 async def test_an_ingress_that_does_not_read_costs_little_more_than_its_tokens_numbers_and_gets_one_frame() -> None:
     stream, num_tokens = Stream(), 20_000
-    session = IngressSession(stream, cast(Any, None), make_report, prefixes=PrefixFeed().open(), heartbeat_s=1e6)
+    session = IngressSession(
+        stream, cast(Any, None), make_report, prefixes=PrefixFeed().open(), prompts=UncomputedPrompts(), heartbeat_s=1e6
+    )
     stream.is_writable = False
     stream.frames.clear()
     tracemalloc.start()

@@ -32,6 +32,7 @@ from app.fleet.frames import (
     message_decoder,
 )
 from app.fleet.prefix_feed import PrefixFeed
+from app.fleet.uncomputed_prompts import UncomputedPrompts
 from tests.kit.engine import VOCAB_SIZE, CountingRunner, Outcome, build_fake_engine
 from tests.waiting import until
 
@@ -93,6 +94,7 @@ class LocalReplica:
             adapters=AdapterStore(self._load_adapter, unload=lambda weights: None, max_loaded=4),
         )
         self.prefixes = PrefixFeed()
+        self.prompts = UncomputedPrompts()
         engine.on_prefixes(self.prefixes.note)
         self.engine = AsyncEngine(engine, max_requests=max_requests)
         self.group = group
@@ -158,8 +160,9 @@ class LocalStream(asyncio.Transport):
         self._messages = message_decoder()
         self.is_writable = True
         self._session = IngressSession(
-            self, replica, replica.report, prefixes=replica.prefixes.open(), heartbeat_s=heartbeat_s
-        )
+            self, replica, replica.report, prefixes=replica.prefixes.open(), prompts=replica.prompts,
+            heartbeat_s=heartbeat_s,
+        )  # fmt: skip
         self._carrying = [asyncio.ensure_future(self._carry_frames()), asyncio.ensure_future(self._carry_messages())]
 
     def send(self, frame: Frame) -> None:
@@ -193,7 +196,7 @@ class LocalStream(asyncio.Transport):
             for message in self._messages.feed(data):
                 match message:
                     case SubmitRequest():
-                        self._session.submit(message.request)
+                        self._session.submit(message.request, num_prefill_tokens=message.num_prefill_tokens)
                     case AbortRequest():
                         self._session.abort(message.request_id)
                     case WatchEngine():

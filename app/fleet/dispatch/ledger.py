@@ -55,6 +55,9 @@ class ReplicaReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     # What has failed before it, each with the reason
     backends_failed: Annotated[dict[Name, str], Meta(max_length=64)] = {}
     sends_metrics: bool = False  # it understands AskMetrics
+    # Prompt tokens that the requests of other ingresses than the one that gets this report are still to have computed;
+    # None: not known.
+    num_prompt_tokens_of_others: Count | None = None
 
 
 class Ledger:
@@ -118,6 +121,10 @@ class Ledger:
         left = placed.num_unused_tokens if placed.num_unused_tokens > 1 else 1
         ours.num_decode_tokens += left - placed.num_decode_tokens
         placed.num_decode_tokens = left
+
+    def num_prefill_tokens(self, request_id: str) -> int:
+        """The prompt tokens of a placed request that its replica is expected to compute still."""
+        return self._placed[request_id].num_prefill_tokens
 
     def end(self, request_id: str) -> str | None:
         """A request has ended, in whatever way, or was placed nowhere. Returns the replica that had it."""
@@ -215,7 +222,9 @@ class ReplicaState:
         num_own = ours.num_requests if report.num_own is None else report.num_own
         num_requests = max(0, report.num_requests - num_own)
         num_background = min(num_requests, max(0, report.num_background - ours.num_background))
-        num_prefill_tokens = max(0, report.num_waiting_tokens - ours.num_prefill_tokens)
+        num_prefill_tokens = report.num_prompt_tokens_of_others
+        if num_prefill_tokens is None:  # a replica of an older version
+            num_prefill_tokens = max(0, report.num_waiting_tokens - ours.num_prefill_tokens)
         # A replica does not know either how long its outputs will be.
         self._others = _Work(
             num_requests, num_background, num_prefill_tokens, round(num_requests * usual_decode_tokens)

@@ -82,6 +82,14 @@ def test_requests_are_spread_over_replicas_by_the_real_dispatch() -> None:
     assert spread.num_output_tokens == alone.num_output_tokens == 40
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_an_ingress_sends_a_prompt_past_a_long_one_that_another_has_just_sent(seed: int) -> None:
+    trace = trace_of((0.0, 1000, 2), (0.001, 1000, 2))  # the second comes during the step of the first
+    fleet = FleetSimulation([measured_replica()] * 2, SchedulerConfig(), CACHE, num_ingresses=8, seed=seed)
+    fleet.run(trace)
+    assert [each.stats().total_prompt_tokens for each in fleet.engines] == [1000, 1000]
+
+
 def test_with_roles_streams_wait_for_no_long_prompt_and_prompts_for_their_kv_memory() -> None:
     streams = [(0.0, 20, 300) for _ in range(8)]
     trace = trace_of(*streams, *((0.1 + 0.3 * number, 1000, 3) for number in range(8)))

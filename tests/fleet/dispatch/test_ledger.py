@@ -83,6 +83,13 @@ def test_what_a_replica_reports_beyond_our_share_is_added() -> None:
     assert work(ledger, "a") == (3, 60, 10 + 10)
 
 
+def test_prompts_of_others_count_as_the_replica_says_however_many_are_waiting() -> None:
+    ledger = ledger_with("one")
+    ledger.note("a", report(num_requests=3, num_waiting_tokens=5000, num_prompt_tokens_of_others=70), now=0.0)
+    assert work(ledger, "a") == (3, 100 + 70, 40 + 10)
+    assert ledger.num_prefill_tokens("one") == 100
+
+
 def test_a_report_from_before_our_last_placements_takes_nothing_of_ours_away() -> None:
     ledger = ledger_with("one", "two")
     ledger.note("a", report(num_requests=1, num_waiting_tokens=0), now=0.0)
