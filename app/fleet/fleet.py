@@ -481,9 +481,11 @@ class Fleet:
         if self._is_open(replica_id) and self._registry.sends_views(replica_id):
             self._connections[replica_id].send(WatchEngine(self._on_view is not None))
 
-    def _view_came(self, replica_id: str, view: EngineSnapshot) -> None:
+    def _view_came(self, replica_id: str, view: EngineSnapshot) -> bool:
+        """Whether it was asked for."""
         if self._on_view is not None:
             self._on_view(replica_id, view)
+        return self._on_view is not None
 
     def _relieve(self, replica_id: str) -> None:
         """A replica is short of KV memory: its youngest request goes to one with room, in place of being preempted.

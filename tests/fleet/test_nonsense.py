@@ -20,7 +20,7 @@ from app.fleet.dispatch.decision import Scoring
 from app.fleet.frames import FRAME_VERSION, MAX_MESSAGE_BYTES, encode
 from tests.fleet.test_connection import Ingress, Transport
 from tests.kit.engine import make_request
-from tests.kit.fleet import make_report
+from tests.kit.fleet import LocalFleet, make_report
 from tests.waiting import until
 
 
@@ -127,6 +127,20 @@ async def test_a_few_large_messages_that_bring_nothing_are_a_flood() -> None:
     for number in range(30):
         reader.data_received(encode(Frame(number, make_report(), strangers)))
     assert (await asyncio.wait_for(reader.ended(), 0.1)).reason == "broken"
+
+
+@pytest.mark.parametrize("are_asked", [True, False])
+async def test_views_are_a_flood_unless_they_were_asked_for(are_asked: bool) -> None:
+    async with LocalFleet(1) as local:
+        [replica] = local.replicas
+        if are_asked:
+            local.fleet.watch(lambda replica_id, view: None)
+        stream, view = replica.stream, await replica.engine.snapshot()
+        assert stream is not None
+        for _ in range(10_000):
+            stream.show(view)
+        await until(lambda: stream._to_reader.empty() or not stream.is_writable)
+        assert stream.is_writable == are_asked
 
 
 async def test_frames_with_tokens_are_no_flood() -> None:
