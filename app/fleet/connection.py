@@ -182,15 +182,16 @@ class FrameReader(asyncio.Protocol):
         *,
         on_begun: Callable[[], object] = lambda: None,
         on_ended: Callable[[], object] = lambda: None,
-        on_view: Callable[[EngineSnapshot], object] = lambda view: None,
+        on_view: Callable[[EngineSnapshot], bool] = lambda view: False,
         on_metrics: Callable[[bytes], bool] = lambda metrics: False,
         on_short: Callable[[], object] = lambda: None,
     ) -> None:
         """`in_flight` are the requests of this process by the id of their current attempt.
 
         `on_begun` is called at the first frame, with which the replica says that it serves requests, `on_ended` when
-        the stream has ended, `on_view` for each view that comes, `on_short` for each report with too little free KV
-        memory for what runs. `on_metrics` is called for each answer to AskMetrics; it returns whether it was asked for.
+        the stream has ended, `on_short` for each report with too little free KV memory for what runs. `on_view` is
+        called for each view that comes, `on_metrics` for each answer to AskMetrics; both return whether it was asked
+        for.
         """
         self._replica_id = replica_id
         self._registry = registry
@@ -245,7 +246,7 @@ class FrameReader(asyncio.Protocol):
                 if frame.report.is_short_of_memory:
                     self._on_short()
                 self._metrics.frame_received(len(frame.deltas))
-                brings_something = frame.number == 0 or frame.view is not None
+                brings_something = frame.number == 0
                 for delta in frame.deltas:
                     request = self._in_flight.get(delta.request_id)
                     if request is None or request.has_ended:
@@ -255,9 +256,9 @@ class FrameReader(asyncio.Protocol):
                     if delta.token_ids:
                         self._registry.progress(delta.request_id, len(delta.token_ids))
                 if frame.view is not None:
-                    self._on_view(frame.view)
-                if frame.metrics is not None and self._on_metrics(frame.metrics):
-                    brings_something = True
+                    brings_something |= self._on_view(frame.view)
+                if frame.metrics is not None:
+                    brings_something |= self._on_metrics(frame.metrics)
                 if not brings_something:
                     self._count_idle(1 + num_kib)
         except InvalidFrame as error:

@@ -210,10 +210,6 @@ class Fleet:
         is_there = self._registry.takes_requests(replica_id) and self._is_open(replica_id)
         return is_there and self._registry.sends_metrics(replica_id)
 
-    def _no_metrics_come(self, replica_id: str) -> None:
-        for question in self._questions:
-            question.close(replica_id)
-
     def _metrics_came(self, replica_id: str, metrics: bytes) -> bool:
         """Whether they were asked for."""
         waiting = [question for question in self._questions if replica_id in question.open]
@@ -415,7 +411,7 @@ class Fleet:
             waking.cancel()
 
     def _open_changed(self) -> None:
-        """A connection has been opened or has ended, or the replicas are others."""
+        """A connection has been opened, a stream has ended, or the replicas are others."""
         self._open_ids = None
 
     def _note_change(self) -> None:
@@ -460,7 +456,7 @@ class Fleet:
                 self._metrics,
                 self._limits,
                 on_begun=partial(self._begun, replica_id),
-                on_ended=self._open_changed,
+                on_ended=partial(self._ended, replica_id),
                 on_view=partial(self._view_came, replica_id),
                 on_metrics=partial(self._metrics_came, replica_id),
                 on_short=partial(self._relieve, replica_id),
@@ -476,13 +472,21 @@ class Fleet:
             self._tell_watching(replica_id)
         self._note_change()
 
+    def _ended(self, replica_id: str) -> None:
+        """A stream has ended: the replica takes no requests and answers no questions until it sends a frame again."""
+        self._open_changed()
+        for question in self._questions:
+            question.close(replica_id)
+
     def _tell_watching(self, replica_id: str) -> None:
         if self._is_open(replica_id) and self._registry.sends_views(replica_id):
             self._connections[replica_id].send(WatchEngine(self._on_view is not None))
 
-    def _view_came(self, replica_id: str, view: EngineSnapshot) -> None:
+    def _view_came(self, replica_id: str, view: EngineSnapshot) -> bool:
+        """Whether it was asked for."""
         if self._on_view is not None:
             self._on_view(replica_id, view)
+        return self._on_view is not None
 
     def _relieve(self, replica_id: str) -> None:
         """A replica is short of KV memory: its youngest request goes to one with room, in place of being preempted.
@@ -511,15 +515,12 @@ class Fleet:
     def _close_connection(self, replica_id: str) -> None:
         if replica_id in self._connections:
             self._connections.pop(replica_id).close()
-            self._open_changed()
-            self._no_metrics_come(replica_id)
             self._relieved_at.pop(replica_id, None)
             if replica_id in self._leaving:
                 self._leaving.pop(replica_id).cancel()
 
     def _on_lost(self, replica_id: str, lost: ReplicaLost) -> None:
         self._registry.suspect(replica_id)
-        self._no_metrics_come(replica_id)
         requests = self._on_replica.get(replica_id, {}).values()
         if requests:
             logger.warning("replica %s: its %d requests go on elsewhere", replica_id, len(requests))

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from app.engine.request import PrefixAt, Request, TokenDelta, UnreadDelta, as_delta, with_next
+from app.engine.request import PrefixAt, Request, TokenDelta, TokenLogprobs, UnreadDelta, as_delta, with_next
 from app.errors import Cancelled, CarouselError, DeadlineMissed, DeviceFault, EngineStopped
 from app.fleet.dispatch import Decision
 
@@ -65,9 +65,9 @@ class InFlightRequest:
 
     __slots__ = (
         "__weakref__", "_began_at", "_error", "_is_in_text", "_num_cached_tokens", "_num_left", "_num_scored_tokens",
-        "_num_sent", "_token_ids", "_turns", "_unread", "_waiting", "decision", "has_ended", "is_accepted", "is_done",
-        "leaves_after_prompt", "left", "lost_at", "num_attempts", "num_times_short", "prefixes_at", "replica_id",
-        "request", "sent", "take", "weights",
+        "_num_sent", "_num_unscored", "_token_ids", "_turns", "_unread", "_waiting", "decision", "has_ended",
+        "is_accepted", "is_done", "leaves_after_prompt", "left", "lost_at", "num_attempts", "num_times_short",
+        "prefixes_at", "replica_id", "request", "sent", "take", "weights",
     )  # fmt: skip
 
     def __init__(self, request: Request, *, began_at: float, turns: Turns) -> None:
@@ -132,7 +132,10 @@ class InFlightRequest:
                 no_queue=self.request.no_queue and self.lost_at is None,  # what has begun is not refused
             )
         self.num_attempts += 1
-        self._num_left = self.request.sampling.max_tokens - len(self._token_ids)
+        sampling = self.request.sampling
+        self._num_left = sampling.max_tokens - len(self._token_ids)
+        num_scores = 0 if sampling.prompt_logprobs is None else len(self.request.prompt_token_ids) - 1
+        self._num_unscored = num_scores - self._num_scored_tokens
         self._num_sent = len(self._token_ids) + self._num_scored_tokens
         self.sent = sent  # the request as this attempt has it
         self.decision: Decision | None = None  # from `place` on
@@ -165,13 +168,15 @@ class InFlightRequest:
     def put(self, delta: TokenDelta) -> None:
         """Take a delta of the current attempt; after its end nothing counts.
 
-        Raises ReplicaLost when the replica sends more tokens than the request asks for.
+        Raises ReplicaLost when the replica sends more than the request asks for.
         """
         if self.has_ended:
             return
         self._num_left -= len(delta.token_ids)
         if self._num_left < 0:
             raise ReplicaLost("it sent more tokens than a request asks for", reason="broken")
+        if delta.logprobs or delta.prompt_logprobs:
+            self._check_logprobs(delta)
         if self._is_in_text and self.take is not None and self._is_taken(delta, self.take):
             return
         self.is_accepted = self.is_accepted or delta.error is None
@@ -182,6 +187,18 @@ class InFlightRequest:
             # A client may not read for long, and a delta for each token would take fifty times the token's number.
             self._unread = with_next(self._unread, delta)
         self._wake()
+
+    def _check_logprobs(self, delta: TokenDelta) -> None:
+        sampling = self.request.sampling
+        self._num_unscored -= len(delta.prompt_logprobs)
+        num_top = len(sampling.logprob_token_ids) or sampling.logprobs or 0
+        if (
+            self._num_unscored < 0
+            or len(delta.logprobs) > len(delta.token_ids)
+            or _most_top(delta.logprobs) > num_top
+            or _most_top(delta.prompt_logprobs) > (sampling.prompt_logprobs or 0)
+        ):
+            raise ReplicaLost("it sent more log-probabilities than a request asks for", reason="broken")
 
     def _is_taken(self, delta: TokenDelta, take: Callable[[TokenDelta], bool]) -> bool:
         """Whether the delta has gone past the reader, which waits on."""
@@ -269,3 +286,8 @@ class InFlightRequest:
         if self.num_attempts == 1 and delta.num_cached_tokens == num_cached_tokens:
             return delta
         return structs.replace(delta, request_id=self.request.request_id, num_cached_tokens=num_cached_tokens)
+
+
+def _most_top(logprobs: Collection[TokenLogprobs]) -> int:
+    """The largest number of other tokens at one of these positions."""
+    return max((max(len(each.top_token_ids), len(each.top_logprobs)) for each in logprobs), default=0)

@@ -345,11 +345,11 @@ class ReplicaRegistry:
 
     def note(self, replica_id: str, report: ReplicaReport, prefixes: PrefixChanges | None = None) -> None:
         """Take in a replica's report; a replica that reports is trusted again. prefixes: what is new of them."""
-        if prefixes is not None:
-            self._prefixes.note(replica_id, prefixes)
         if replica_id not in self._members:
             self._ledger.replica(replica_id).is_suspect = False
             return  # it is leaving
+        if prefixes is not None:
+            self._prefixes.note(replica_id, prefixes)
         self._has_kv_memory = report.num_kv_tokens > 0
         before = self._ledger.replica(replica_id).report
         if report.adapters != (before and before.adapters):

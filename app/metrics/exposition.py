@@ -36,7 +36,6 @@ class Scrape:
     requests: Sequence[Snapshot]  # one for each ingress that answered
     replicas: Mapping[str, Sequence[ReplicaMetrics]]  # by the model's name; those that answered
     # By model what all its replicas have counted, also those that have stopped or did not answer, as items that add up.
-    # A model that is missing here has had no others.
     ever: Mapping[str, Sequence[EngineCounts]] = field(default_factory=dict)
     gone_requests: Sequence[Snapshot] = ()  # of ingresses that have stopped or did not answer
     loops: Mapping[tuple[str, str], LoopSnapshot] = field(default_factory=dict)  # by a process's kind and its id
@@ -97,13 +96,12 @@ def replica_metrics(model_name: str, report: EngineReport, use: Mapping[str, flo
 
 def _families(scrape: Scrape) -> Iterator[Metric]:
     """All families, with the samples that are no replica's own."""
-    here = {name: [each.counts for each in several] for name, several in scrape.replicas.items()}
     models = [
         ModelReport(
             name,
             requests,
             [each.gauges for each in scrape.replicas.get(name, ())],
-            sum_counts(scrape.ever.get(name, here.get(name, ()))),
+            sum_counts(scrape.ever.get(name, ())),
         )
         for name, requests in merge([*scrape.requests, *map(without_requests, scrape.gone_requests)]).items()
     ]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import starmap, takewhile
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +44,7 @@ _AHEAD_S = 5.0  # a process that has what is asked of it for so long does withou
 _NOTHING = BudgetTotals()
 _Numbers = NDArray[np.float64]
 _Flags = NDArray[np.bool_]
+_NumberOrNumbers = TypeVar("_NumberOrNumbers", float, _Numbers)  # of one process, or of all
 
 
 @dataclass(slots=True)
@@ -145,16 +146,12 @@ class _Table:
     def whole_places(self, row: int, column: int, sums: _Sums, most: int) -> int:
         """Of the parts of all processes in whole numbers that are `most` together, that of one process.
 
-        The parts that are rounded off most get one more. See `_Sums.part`.
+        The parts that are rounded off most get one more.
         """
         values = self.values[:, row]
         slack, silent_s = values[self.SLACK], np.maximum(0.0, self.heard_at - values[self.REPORTED_AT])
         asks = np.maximum(values[self.DEMAND] * np.exp(-silent_s / _DEMAND_S), values[self.HELD])
-        of_sharing, unasked = sums.asked_of_sharing, max(0.0, 1 - sums.asked_of_all / most)
-        sharing = asks / max(of_sharing, most) + unasked * slack / (sums.slack_of_all or 1.0)
-        left = max(0.0, 1 - of_sharing / most)
-        last = left * asks / max(sums.asked_of_all - of_sharing, left * most) if left else np.zeros_like(asks)
-        parts = most * np.where(slack > 0, sharing, last)
+        parts = most * sums.part_of(asks, slack, most)
         whole = np.floor(parts)
         rests = np.where((slack > 0) | (asks > 0), parts - whole, -1.0)  # -1: the process has no part
         before = np.count_nonzero(rests > rests[column]) + np.count_nonzero(rests[:column] == rests[column])
@@ -185,20 +182,25 @@ class _Sums(NamedTuple):
     waiting_elsewhere: float  # of PLACES: requests that wait for one
 
     def part(self, most: float) -> float:
+        """The part of this process."""
+        return self.part_of(self.asks, self.slack, most)
+
+    def part_of(self, asks: _NumberOrNumbers, slack: _NumberOrNumbers, most: float) -> _NumberOrNumbers:
         """As much as is asked for, and of the rest by their slack. Those without any slack come last."""
-        if not self.slack:
-            left = max(0.0, 1 - self.asked_of_sharing / most)
-            of_others = self.asked_of_all - self.asked_of_sharing
-            return left * self.asks / max(of_others, left * most) if left else 0.0
-        return self.asks / max(self.asked_of_sharing, most) + self.slack_part(most)
+        sharing = asks / max(self.asked_of_sharing, most) + self.slack_part_of(slack, most)
+        left = max(0.0, 1 - self.asked_of_sharing / most)
+        last = left * asks / (max(self.asked_of_all - self.asked_of_sharing, left * most) or 1.0)
+        part: _NumberOrNumbers = (slack > 0) * sharing + (slack == 0) * last
+        return part
 
-    def slack_part(self, most: float) -> float:
+    def slack_part_of(self, slack: _NumberOrNumbers, most: float) -> _NumberOrNumbers:
         """The part of what no process asks for."""
-        return max(0.0, 1 - self.asked_of_all / most) * self.slack / self.slack_of_all if self.slack else 0.0
+        return max(0.0, 1 - self.asked_of_all / most) * slack / (self.slack_of_all or 1.0)
 
-    def is_short(self, share: float, slack_part: float, *, held: float) -> bool:
+    def is_short(self, share: float, most: float, *, held: float) -> bool:
         """Whether it may soon refuse what others have. One request alone does not move the parts of all others."""
-        return self.refused > 0 or share < slack_part / 2 or held < self.demand * _AHEAD_S / 60
+        is_small = share < self.slack_part_of(self.slack, most) / 2
+        return self.refused > 0 or is_small or held < self.demand * _AHEAD_S / 60
 
     def should_have(self, share: float, held: float, spare: float, most: float) -> float:
         """How much of `held` + `spare`, which all have together, it should hold."""
@@ -402,7 +404,7 @@ def _given_of_bucket(limit: _Limit, sums: _Sums, most: float, now: float) -> _Gi
     given = min(sums.should_have(share, held, limit.spare, most) - sums.held, limit.spare)
     limit.spare -= given
     elsewhere, has = max(0.0, held - sums.held + limit.spare), sums.held + given
-    return _Given(Share(share, given, elsewhere), share, has, sums.is_short(share, sums.slack_part(most), held=has))
+    return _Given(Share(share, given, elsewhere), share, has, sums.is_short(share, most, held=has))
 
 
 def _given_of_budget(sums: _Sums, left: float) -> _Given:
@@ -412,5 +414,5 @@ def _given_of_budget(sums: _Sums, left: float) -> _Given:
     given = min(sums.should_have(share, held, left - held, left) - sums.held, left - held)
     # What is taken from a process it may have reserved meanwhile: it goes to others once the next report shows it.
     has = sums.held + max(0.0, given)
-    is_short = left > 0 and sums.is_short(has / left, sums.slack_part(left), held=has)
+    is_short = left > 0 and sums.is_short(has / left, left, held=has)
     return _Given(Share(share, given), sums.share, has, is_short)

@@ -1,6 +1,6 @@
 """HTTP/1 as uvicorn speaks it for Ray Serve, but for two kinds of requests that it does not answer as HTTP says.
 
-Responses can also be sent without waiting, all that one moment brings together (`Connection`).
+Responses can also be sent without waiting, all that one moment brings together (`ChunkedConnection`).
 
 Serve has no setting for the protocol. No upstream issues are known.
 """
@@ -69,8 +69,8 @@ class Protocol(HttpToolsProtocol):
         self._running = None
 
 
-class Connection:
-    """See `app.api.http.sse.Connection`: sends pieces of one response.
+class ChunkedConnection:
+    """A `Connection` of `app.api.http.sse`: sends pieces of one response.
 
     Pieces of all connections go out together, after the work that makes them: while one follows the other, the proxy
     that reads them is awake, and to wake a process takes several times as long as to send.
@@ -108,7 +108,7 @@ class Connection:
         return type(None), ()
 
 
-_Outbox = list[tuple[Connection, bytes]]
+_Outbox = list[tuple[ChunkedConnection, bytes]]
 _outboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, _Outbox] = WeakKeyDictionary()
 
 
@@ -131,8 +131,8 @@ async def _answer_with_connection(
     receive: Receive,
     send: Send,
 ) -> None:
-    """Answer a request whose scope has a `Connection`. Afterwards the two must not keep each other."""
-    scope["extensions"] = {SEND_NOW: Connection(cycle, loop)}
+    """Answer a request whose scope has a `ChunkedConnection`. Afterwards the two must not keep each other."""
+    scope["extensions"] = {SEND_NOW: ChunkedConnection(cycle, loop)}
     try:
         await app(scope, receive, send)
     finally:

@@ -56,6 +56,10 @@ def collect_in_pieces() -> None:
     when many requests come or move at once, it takes 0.1 s with 20,000 streams, and 0.4 s if it looks at all objects.
     This function replaces Python's own moments. New objects are collected often, so there are never many. All objects
     are collected when few streams go on, or after ten minutes.
+
+    Finalizers of garbage run in the thread that collects, as with Python's own collections, which run in any thread.
+    That is safe: tasks and futures only log, asyncio has the event loop close asynchronous generators, and tasks that
+    wait and transports that are open are never garbage, because their owners keep them.
     """
     gc.disable()
     threading.Thread(target=_keep_collected, name="collections", daemon=True).start()

@@ -23,7 +23,7 @@ from app.config import ApiConfig
 from app.fleet import FailoverLimits, Fleet, ReplicaRegistry
 from app.fleet.dispatch import GroupChooser, make_policy
 from app.text import Tokenizer
-from deployments.serve.http_server import Connection
+from deployments.serve.http_server import ChunkedConnection
 from deployments.serve.transport import ServeTransport
 from tests.kit.fleet import Counts
 
@@ -119,7 +119,7 @@ def fleet_of(replica: Any) -> Fleet:
     return Fleet(ServeTransport(handle, "ingress"), registry, limits, Counts())
 
 
-class RecordedConnection(Connection):
+class RecordedConnection(ChunkedConnection):
     """Notes where in the record each event is sent."""
 
     def __init__(self, recorder: Recorder, sent: list[int]) -> None:

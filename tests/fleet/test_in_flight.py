@@ -44,7 +44,7 @@ async def test_what_is_not_read_takes_little_more_than_its_tokens_numbers() -> N
 
 
 async def test_what_is_read_late_says_all_that_came() -> None:
-    in_flight = begun()
+    in_flight = begun(make_request(prompt_logprobs=0))
     request_id = in_flight.sent.request_id
     queued, times = Queued(3, 1.5, "r0"), EngineTimes(0.1, 0.2)
     scores = tuple(TokenLogprobs(-float(number), 1) for number in range(4))
@@ -98,7 +98,7 @@ async def test_cached_tokens_are_those_that_the_first_replica_with_tokens_found(
 
 
 async def test_a_later_attempt_has_its_own_id_the_tokens_so_far_and_the_time_that_is_left() -> None:
-    request = make_request(deadline_s=10.0)
+    request = make_request(deadline_s=10.0, prompt_logprobs=0)
     in_flight = InFlightRequest(request, began_at=100.0, turns=Turns())
     assert in_flight.begin_attempt(103.0) is request
     assert in_flight.needs_weights == 0

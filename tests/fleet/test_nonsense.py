@@ -12,15 +12,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.engine.request import TokenDelta
+from app.engine.request import TokenDelta, TokenLogprobs
 from app.fleet import Frame, FrameReader, ReplicaLost
 from app.fleet.connection import ReplicaConnection
 from app.fleet.dispatch import Candidate, PrefixChanges, RequestSize
 from app.fleet.dispatch.decision import Scoring
 from app.fleet.frames import FRAME_VERSION, MAX_MESSAGE_BYTES, encode
+from app.fleet.in_flight import InFlightRequest, Turns
 from tests.fleet.test_connection import Ingress, Transport
 from tests.kit.engine import make_request
-from tests.kit.fleet import make_report
+from tests.kit.fleet import LocalFleet, make_report
 from tests.waiting import until
 
 
@@ -82,6 +83,38 @@ async def test_more_tokens_than_a_request_asks_for_lose_the_replica() -> None:
     assert (await ingress.request.next()).token_ids == (5,) * whole
 
 
+SCORE, TWO = TokenLogprobs(-1.0, 1), TokenLogprobs(-1.0, 1, (5, 6), (-1.0, -2.0))
+PLAIN, SCORED = {"logprobs": 2}, {"prompt_logprobs": 0}
+
+
+@pytest.mark.parametrize(
+    ("asked", "fields"),
+    [
+        (PLAIN, {"prompt_logprobs": (SCORE,)}),
+        (SCORED, {"prompt_logprobs": (SCORE,) * 2}),
+        (SCORED, {"prompt_logprobs": (TWO,)}),
+        (SCORED, {"logprobs": (TWO,)}),
+        (PLAIN, {"logprobs": (SCORE,) * 2}),
+        (PLAIN, {"logprobs": (TWO._replace(top_token_ids=(5, 6, 7)),)}),
+        (PLAIN | {"logprob_token_ids": (5,)}, {"logprobs": (TWO,)}),
+    ],
+)
+async def test_more_log_probabilities_than_a_request_asks_for_lose_the_replica(
+    asked: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    ingress = Ingress()
+    ingress.request = InFlightRequest(make_request((5, 6, 7), **asked), began_at=0.0, turns=Turns())
+    request_id = ingress.request.begin_attempt(0.0).request_id
+    ingress.in_flight = {request_id: ingress.request}
+    scores = (SCORE,) if asked is SCORED else ()
+    fine = encode(Frame(0, make_report(), (TokenDelta(request_id, (), prompt_logprobs=scores),)))
+    more = encode(Frame(1, make_report(), (TokenDelta(request_id, (5,), **fields),)))
+    lost = await lost_by(ingress, fine, more)
+    assert lost.reason == "broken"
+    assert "log-probabilities" in str(lost)
+    assert (await ingress.request.next()).prompt_logprobs == scores
+
+
 async def test_prefixes_that_are_no_digests_lose_the_replica() -> None:
     ingress = Ingress()
     odd = encode(Frame(1, make_report(), (), None, PrefixChanges(held=b"1234567")))
@@ -127,6 +160,20 @@ async def test_a_few_large_messages_that_bring_nothing_are_a_flood() -> None:
     for number in range(30):
         reader.data_received(encode(Frame(number, make_report(), strangers)))
     assert (await asyncio.wait_for(reader.ended(), 0.1)).reason == "broken"
+
+
+@pytest.mark.parametrize("are_asked", [True, False])
+async def test_views_are_a_flood_unless_they_were_asked_for(are_asked: bool) -> None:
+    async with LocalFleet(1) as local:
+        [replica] = local.replicas
+        if are_asked:
+            local.fleet.watch(lambda replica_id, view: None)
+        stream, view = replica.stream, await replica.engine.snapshot()
+        assert stream is not None
+        for _ in range(10_000):
+            stream.show(view)
+        await until(lambda: stream._to_reader.empty() or not stream.is_writable)
+        assert stream.is_writable == are_asked
 
 
 async def test_frames_with_tokens_are_no_flood() -> None:

@@ -247,6 +247,20 @@ def test_a_replica_that_leaves_takes_nothing_more_and_is_told_of() -> None:
     assert list(registry.reports) == ["b"]
 
 
+def test_a_replica_that_leaves_does_not_come_back_with_its_next_prefixes() -> None:
+    registry = make_registry("prefix_affinity")
+    prompt = tuple(range(2, 42))
+    held = array("q", digests_of(prompt, salt="", block_size=4)).tobytes()
+    all_prefixes = PrefixChanges(held=held, is_all=True, address=("host", 1, "secret"))
+    registry.note("a", make_report(), all_prefixes)
+    assert registry.addresses
+    registry.set_replicas(["b"])
+    for prefixes in (PrefixChanges(held=held), all_prefixes):  # of the stream that is open, and of another one
+        registry.note("a", make_report(), prefixes)
+        assert not registry.addresses
+        assert not registry._prefixes.match(digests_of(prompt, salt="", block_size=4))
+
+
 def test_a_replica_that_is_gone_takes_its_account_with_it() -> None:
     """A service that rolls out new versions for months sees thousands come and go."""
     registry = make_registry()

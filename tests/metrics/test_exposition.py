@@ -148,6 +148,7 @@ def test_replicas_are_summed_under_vllms_names_and_told_apart_under_ours() -> No
     scrape = Scrape(
         requests=[RequestMetrics(["demo", "idle"]).snapshot()],
         replicas={"demo": sent(*reports)},
+        ever={"demo": list(map(counts_of, reports))},
         num_missing=2,
         wanted={"demo": (4, "kv", "full")},
     )
@@ -169,9 +170,9 @@ def test_replicas_are_summed_under_vllms_names_and_told_apart_under_ours() -> No
 def test_what_a_replica_has_counted_stays_in_the_sum_when_it_goes() -> None:
     here, gone = report("a", 3), report("b", 2)
     requests = [RequestMetrics(["demo"]).snapshot()]
-    ever = [counts_of(here), counts_of(gone)]
-    both = exposition(Scrape(requests=requests, replicas={"demo": sent(here, gone)}))
-    one = exposition(Scrape(requests=requests, replicas={"demo": sent(here)}, ever={"demo": ever}))
+    ever = {"demo": [counts_of(here), counts_of(gone)]}
+    both = exposition(Scrape(requests=requests, replicas={"demo": sent(here, gone)}, ever=ever))
+    one = exposition(Scrape(requests=requests, replicas={"demo": sent(here)}, ever=ever))
     for name in ("vllm:prefix_cache_queries_total", "vllm:iteration_tokens_total_sum", "vllm:num_preemptions_total"):
         assert value(one, name) == value(both, name)
     assert value(one, "vllm:prefix_cache_queries_total") == 5 * 3

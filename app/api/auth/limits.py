@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from functools import partial
+from math import ceil
 from operator import add
 
 from app.config import KeyConfig
@@ -126,8 +127,8 @@ class Places:
     ) -> None:
         """`hurry` is called when the owner should soon be told."""
         self.limit = limit
-        self.num_here = self._first = max(1, int(limit * share)) if share else 0
-        self._own = int(limit * share)  # all processes together have no more than the limit
+        self._own = limit * share  # all processes together have no more than the limit
+        self.num_here = int(self._own) or ceil(self._own)
         self._num_taken = num_taken
         self._hurry = hurry
         self._most_taken = self._num_refused = 0  # since the last report
@@ -195,7 +196,7 @@ class Places:
         """As of a bucket."""
         self._is_led = self._some_wait_elsewhere = False
         if not has_share:  # it may have given all of its places back
-            self.num_here = max(min(self.num_here, self._first), self._own)
+            self.num_here = int(self._own) or min(self.num_here, ceil(self._own))
             self._wake()
 
 

@@ -22,7 +22,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from app.api.http import sse
 from app.api.http.sse import SEND_NOW, EventStream, connection_of
 from deployments.ray_internals import use_own_protocol
-from deployments.serve.http_server import Connection
+from deployments.serve.http_server import ChunkedConnection
 from tests.api.odd_requests import received
 from tests.benchmarks.servers import serving
 from tests.deployments.conftest import Service
@@ -187,7 +187,7 @@ def test_nothing_of_a_request_stays_without_the_garbage_collector(url: str) -> N
     gc.disable()
     try:
         received(url, "GET /at-once HTTP/1.1\r\nHost: localhost\r\n\r\n", stays=True, until=b"0\r\n\r\n")
-        eventually(lambda: not [each for each in gc.get_objects() if isinstance(each, Connection | EventStream)])
+        eventually(lambda: not [each for each in gc.get_objects() if isinstance(each, ChunkedConnection | EventStream)])
     finally:
         gc.enable()
 
@@ -210,7 +210,7 @@ def test_a_client_that_goes_away_ends_the_request_that_runs_and_no_event_of_othe
     connections, transports = [], [Transport() for _ in range(3)]
     for transport in transports:
         cycle = SimpleNamespace(flow=SimpleNamespace(write_paused=False), transport=transport, disconnected=False)
-        connections.append(Connection(cast(RequestResponseCycle, cycle), loop))
+        connections.append(ChunkedConnection(cast(RequestResponseCycle, cycle), loop))
         connections[-1].is_blocked = False
 
     async def send() -> None:
@@ -232,7 +232,7 @@ def test_a_client_that_goes_away_ends_the_request_that_runs_and_no_event_of_othe
 def test_the_connection_of_a_request_stays_in_its_process_and_its_event_loop() -> None:
     cycle = cast(RequestResponseCycle, SimpleNamespace(flow=None))
     loop = asyncio.new_event_loop()
-    scope = {"type": "http", "extensions": {SEND_NOW: Connection(cycle, loop)}}
+    scope = {"type": "http", "extensions": {SEND_NOW: ChunkedConnection(cycle, loop)}}
 
     async def here() -> object:
         return connection_of(scope)
