@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 MAGIC = b"carouKV2"
 TOTAL = struct.Struct("<q")  # the content of the lock file
 HEADER = struct.Struct("<8sII")  # magic, bytes of the tokens, checksum of tokens and content
-ROW_BYTES = 4096  # the row size of the table by which the checksum of the content is computed
+ROW_BYTES = 4096  # the size of a row when the checksum of the content is computed
 NAME = re.compile("[0-9a-f]{40}")
 KEPT_SHARE = 0.9  # the share of `max_bytes` that stays in use after files are deleted
 

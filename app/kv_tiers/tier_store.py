@@ -210,7 +210,7 @@ class TierStore(BlockStore):
 
     @contextmanager
     def _working(self, queue: deque[ItemT]) -> Iterator[ItemT | None]:
-        """Yield the first item of a queue, or None. An error is only logged: without this thread, no fetch would end."""
+        """Yield the first item of a queue, or None. Errors are logged: without this thread, no fetch would end."""
         with self._wake:
             item = queue.popleft() if queue else None
             taken = [] if item is None else [item]
