@@ -60,10 +60,7 @@ class AnswerLog:
         self._waiting: list[tuple[asyncio.Future[int], Take | None]] = []  # readers and writers that await a change
 
     async def append(self, data: bytes) -> None:
-        """Queue data to be written to the end of the file. Waits if more than `MAX_PENDING_BYTES` are unwritten.
-
-        Raises Unavailable if the storage is broken.
-        """
+        """Queue bytes for writing. Waits if too many bytes are unwritten. Raises Unavailable for a broken storage."""
         self._pending += data
         self._writer.add(self)
         if len(self._pending) > MAX_PENDING_BYTES or self._failure is not None:

@@ -109,7 +109,7 @@ class Backlog(Generic[ItemT]):
         return not on_engine.is_alone and (bool(self._waiting) or takes_suspect)
 
     def take(self, engine: int, *, room: int, input_is_over: bool) -> list[ItemT]:
-        """Move at most `room` items to an engine, and return the items. A suspect is moved to an idle engine, alone."""
+        """Return at most `room` items, or one suspect if no other item is left, and note that the engine has them."""
         if not self.has_items_for(engine, input_is_over=input_is_over):
             return []
         on_engine = self._on(engine)

@@ -34,7 +34,7 @@ class FleetExecution:
     """The limits that all batches of a service share: for items in flight, large lines, and suspects."""
 
     def __init__(self, answer: Answer, *, max_in_flight: int) -> None:
-        """At most `max_in_flight` items are in flight over all batches. Owners have equal shares of the slots.
+        """At most `max_in_flight` items are in flight over all batches. Owners share the slots equally.
 
         The batches of one owner take turns.
         """
@@ -54,7 +54,7 @@ class FleetExecution:
         on_tokens: Callable[[int], None],
         is_paused: asyncio.Event,
     ) -> None:
-        """Compute a batch. Returns when every item has ended or, if `is_paused` is set, when all items in flight have.
+        """Compute a batch. Returns when every item has ended, or when `is_paused` is set and no item is in flight.
 
         Cancelling the call aborts the items in flight. A later run computes the items that have not ended.
         """
@@ -216,10 +216,10 @@ class FleetExecutor(Executor[Item]):
 
 
 class Window:
-    """The limit for items in flight. While the limit is reached and no item is refused, it grows ever faster.
+    """The limit for items in flight, which grows ever faster while it is reached and no item is refused. Has no clock.
 
     A service without an idle slot refuses at once, so all items that were not refused are being computed. A refusal
-    therefore shows the exact capacity. TCP halves its window because losses show only that a queue is full. No clock.
+    therefore shows the exact capacity. TCP has to halve its window, because a loss only shows that some queue is full.
     """
 
     def __init__(self, max_limit: int) -> None:

@@ -112,8 +112,8 @@ def look_through(files: Sequence[InputFile], settings: RowSettings) -> InputRows
 
     Raises:
         InvalidSetup: the input has no rows, two rows have the same id (the error names their lines), no row has a
-            question, or a file does not have the format of its name: it is a JSON array over several lines, UTF-16,
-            or a table without a header, or none of its rows can be read.
+            question, or a file does not have the format that its name says: it is a JSON array over several lines,
+            UTF-16, or a table without a header, or none of its rows can be read.
     """
     digest, id_hashes = hashlib.blake2b(digest_size=16), array("Q")
     pieces: list[InputPiece] = []

@@ -48,7 +48,7 @@ class BlockFolder:
         self._own = path / namespace[:8].hex()
         self._max_bytes = max_bytes
         self._folders: dict[bytes, str] = {}  # by block name: the folder that has the block
-        self._changed: dict[str, int] = {}  # by folder: the time of the last change that the list includes
+        self._changed: dict[str, int] = {}  # by folder: the modification time just before the folder was listed
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._own.mkdir(mode=0o700, exist_ok=True)
         if not os.access(self._own, os.W_OK | os.X_OK):
