@@ -74,7 +74,7 @@ class Fault:
     after_s: float = 0.0  # seconds of traffic after the recovery
 
     def _replacement(self, running: Stage) -> Callable[[], bool]:
-        """Return a function that tells whether a process has been added to the present processes of `replaced`."""
+        """Return a function that checks whether `replaced` has a process that it does not have now."""
         if self.replaced is None:
             return lambda: True
         replaced, before = self.replaced, set(self.replaced(running))

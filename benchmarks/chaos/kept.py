@@ -19,8 +19,8 @@ _GO_ON_AFTER_S = 0.2
 
 
 def kept(requests: Sequence[Asked]) -> list[Asked]:
-    """Return requests for stored answers: for each kind in turn a response, a chat and a completion. Completions are the
-    given requests. Responses and chats have a new text, a seed and the length of the given request."""
+    """Return requests for stored answers: for each kind in turn a response, a chat and a completion. Completions equal
+    the given requests. Responses and chats have a new text, a seed and the length of the given request."""
     endpoints = (_RESPONSES, _CHATS, _COMPLETIONS)
     return [
         _kept(endpoints[place // len(KINDS) % len(endpoints)], place, asked) for place, asked in enumerate(requests)

@@ -159,8 +159,9 @@ async def under_traffic(
     layout: Layout | None = None,
     **settings: Any,
 ) -> AsyncIterator[tuple[Stage, Traffic]]:
-    """Run a service with these settings of `application` and get the reference answers to the requests, which are by
-    default streams of each kind in turn.
+    """Run a service with these settings of `application`, and get the reference answers to `requests`.
+
+    The default requests are streams of each kind in turn.
     """
     states = {} if settings.get("weights") else {"num_state_slots": size.num_state_slots}
     with stage(
@@ -197,8 +198,7 @@ def application(
         "step_ms": step_ms, "per_token_ms": per_token_ms, "end_probability": end_probability,
         "crash_token_id": crash_token_id, "num_state_slots": num_state_slots,
     }  # fmt: skip
-    # Ranks on CPUs run transformers' code, which does not guarantee equal bits. In float32, rounding errors are too small
-    # to change tokens.
+    # Ranks on CPUs run transformers' code, which does not guarantee equal bits, so float32 keeps rounding errors small.
     is_batch_invariant &= replicas.get("tensor_parallel", 1) == 1
     computed = {"batch_invariant": True} if is_batch_invariant else {"dtype": "float32"}
     engine = {

@@ -187,7 +187,7 @@ def mistakes_of_model(where: str, served: ServedModelConfig, *, are_all_here: bo
     """
     mistakes, engine = Mistakes(), served.engine
 
-    def may_be_elsewhere(path: str) -> bool:  # a GGUF file is read where the application is built
+    def may_be_elsewhere(path: str) -> bool:  # a GGUF file is read on this machine, while the application is built
         is_absolute = os.path.isabs(os.path.expanduser(path))
         return not are_all_here and is_absolute and not path.endswith(".gguf") and existing_place(path) is None
 
