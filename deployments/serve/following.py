@@ -189,7 +189,7 @@ class Following:
         reader_id, reader = next(self._ids), _Receiving()
         self._readers[reader_id] = reader
         if self._streaming is None:
-            # In the context of the request, Serve would cancel the task when that request ends.
+            # An empty context, because Serve would cancel a task in the request's context when the request ends.
             self._streaming = asyncio.create_task(self._stream(), context=Context())
         self._change.opened[reader_id] = wanted
         self._tell()

@@ -50,7 +50,7 @@ class ModelGossip:
         return adapters_in(self._transport.table)
 
     async def loaded(self) -> Answers[LoadedAdapters]:
-        """See `AdapterFleet`. Afterwards this process and all replicas that answered have equal tables."""
+        """See `AdapterFleet`. Afterwards this process knows all entries of the replicas that answered."""
         answers = await self._ask(self._transport.table)
         replicas = [
             LoadedAdapters(replica_id=each.replica_id, loaded=each.loaded, max_loaded=each.max_loaded)

@@ -223,7 +223,7 @@ class MetricsCollector:
         return _Answered(list(found.values()), len(answers) - len(found))
 
     def _note_unread(self, model: str, unread: Mapping[str, str]) -> None:
-        """Log the replicas with unreadable metrics if the last scrape could read one of them."""
+        """Log all replicas with unreadable metrics when a further replica is added to them."""
         new = unread.keys() - self._unread[model]
         self._unread[model] = frozenset(unread)
         if new:

@@ -28,7 +28,7 @@ class SharedLook(Generic[T]):
         """Return the result of a look, or raise the error of the look. A cancelled caller does not end the look."""
         task = self._task
         if task is None or (task.done() and self._clock() >= self._holds_until):
-            # In the context of the request, Serve would cancel the calls of the look when that request ends.
+            # An empty context, because Serve would cancel calls in the request's context when the request ends.
             task = self._task = asyncio.create_task(self._looked(), context=Context())
         return await asyncio.shield(task)
 
