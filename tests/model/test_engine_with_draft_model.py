@@ -97,7 +97,7 @@ def test_a_draft_model_with_other_tokens_is_refused_with_their_number_and_the_fi
     last, before = sorted(vocabulary, key=vocabulary.__getitem__, reverse=True)[:2]
     vocabulary[last], vocabulary[before] = vocabulary[before], vocabulary[last]
     file.write_text(json.dumps(tokenizer))
-    with pytest.raises(InvalidSetup, match=r"2 of 763 tokens of .*other are others than those of .*, the first with"):
+    with pytest.raises(InvalidSetup, match=r"2 of 763 tokens of .*other differ from those of .*; the first diff"):
         build_sync_engine(drafting(demo_path, folder))
 
 
