@@ -90,7 +90,7 @@ class ServedModelConfig(Settings):
                 raise ValueError(f"{mistakes_of(error, SchedulerConfig, at=where)[0]}") from error
             if scheduler.max_requests > max_requests:
                 raise ValueError(
-                    f"{where}: max_running + max_waiting is {scheduler.max_requests:,}, but engine.scheduler allows "
-                    f"only {max_requests:,} for the model's replicas; raise the limits in engine.scheduler"
+                    f"{where}: max_running + max_waiting is {scheduler.max_requests:,}, but the model's replicas "
+                    f"take {max_requests:,} by engine.scheduler: raise the limits there"
                 )
         return self

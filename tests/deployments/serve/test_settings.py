@@ -322,7 +322,7 @@ def test_roles_are_groups_of_replicas() -> None:
         ({"max_step_tokens": 8}, ": max_step_tokens=8 is below max_running=32"),
         ({"speed": 8}, ".speed: no such setting; there are preset, strategy"),
         ({"max_running": 0}, ".max_running: got 0; "),
-        ({"max_waiting": 9999}, ": max_running + max_waiting is 10,031; the model's replicas take 288"),
+        ({"max_waiting": 9999}, ": max_running + max_waiting is 10,031, but the model's replicas take 288"),
     ],
 )
 def test_a_mistake_in_what_a_group_changes_is_named(scheduler: dict[str, Any], message: str) -> None:
