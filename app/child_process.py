@@ -25,8 +25,8 @@ def child_environment() -> dict[str, str]:
 def step_back() -> None:
     """Lower the CPU priority of the calling thread, or of the process on systems where all threads share a priority.
 
-    Threads that serve requests then get the cores first. The niceness becomes 10, or rises by 4 if it is above 10:
-    Ray's workers may be at 15, and only root may lower a niceness. A child process inherits a niceness of 10.
+    Threads that serve requests then get the cores first. The niceness becomes 10, or rises by 4 if it is above 10, as
+    in Ray's workers: only root may lower a niceness. Child processes inherit the niceness.
     """
     niceness, least_steps = 10, 4
     steps = niceness - os.nice(0)

@@ -58,10 +58,7 @@ def near_cpus(allowed: Collection[int], system: Path = _SYSTEM) -> list[NearCpus
 
 
 def _true_groups(caches: Mapping[int, set[int]]) -> list[set[int]]:
-    """Return one group for all CPUs if a reported cache has fewer than 4 CPUs.
-
-    Many virtual machines report a separate L3 cache for each CPU, but real L3 caches are shared by more CPUs.
-    """
+    """Return one group if a reported cache has under 4 CPUs: many virtual machines report a cache for each CPU."""
     least_cpus = 4
     groups = list(caches.values())
     return groups if min(map(len, groups)) >= least_cpus else [set().union(*groups)]

@@ -78,7 +78,7 @@ class FairShares:
             del self._counters[next(each for each in self._counters if each not in self._num_waiting)]
 
     def leave(self, tenant: str) -> None:
-        """Note that one item less of this tenant waits. The tenant becomes the last of those with equal counters."""
+        """Note that one item less of this tenant waits. The tenant goes behind all tenants with an equal counter."""
         self._num_waiting[tenant] -= 1
         self._turns[tenant] = next(self._next_turn)
         if not self._num_waiting[tenant]:
@@ -162,10 +162,7 @@ class FairQueue(Generic[ItemT]):
         return item
 
     def take(self) -> tuple[str, ItemT] | None:
-        """Remove and return the next tenant and its item, and charge 1; the item runs until `end`.
-
-        None if no item waits, or if `max_running` items of the next tenant run.
-        """
+        """Remove and return the next item, which runs until `end`. Charges 1. None if no tenant has a turn."""
         tenant = self._order.first(self._lines)
         if tenant is None or self._num_running[tenant] >= self._max_running:
             return None

@@ -16,9 +16,8 @@ _MAX_INTEGER = 2**1024  # all integers from here on are beyond the largest float
 def read_json(text: bytes | bytearray) -> Any:
     """Return the value of a JSON text.
 
-    Raises ValueError, with the place, for a text that is not JSON, for NaN, Infinity, half of a surrogate pair and
-    nesting that is too deep, and for a number beyond the largest float. Such a number would become infinite, and JSON
-    cannot express infinity.
+    Raises ValueError, with the place, if the text is not JSON or has NaN, Infinity, half of a surrogate pair, too deep
+    nesting, or a number beyond the largest float. Such a number would become infinite, which JSON cannot express.
     """
     value = from_json(text, allow_inf_nan=False)
     if _may_be_beyond_float(text) and (place := _place_beyond_float(value)) is not None:

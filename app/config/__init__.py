@@ -1,4 +1,4 @@
-"""All settings, as one frozen tree that is read once at the start. No module here reads the environment.
+"""All settings, as one frozen tree that is read once at the start. No module here reads environment variables.
 
 A config holds only the operator's settings. Measured values (the number of KV blocks that fit, the length of the
 model's context) are returned by the package that measured them and are never written into a config.

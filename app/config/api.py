@@ -16,9 +16,7 @@ class KeyConfig(Settings):
     name: Name = Field(description="tenant to which the key's requests belong")
     sha256: str = Field(description="hash that `carousel key` prints")
     models: tuple[Name, ...] = Field((), description="models that the key may use; default: all")
-    requests_per_minute: int | None = Field(
-        None, ge=1, le=10**9, description="maximum number of requests per minute; default: no limit"
-    )
+    requests_per_minute: int | None = Field(None, ge=1, le=10**9, description="requests per minute; default: no limit")
     tokens_per_minute: int | None = Field(
         None, ge=1, le=10**12, description="maximum tokens of prompts and outputs per minute; default: no limit"
     )
@@ -34,11 +32,9 @@ class KeyConfig(Settings):
     max_concurrency: int | None = Field(
         None, ge=1, le=10**6, description="maximum number of requests at once; default: limited by free slots only"
     )
-    max_tokens: int | None = Field(
-        None, ge=1, le=10**9, description="maximum number of output tokens of a choice; default: the model's limit"
-    )
+    max_tokens: int | None = Field(None, ge=1, le=10**9, description="output tokens per choice; default: model's limit")
     min_priority: int = Field(
-        0, ge=-100, le=0, description="lowest `priority` that requests may set; below 0, they may go before other keys"
+        0, ge=-100, le=0, description="lowest `priority` of requests; below 0, they may go before other keys' requests"
     )
     admin: bool = Field(False, description="whether the key may also use /admin")
 

@@ -60,8 +60,7 @@ class BatchesConfig(Settings):
         None,
         ge=1,
         le=10_000,
-        description="maximum number of items at the replicas at once; default: half of all replicas' `max_running`, "
-        "between 32 and 1,024",
+        description="maximum items at the replicas at once; default: half of all `max_running`, 32 to 1,024",
     )
     keep_s: int | None = Field(
         30 * 86_400,

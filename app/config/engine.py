@@ -49,9 +49,7 @@ class ModelConfig(Settings):
     batch_invariant: bool = Field(
         False, description="compute the same logits, bit by bit, in any batch; models that cannot do this are refused"
     )
-    max_model_len: int | None = Field(
-        None, ge=2, description="maximum tokens of prompt and output together; default: the model's limit"
-    )
+    max_model_len: int | None = Field(None, ge=2, description="prompt and output tokens; default: the model's limit")
     max_loaded_adapters: int | None = Field(
         None,
         ge=1,

@@ -36,7 +36,7 @@ class AutoscalingConfig(Settings):
         2.0,
         gt=0,
         le=86_400,
-        description="target seconds of work per replica: prompt and output tokens still to compute, by its speed",
+        description="target seconds of work per replica: remaining prompt and output tokens divided by its speed",
     )
     downscale_delay_s: float = Field(
         120.0, ge=0, le=86_400, description="seconds of low load before the number of replicas is lowered"
@@ -56,9 +56,7 @@ class ReplicasConfig(Settings):
     """The number of replicas of an engine, their devices, and the dispatch of requests."""
 
     num_replicas: int = Field(2, ge=1, le=1024, description="number of replicas; with autoscaling, the first number")
-    autoscaling: AutoscalingConfig | None = Field(
-        None, description="adapts the number of replicas to the load; default: fixed number"
-    )
+    autoscaling: AutoscalingConfig | None = Field(None, description="number follows the load; default: fixed number")
     num_cpus: float = Field(0.5, gt=0, description="CPUs that Ray reserves for each replica")
     num_gpus: float = Field(0, ge=0, description="GPUs that Ray reserves for each replica")
     tensor_parallel: int = Field(

@@ -155,7 +155,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 class SchedulerConfig(Settings):
     """Limits of a step and of the queue, and the order of requests."""
 
-    preset: Preset = Field("mixed", description="source of the values below that are not set")
+    preset: Preset = Field("mixed", description="set of default values for the limits below")
     strategy: Strategy = Field(ContinuousConfig(), description="time at which waiting requests may join")
     policy: Policy = Field(
         FcfsConfig(),

@@ -47,9 +47,8 @@ def compiled(
 ) -> Compiled:
     """Compile a grammar and check that some text matches. `special`: the ids of the model's special tokens by text.
 
-    A schema is first compiled with all keywords that `exact` keeps. If that fails, the keywords that the compiler does
-    not support are searched. A lenient schema is compiled without these keywords. For a strict schema, Unusable names
-    the place of a keyword. Unusable is also raised for all other reasons.
+    A schema is first compiled with all keywords that `exact` keeps. If that fails, a lenient schema is compiled without
+    the keywords that the compiler does not support. Raises Unusable, for a strict schema with the place of a keyword.
     """
     if kind not in (GrammarKind.JSON_SCHEMA, GrammarKind.TAGS):
         return Compiled(_tried(tokenizer, larks_of(kind, text, special=special)), [])
@@ -82,10 +81,7 @@ def _cut(places: list[str]) -> list[str]:
 
 
 def _drop(forms: dict[str, Any], keep: Callable[[dict[str, Any]], tuple[dict[str, Any], Drops]]) -> list[str]:
-    """Replace each schema by the result of `keep`, and return the places of dropped keywords.
-
-    Raises Unusable if a keyword of a schema that is not lenient was dropped.
-    """
+    """Apply `keep` to each schema and return the places of dropped keywords. Raises Unusable for a strict schema."""
     dropped: list[str] = []
     for form in forms["schemas"]:
         form["schema"], drops = keep(form["schema"])

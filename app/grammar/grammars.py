@@ -31,8 +31,8 @@ from app.grammar.vocabulary import Vocabulary
 logger = logging.getLogger(__name__)
 
 MAX_CACHED_CHARACTERS = 2_000_000  # a large schema compiles to about a hundred times its size
-# The internal cache of a compiled grammar only grows while matching, by up to 80 MB in a second of CPU time. After
-# MAX_MATCHING_S, the grammar is compiled again. If all grammars together exceed MAX_CACHED_S, the worst are forgotten.
+# The internal cache of a compiled grammar only grows while matching, by up to 80 MB in a second of CPU time. A grammar
+# is compiled again after MAX_MATCHING_S. If all exceed MAX_CACHED_S, those with the most matching time are forgotten.
 MAX_MATCHING_S = 1.0
 MAX_CACHED_S = 5.0
 # The grammars of two tenants are compiled at once, so a tenant with expensive grammars does not delay another tenant.
@@ -56,7 +56,7 @@ class _Compiled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileLimits:
-    """Limits of the cost of compiling. They are no settings: they protect the replica, and higher values do not help."""
+    """Limits of the cost of compiling. Not settings: the limits protect the replica, and higher values do not help."""
 
     timeout_s: float = 2.0  # CPU time for one grammar; other requests of the tenant wait for that grammar
     memory_bytes: int = 1_024_000_000  # memory of the process that compiles one grammar first and has no model

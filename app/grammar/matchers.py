@@ -17,10 +17,7 @@ from app.grammar.free_text import FreePlace, FreeText
 
 
 class LazyMatcher(ABC):
-    """A `Matcher` that works while the model computes: `advance` only stores a token, `prepare` consumes it.
-
-    Subclasses implement `_consume`, `_compute_allowed`, `_separate` and `forced`.
-    """
+    """A `Matcher` that works while the model computes: `advance` only stores a token, `prepare` consumes it."""
 
     def __init__(self) -> None:
         self._drawn: list[int] = []  # tokens that are not consumed yet

@@ -64,10 +64,10 @@ def call_marks_of(template: str) -> CallMarks:
 def adapted(messages: Sequence[Message], tools: Sequence[Message], traits: TemplateTraits) -> list[Message]:
     """Return the conversation for a template with these traits. No text is lost or reordered.
 
-    Tools that the template does not write go into the system message. Such calls and results go into the text of
-    messages, in the format of Hermes models or of the template's own model. `developer` becomes `system`. If a template
-    takes only one system message, the first system messages are joined, and later ones become user messages. If a
-    template takes no system message, all of them become user messages.
+    Tools go into the system message if the template does not write tools. Calls and results go into the text of
+    messages if the template does not write calls, in the format of Hermes models or of the template's own model.
+    `developer` becomes `system`. If a template takes only one system message, the first system messages are joined, and
+    later ones become user messages. If a template takes no system message, the first one also becomes a user message.
     """
     adapted = list(messages)
     if not traits.developer:

@@ -11,8 +11,8 @@ from app.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
-# A UTF-8 character has at most four bytes, and a visible token has at least one byte. So an unfinished character began
-# at most three tokens ago.
+# A UTF-8 character has at most four bytes and a visible token at least one, so an unfinished character began at most
+# three tokens ago.
 MAX_UNFINISHED_TOKENS = 3
 MAX_WINDOW_TOKENS = 12
 

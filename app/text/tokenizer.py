@@ -90,7 +90,7 @@ class Tokenizer:
         return (tuple(encoding.ids[: at[0]]), tuple(encoding.ids[at[-1] + 1 :])) if at else ((), ())
 
     def special_tokens_in(self, texts: Sequence[str]) -> dict[int, str]:
-        """Return the special tokens in these texts, as texts by id."""
+        """Return the special tokens that occur in these texts: a dict of ids to texts."""
         if self._special_text is not None and not any(map(self._special_text.search, texts)):
             return {}  # nearly always; encoding is the slowest part of preparing a request's stop strings
         found = {token_id for token_ids in self.encode_all(texts) for token_id in token_ids}
