@@ -41,7 +41,7 @@ def outcomes(answers: Sequence[Answer], reference: Mapping[str, Answer]) -> dict
     """Counts of streams by what their clients got.
 
     right, wrong: whole answers. refused, ended: an error in the API's words before the first token, or after it.
-    cut: the connection broke, or there was none. by_proxy: an error that the proxy made. hung: neither within the
+    cut: the connection broke, or there was none. by_proxy: an error in other words. hung: neither within the
     client's patience. malformed: anything else.
     """
     found = Counter(_outcome(each, reference) for each in answers)
