@@ -192,7 +192,7 @@ class _Answer:
         self.has_begun = False
         self.is_ended = False
         self._token_ids: list[int] = []
-        self._num_told = len(item.request.generated_token_ids)
+        self._num_reported = len(item.request.generated_token_ids)
         self._num_tokens = 0
         self._stopping = _stopping_text(item, tokenizer) if item.stop else None
         self._pieces: list[str] = []
@@ -212,8 +212,8 @@ class _Answer:
 
     def news(self) -> tuple[int, ...]:
         """The tokens since the last call."""
-        news = tuple(self._token_ids[self._num_told :])
-        self._num_told += len(news)
+        news = tuple(self._token_ids[self._num_reported :])
+        self._num_reported += len(news)
         return news
 
     def _take(self, delta: TokenDelta) -> None:

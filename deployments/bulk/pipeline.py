@@ -20,7 +20,7 @@ from app.api.endpoints.classification import class_of
 from app.api.endpoints.decisions import answer_to
 from app.api.schemas.decisions import AnyQuestion, DecisionsRequest
 from app.api.schemas.requests import ChatRequest, ClassifyRequest, CompletionRequest, GenerationRequest, QueuedRequest
-from app.batches import Answered
+from app.batches import ItemResponse
 from app.config import ApiConfig
 from app.engine.request import Request, TokenDelta
 from app.errors import InvalidRequest
@@ -135,8 +135,8 @@ def _elsewhere(request: Request) -> AsyncIterator[TokenDelta]:
 
 async def prepare_row(item: Item, handler: RequestHandler) -> PreparedItem | InvalidItem:
     """An item of a bulk run, checked and tokenized. What is wrong with it is the reason why it is not run."""
-    prepared = await handler.prepare_item(item.url, item.body, check_fits_engines)
-    if isinstance(prepared, Answered):
+    prepared = await handler.prepare_bulk_item(item.url, item.body, check_fits_engines)
+    if isinstance(prepared, ItemResponse):
         return InvalidItem(number=item.number, id=item.id, reason=str(prepared.body["error"]["message"])[:1000])
     body, call = prepared
     [request] = call.requests

@@ -22,7 +22,7 @@ from app.engine.block_store import BlockStore, Fetch
 from app.engine.engine import Engine
 from app.engine.model_runner import ModelRunner
 from app.engine.observer import StepObserver
-from app.engine.request import ALL_BLOCKS, Address, PrefixAt, Request, TokenDelta
+from app.engine.request import ALL_BLOCKS, Address, PrefixSource, Request, TokenDelta
 from app.engine.scheduler import Scheduler
 from app.engine.sequence import Sequence as EngineSequence
 from app.engine.stats import StoreStats
@@ -604,7 +604,7 @@ class FleetSimulation:
         """A request goes on at a decode replica, which fetches its KV memory. As `Fleet` does."""
         before.engine.abort(request.request_id)
         before.end(registry, request.request_id)
-        at = PrefixAt(Address("", 0, ""), ALL_BLOCKS)
+        at = PrefixSource(Address("", 0, ""), ALL_BLOCKS)
         request = replace(request, generated_token_ids=(TOKEN_ID,), prefix_at=at)
         try:
             replica = self._replicas[registry.place(request, registry.replica_ids).replica_id]

@@ -308,7 +308,7 @@ def _of_step_log(lines: Iterable[str], place: str) -> Iterator[TracedRequest]:
         if isinstance(entry, Arrival | RedactedArrival):
             arrivals.append(entry)
         elif isinstance(entry, StepRecord):
-            before, last = last, last.one_token_on() if entry.scheduled is None else entry.scheduled
+            before, last = last, last.next_decode_step() if entry.scheduled is None else entry.scheduled
             for drawer, _ in entry.drawn(last, before):
                 num_drawn[drawer] = num_drawn.get(drawer, 0) + 1
     for arrival in arrivals:
