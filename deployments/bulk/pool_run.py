@@ -75,7 +75,7 @@ def _until_it_breaks(
 
 
 def _join_or_start_ray(replicas: ReplicasConfig) -> None:
-    """Join the cluster in RAY_ADDRESS (set in Ray jobs), or start one. Raises InvalidSetup if the cluster is too small."""
+    """Join the cluster in RAY_ADDRESS (set in Ray jobs), or start one. Raises InvalidSetup if the GPUs are too few."""
     if "RAY_ADDRESS" in os.environ:
         ray.init(log_to_driver=False, logging_level="ERROR")
     else:
