@@ -1,6 +1,7 @@
 """Reads requests from an access log: Carousel's own log lines of finished requests, or JSON with one request a line.
 
-Our own log has the time at which a request ended. A request that took 3 s arrived 3 s earlier.
+Our own log has a line for the end of each request, in the order of the ends. A request that took 3 s arrived 3 s
+earlier than its line says.
 """
 
 from __future__ import annotations

@@ -320,7 +320,7 @@ def test_a_child_that_ignores_signals_is_given_its_time_and_killed(
         # To this thread, which blocks it: it waits until the launcher asks. Other threads would end this process.
         signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
         assert supervisor.supervise(child) == 0
-    assert "has not ended by itself within 0.2 s" in capsys.readouterr().err
+    assert "The service did not stop within 0.2 s" in capsys.readouterr().err
     assert child.returncode == -signal.SIGKILL
     assert session_members(child.pid) == []
 
