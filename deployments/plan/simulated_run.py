@@ -14,7 +14,7 @@ class SimulatedRun:
     """The times of every request as its client sees them, in simulated seconds, and the work of the replicas."""
 
     def __init__(self) -> None:
-        # These arrays have one number for each request, in order of arrival. Ten million requests take 0.3 GB.
+        # The arrays have one number for each request, in order of arrival. Ten million requests take 0.3 GB.
         self.arrivals_s = array("d")
         self.first_tokens_s = array("d")  # below 0: the request got no token
         self.last_tokens_s = array("d")
@@ -51,7 +51,7 @@ class SimulatedRun:
         self.num_tokens[number] += num_tokens
 
     def note_steps(self, numbers: Sequence[int], ended_at: Sequence[float]) -> None:
-        """Record one more token at each of these times for each of these requests, which already have tokens."""
+        """Record one more token at each time in `ended_at` for each request in `numbers`, which already have tokens."""
         later = array("f", [after - before for before, after in pairwise(ended_at)])
         for number in numbers:
             self.gaps_s.append(ended_at[0] - self.last_tokens_s[number])
