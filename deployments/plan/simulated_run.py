@@ -51,7 +51,7 @@ class SimulatedRun:
         self.num_tokens[number] += num_tokens
 
     def note_steps(self, numbers: Sequence[int], ended_at: Sequence[float]) -> None:
-        """Record one more token at each time in `ended_at` for each request in `numbers`, which already have tokens."""
+        """Record one more token at each time in `ended_at` for the requests in `numbers`, which already have tokens."""
         later = array("f", [after - before for before, after in pairwise(ended_at)])
         for number in numbers:
             self.gaps_s.append(ended_at[0] - self.last_tokens_s[number])
