@@ -103,8 +103,7 @@ class ReplicaRegistry:
     def place(self, request: Request, replica_ids: Sequence[str], *, avoid: Collection[str] = frozenset()) -> Decision:
         """Choose a replica for a request and charge the replica with the request until `end`. The ids are sorted.
 
-        Suspects, and the replicas to `avoid` (they have just refused or lost the request), are chosen only if there is
-        no other replica.
+        Suspects and the replicas to `avoid`, which have just refused or lost it, are only chosen for lack of others.
 
         Raises:
             InvalidRequest: the request names an unknown group.
@@ -298,8 +297,7 @@ class ReplicaRegistry:
             self._note_room(replica_id)
         self._prefixes.end(request_id)
         if num_generated is not None:
-            # Two kinds: requests with a similar limit, and all requests.
-            self._lengths.learn((max_tokens.bit_length(), None), num_generated)
+            self._lengths.learn((max_tokens.bit_length(), None), num_generated)  # for similar limits, and for all
 
     def _note_room(self, replica_id: str) -> None:
         """Note a replica that may have room again after all replicas were full."""

@@ -79,10 +79,8 @@ class LimitId(NamedTuple):
 class LimitUse(NamedTuple):
     """The part of a limit that one process has, and the demand for the limit since the process's last report."""
 
-    # Rate limits: the share of the allowance per minute, 0 before a share was given. PLACES: the slots. Budgets: 0.
-    share: float
-    # The balance of the bucket, or the amount that may still be reserved, minus the initial one. PLACES: slots in use.
-    held: float
+    share: float  # share of the allowance per minute, 0 before one was given; PLACES: number of slots; budgets: 0
+    held: float  # balance, or amount that may still be reserved, minus the initial amount; PLACES: slots in use
     wanted: float  # the sum of the requested amounts; PLACES: the largest number of slots wanted at once
     refused: float = 0.0  # the smallest refused amount; PLACES: the number of waiting requests
 
