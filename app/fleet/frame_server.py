@@ -53,7 +53,7 @@ class Hello(NamedTuple):
 
     @property
     def is_sound(self) -> bool:
-        """Whether the ingress id is a string and a replica can send such heartbeats. Raises TypeError for no number."""
+        """Whether the id is a string and the heartbeat is in range. Raises TypeError if it is not a number."""
         return isinstance(self.ingress_id, str) and 0.01 <= self.heartbeat_s <= 3600
 
     def line(self) -> bytes:

@@ -141,7 +141,7 @@ class IngressSession:
         self._check_idle()
 
     def _report_soon(self) -> None:
-        """Report soon after an abort: the ingress takes an aborted prompt in older frames for another ingress's."""
+        """Report soon after an abort: until then, the ingress attributes the aborted prompt to other ingresses."""
         if self._aborted_timer is not None:
             self._aborted_timer.cancel()
         # One frame reports a series of aborts. The engine has freed the slots by then, at its next step.

@@ -103,7 +103,7 @@ class ReplicaRegistry:
     def place(self, request: Request, replica_ids: Sequence[str], *, avoid: Collection[str] = frozenset()) -> Decision:
         """Choose a replica for a request and charge the replica with the request until `end`. The ids are sorted.
 
-        Suspects and the replicas to `avoid`, which have just refused or lost it, are only chosen for lack of others.
+        Suspects, and the replicas to `avoid` (they have just refused or lost it), are chosen only if there is no other.
 
         Raises:
             InvalidRequest: the request names an unknown group.

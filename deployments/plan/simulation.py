@@ -545,7 +545,7 @@ class FleetSimulation:
             self._look(at_s, self._control)
             return
         if replica.awaited != number:
-            return  # stale: a request has arrived since, and the replica has begun an earlier event
+            return  # stale: a new request has replaced this event by an earlier one
         self._now = at_s
         if replica.coming is not None:
             self._catch_up(replica, at_s)

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1 for Ray Serve, corrected for two kinds of requests to which uvicorn's answers violate HTTP.
+"""uvicorn's HTTP/1 protocol for Ray Serve, with corrections for two kinds of requests that uvicorn answers incorrectly.
 
 `ChunkedConnection` also sends pieces of responses without waiting, and writes all pieces of one moment together.
 

@@ -28,7 +28,7 @@ MAX_BODY_BYTES_AT_ONCE = 512 * 1024 * 1024
 PLACE_WAIT_S = 0.5  # how long a request waits for a slot that may come from another process
 SHARES_MOVE_S = 2.0  # time after a refusal until shares have moved: the next report of each process, and its answer
 # UNTOLD_PART: the part of a budget that all processes together may use before the owner of the ledger has answered and
-# after it is lost. OWED_PART: what the process of batches may owe. A budget is exceeded by at most both together.
+# after it is lost. OWED_PART: the part that the process of batches may owe. Both together limit the excess of a budget.
 UNTOLD_PART, OWED_PART = 0.05, 0.05
 
 
