@@ -1,1 +1,1 @@
-"""What Carousel does: batching engine, models, text, dispatch and the HTTP API. Nothing here knows Ray."""
+"""Carousel without Ray: the batching engine, models, text, dispatch and the HTTP API. No module here imports Ray."""

@@ -1,6 +1,6 @@
-"""Files, batches and responses that are kept: between the API's routes and the process that has them.
+"""The interface between the API's routes and the process that stores files, batches and responses.
 
-Neither room imports the other.
+The package of the routes and the package of that process import this module and not each other.
 """
 
 from __future__ import annotations
@@ -18,48 +18,48 @@ from app.json_pieces import Json
 from app.usage import Owner
 from app.webhooks.receiver import WebhookReceiver
 
-# The class of every item. In OpenAI's API it is the tier of requests that can wait. Here: idle slots only, never
-# queued, preempted first.
+# The service tier of every batch item. In OpenAI's API, "flex" is the tier of requests that can wait. In Carousel, such
+# a request uses idle slots only, is never queued, and is preempted first.
 LOWEST_CLASS: Json = {"service_tier": "flex"}
 RESPONSES_PATH = "/v1/responses"
 CHATS_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
-PIECE_BYTES = 1024 * 1024  # of a file, read, sent or taken at once
+PIECE_BYTES = 1024 * 1024  # size of the pieces in which a file is read, sent and received
 RESPONSE_RUNS = ("queued", "in_progress")  # statuses of a response that has not ended
-# Of one request: a body over HTTP, or a line of a file. Some million tokens of text, which is what one call may have.
+# Limit of one request, which is an HTTP body or a line of a file. This is about a million tokens of text.
 MAX_REQUEST_BYTES = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
-    """The response to an item: what an HTTP client would have got."""
+class ItemResponse:
+    """The response to an item: the status and body that an HTTP client would have received."""
 
     status_code: int
-    body: Json  # its long lists may be `Rows`
-    is_large: bool = False  # it is written in a thread
-    latency_s: float | None = None  # how long it took, where that is measured
+    body: Json  # long lists in the body may be `Rows`
+    is_large: bool = False  # a large body is written in a thread
+    latency_s: float | None = None  # None if the latency was not measured
 
 
 @dataclass(frozen=True, slots=True)
 class ItemOrigin:
-    """Which item of which job a request is."""
+    """The job and the item number of a request."""
 
     job_id: str
     number: int
 
     @property
     def request_id(self) -> str:
-        """By which the output line, the logs, the step log and traces name it; the same for each attempt."""
+        """The id in the output line, the logs, the step log and traces. Every attempt has the same id."""
         return f"{self.job_id}-{self.number}"
 
 
-# Answers one body of an owner at an endpoint. Raises Overloaded, Unavailable or EngineStopped when no replica can serve
-# it now: the item is tried again later. Cancelling it aborts the request.
-Answer = Callable[[str, str, Mapping[str, Any], ItemOrigin], Awaitable[Answered]]
+# Answers one body (endpoint, owner, body, origin). Raises Overloaded, Unavailable or EngineStopped if no replica can
+# serve the body now; the caller then tries the item again later. Cancelling the call aborts the request.
+Answer = Callable[[str, str, Mapping[str, Any], ItemOrigin], Awaitable[ItemResponse]]
 
 
 class JobState(StrEnum):
-    """`validating` → `failed` | `in_progress` → `finalizing` → `completed`; by request `cancelling` → `cancelled`; by
-    time `expired`.
+    """`validating` → `failed` | `in_progress` → `finalizing` → `completed`. A client's cancellation leads to
+    `cancelling` → `cancelled`. The end of the batch's window leads to `expired`.
     """
 
     VALIDATING = "validating"
@@ -78,19 +78,19 @@ class JobState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLimits:
-    """What a service accepts. No operator has a reason for other values; tests have smaller ones."""
+    """Limits of a batch service. No operator needs other values, so there are no settings; tests use smaller values."""
 
-    max_file_bytes: int = 200 * 1024 * 1024  # as OpenAI's batches, as the next one
-    max_lines: int = 50_000
+    max_file_bytes: int = 200 * 1024 * 1024  # the limit of OpenAI's batches
+    max_lines: int = 50_000  # the limit of OpenAI's batches
     max_line_bytes: int = MAX_REQUEST_BYTES
-    max_responses: int = 1024  # that have not ended: each has a task and an open file
-    max_batches: int = 64  # that have not ended: each has a task, a journal and some items in memory
-    window_s: int = 86_400  # until a batch expires: the `24h` of OpenAI's API
+    max_responses: int = 1024  # responses that have not ended; each response has a task and an open file
+    max_batches: int = 64  # batches that have not ended; each batch has a task, a journal and some items in memory
+    window_s: int = 86_400  # time until a batch expires: the `24h` of OpenAI's API
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewFile:
-    """What a client says about a file that it has sent."""
+    """The client's description of an uploaded file."""
 
     filename: str
     purpose: str
@@ -99,7 +99,7 @@ class NewFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewBatch:
-    """What a client asks for."""
+    """The client's request for a batch."""
 
     owner: str
     endpoint: str
@@ -110,71 +110,71 @@ class NewBatch:
 
 
 class NewResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """A request for an answer that is stored. It is the first record of the answer's file."""
+    """A request for a stored answer. The request is the first record of the answer's file."""
 
     owner: str
-    path: str = RESPONSES_PATH  # of its endpoint
+    path: str = RESPONSES_PATH  # the path of the endpoint
     body: bytes  # JSON
-    headers: dict[str, str] = {}  # those that say where and when it runs
+    headers: dict[str, str] = {}  # the headers that decide where and when the request runs
     request_id: str
     is_strict: bool = False
-    response_id: str  # its id from now on
-    previous: str | None = None  # the id of the response that it continues
+    response_id: str  # the id under which the answer is stored
+    previous: str | None = None  # the id of the response that this request continues
     is_streamed: bool = False
-    may_wait: bool = False  # until a replica has room, because its client does not wait for the answer
-    created_at: int = 0  # seconds since 1970; 0: now
+    may_wait: bool = False  # may wait until a replica has room, because the client does not wait for the answer
+    created_at: int = 0  # seconds since 1970; 0 means now
 
 
 class AnswerEnd(msgspec.Struct, frozen=True):
-    """How a stored answer has ended."""
+    """The end of a stored answer."""
 
     status: str  # "completed", "incomplete", "failed", "cancelled", or "refused"
-    error: tuple[str, str, dict[str, Any]] | None = None  # of one that failed or was refused: `CarouselError.to_plain`
-    more_usage: dict[str, Any] = {}  # fields of `usage` that the deltas do not tell
+    error: tuple[str, str, dict[str, Any]] | None = None  # `CarouselError.to_plain` if failed or refused
+    more_usage: dict[str, Any] = {}  # fields of `usage` that the deltas do not contain
 
 
 class AnswerPart(NamedTuple):
-    """The next bytes of a stored answer: records, which may be cut anywhere. The last part has the end."""
+    """The next bytes of the records of a stored answer. A part may cut a record anywhere. The last part has the end."""
 
     data: bytes
     end: AnswerEnd | None = None
 
 
-class KeptAnswer(Protocol):
+class AnswerRecorder(Protocol):
     """An answer that is stored while it is generated."""
 
     @property
     def facts(self) -> bytes:
-        """Everything that is needed to read its records: the second record of its file."""
+        """The second record of the answer's file: everything that is needed to read the records after it."""
 
     def records(self, known: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         """Generate the answer; yields the contents of its records after the `known` records of an earlier attempt."""
 
     def end(self) -> AnswerEnd:
-        """How the answer has ended. Call it after the last record."""
+        """Return how the answer ended. Call this method after the last record."""
 
 
-# Reads the answers of one owner by their ids, each from its first byte to its end. The second argument: another answer
-# continues it, so it may be deleted or expired.
+# Reads an answer of one owner by its id, from the first byte to the end. The second argument is True if another answer
+# continues this answer; then a deleted or expired answer can still be read.
 ReadAnswer = Callable[[str, bool], AsyncGenerator[AnswerPart, None]]
-# Prepares an answer; the reader gives the responses that it continues. Raises what the same request would be refused
-# with.
-AnswerKept = Callable[[NewResponse, ReadAnswer], AbstractAsyncContextManager[KeptAnswer]]
+# Prepares an answer; the reader reads the responses that the answer continues. Raises the same errors with which the
+# request would be refused if its answer were not stored.
+PrepareStoredAnswer = Callable[[NewResponse, ReadAnswer], AbstractAsyncContextManager[AnswerRecorder]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageOf:
-    """Which part of a list is wanted: `limit` entries behind the one with the id `after`."""
+    """The requested part of a list: `limit` entries that follow the entry with the id `after`."""
 
     owner: str
     limit: int
     after: str | None = None
     is_ascending: bool = False
-    purpose: str | None = None  # of files
+    purpose: str | None = None  # only files with this purpose
 
 
 def previous_not_found(response_id: str) -> InvalidRequest:
-    """The error for a `previous_response_id` that the key does not have, with the code that OpenAI uses."""
+    """Return the error for a `previous_response_id` that this key does not have, with OpenAI's error code."""
     return InvalidRequest(
         f"there is no response {response_id[:100]!r} to continue; it may have been deleted, or not been stored",
         param="previous_response_id",
@@ -183,7 +183,7 @@ def previous_not_found(response_id: str) -> InvalidRequest:
 
 
 def list_object(objects: Sequence[Json], page: PageOf) -> Json:
-    """A page of OpenAI's lists; `objects` has one more than was asked for when there are more."""
+    """Return a page in the form of OpenAI's lists. `objects` has `limit + 1` entries if more pages follow."""
     shown = list(objects[: page.limit])
     return {
         "object": "list",
@@ -197,65 +197,66 @@ def list_object(objects: Sequence[Json], page: PageOf) -> Json:
 class BatchService(Owner, Protocol):
     """Files, batches and responses, by their ids, and the ledger of usage. All objects are those of OpenAI's API.
 
-    Each belongs to an owner, "" where owners are not told apart, and is there for no other. Every method raises
-    NotFound for an id that its owner does not have, and Unavailable when nothing can be kept now.
+    Only the owner of an object can see the object. The owner is "" if the service does not tell owners apart. Every
+    method raises NotFound for an id that the owner does not have, and Unavailable if nothing can be stored now.
     """
 
     async def begin_upload(self, owner: str) -> str:
-        """An id under which the pieces of a new file are sent. Raises Overloaded when too many are on their way."""
+        """Return an id for the pieces of a new file. Raises Overloaded if too many uploads are unfinished."""
 
     async def append(self, upload_id: str, data: bytes) -> None:
-        """Add a piece. Raises BodyTooLarge beyond the limit of one file, InvalidRequest beyond that of all."""
+        """Add a piece. Raises BodyTooLarge if the file is too large, InvalidRequest if the owner's share is used up."""
 
     async def finish_upload(self, upload_id: str, new: NewFile) -> Json:
-        """Keep what was sent as a file, from here on over any crash."""
+        """Store the uploaded pieces as a file. After the return, the file survives any crash."""
 
     async def abandon_upload(self, upload_id: str) -> None:
-        """Forget what was sent, if it is still there."""
+        """Discard the uploaded pieces. Does nothing if the upload has ended."""
 
     async def file(self, owner: str, file_id: str) -> Json:
-        """One file's object."""
+        """Return the object of one file."""
 
     async def files(self, page: PageOf) -> Json:
-        """A list of files."""
+        """Return a list of files."""
 
     async def read(self, owner: str, file_id: str, offset: int, max_bytes: int) -> bytes:
-        """A piece of a file's content; empty behind its end."""
+        """Return a piece of a file's content, which is empty if `offset` is at or after the end."""
 
     async def delete_file(self, owner: str, file_id: str) -> Json:
         """Delete a file. Raises InvalidRequest while a batch reads it."""
 
     async def create_batch(self, new: NewBatch) -> Json:
-        """Begin a batch. Raises Overloaded when too many have not ended, InvalidRequest for a webhook that is none."""
+        """Begin a batch. Raises Overloaded if too many batches have not ended, InvalidRequest for a bad webhook."""
 
     async def batch(self, owner: str, batch_id: str) -> Json:
-        """One batch's object."""
+        """Return the object of one batch."""
 
     async def batches(self, page: PageOf) -> Json:
-        """A list of batches."""
+        """Return a list of batches."""
 
     async def cancel_batch(self, owner: str, batch_id: str) -> Json:
-        """Stop a batch. Raises InvalidRequest when all its lines have ended."""
+        """Stop a batch. Raises InvalidRequest if all of its lines have ended."""
 
     async def create_response(self, new: NewResponse) -> None:
-        """Begin a response. Raises what its body would be refused with, and Overloaded."""
+        """Begin a response. Raises Overloaded, and the error with which the endpoint refuses a bad body."""
 
     def follow_response(
         self, owner: str, response_id: str, offset: int = 0, *, waits: bool = True, is_continued: bool = False
     ) -> AsyncGenerator[AnswerPart, None]:
-        """The records of one response from a byte on, and its end.
+        """Yield the records of one response from the byte `offset` on, and the end of the response.
 
-        `waits`: as they come. Otherwise only the parts that are there, and no end where there is none yet.
-        `is_continued`: another response continues it, so it may be deleted or expired.
+        `waits`: wait for parts that are not written yet. Otherwise the generator stops after the stored parts, without
+        an end if the response still runs. `is_continued`: another response continues this response, so this response
+        may be deleted or expired.
 
-        The end of one that was refused before its first token has the status "refused". Then the response is forgotten.
+        If a response is refused before its first token, its end has the status "refused" and the response is forgotten.
         """
 
     async def cancel_response(self, owner: str, response_id: str) -> None:
-        """End a response. Raises InvalidRequest when it has ended otherwise."""
+        """Cancel a response. Raises InvalidRequest if the response has ended for another reason."""
 
     async def delete_response(self, owner: str, response_id: str) -> None:
-        """Forget a response, which ends where it runs."""
+        """Delete a response. A response that still runs is aborted."""
 
     async def stats(self, owner: str) -> Json:
-        """How many batches and requests there are in which state, and how fast tokens come."""
+        """Return the number of batches and requests in each state, and the rate of generated tokens."""

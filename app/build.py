@@ -1,7 +1,7 @@
-"""An engine from a config; the only place that knows the engine and the model.
+"""Build an engine from a config. This is the only module that imports both the engine and the model.
 
-The model room is imported when an engine is built, so that a process that only wants to know where a model lies does
-not load torch.
+`app.model` is imported only when an engine is built, so that a process that only looks up a model's location does not
+load torch.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ ONE_DEVICE = ReplicasConfig(num_replicas=1)
 def build_engine(config: EngineConfig, replicas: ReplicasConfig = ONE_DEVICE) -> AsyncEngine:
     """Load the model, size its KV memory and start the engine's thread. Takes seconds to minutes.
 
-    An engine that is to sleep first waits for memory that other engines of its device have.
+    If `sleep_after_s` is set, the engine first waits until other engines of the device have released enough memory.
 
     Raises:
-        InvalidSetup: the configuration cannot be carried out on this machine.
+        InvalidSetup: this machine cannot run the configuration.
         UnsupportedModel: the model cannot be served; the message says why.
     """
     if replicas.sleep_after_s is None:
@@ -76,8 +76,8 @@ def build_engine(config: EngineConfig, replicas: ReplicasConfig = ONE_DEVICE) ->
     try:
         began_at = time.monotonic()
         engine = build_sync_engine(config, replicas)
-        started_in_s = time.monotonic() - began_at
-        sleeper = SleepController(engine, lease, after_s=replicas.sleep_after_s, started_in_s=started_in_s)
+        startup_s = time.monotonic() - began_at
+        sleeper = SleepController(engine, lease, after_s=replicas.sleep_after_s, startup_s=startup_s)
         return _in_a_thread(config, engine, sleeper)
     except BaseException:
         lease.close()
@@ -85,8 +85,8 @@ def build_engine(config: EngineConfig, replicas: ReplicasConfig = ONE_DEVICE) ->
 
 
 def _in_a_thread(config: EngineConfig, engine: Engine, sleeper: SleepController | None = None) -> AsyncEngine:
-    # Prompt tokens that wait on one replica. `scheduler.max_waiting` bounds the requests; this bounds what they hold,
-    # when each is a long prompt: 32 MB of token ids, and minutes of prefill even on a GPU.
+    # Limit of the prompt tokens that wait on one replica. `scheduler.max_waiting` limits the number of requests; this
+    # limits the memory of long prompts to 32 MB of token ids, which are minutes of prefill even on a GPU.
     max_waiting_tokens = 1_000_000
     return AsyncEngine(
         engine,
@@ -98,11 +98,11 @@ def _in_a_thread(config: EngineConfig, engine: Engine, sleeper: SleepController 
 
 
 def _lease_of(config: EngineConfig, replicas: ReplicasConfig) -> DeviceLease:
-    """The engine's part in the turns of its device.
+    """Return the lease with which engines that sleep take turns on their device.
 
     Raises:
-        InvalidSetup: it needs more than there is, or this model cannot sleep.
-        UnsupportedModel: it cannot be served.
+        InvalidSetup: the engine needs more memory than the device has, or the model cannot sleep.
+        UnsupportedModel: the model cannot be served.
     """
     if config.model.simulated is None:
         from app.model.device import device_of
@@ -126,7 +126,7 @@ def _lease_of(config: EngineConfig, replicas: ReplicasConfig) -> DeviceLease:
 
 
 def build_matchers(config: EngineConfig, facts: ModelInfo) -> Matchers:
-    """Return the matchers of requests with grammars. The tokenizer is read by `prepare`, or by the first grammar."""
+    """Return the matchers for requests with grammars. `prepare` or the first grammar reads the tokenizer."""
     from app.grammar.grammars import Grammars
     from app.grammar.vocabulary import read_vocabulary
 
@@ -144,9 +144,9 @@ def build_matchers(config: EngineConfig, facts: ModelInfo) -> Matchers:
 def build_sync_engine(
     config: EngineConfig, replicas: ReplicasConfig = ONE_DEVICE, *, keeps_all: bool = False
 ) -> Engine:
-    """The same engine without its thread, for callers that run each step themselves.
+    """Build an engine without a thread, for callers that run each step themselves.
 
-    keeps_all: layers that look back a window give back no blocks.
+    keeps_all: layers with a sliding window keep the blocks that have left the window.
     """
     if config.model.simulated is not None:
         return _build_simulated(config)
@@ -166,7 +166,7 @@ def _build_torch(config: EngineConfig, replicas: ReplicasConfig, *, keeps_all: b
     if device.type != "cpu":
         _refuse_draft_model(config, f"{config.model.path} runs on {device.type}")
     if replicas.tensor_parallel == 1:
-        # Engines that sleep divide the memory by their turns.
+        # Engines that sleep take turns, so each engine may use all of the memory in its turn.
         loaded = load_runner(
             config,
             gpu_share=replicas.gpu_share if replicas.sleep_after_s is None else 1.0,
@@ -196,21 +196,21 @@ def _build_torch(config: EngineConfig, replicas: ReplicasConfig, *, keeps_all: b
             if loaded.draft is None
             else _model_drafter(config, loaded.model.facts, loaded.draft, replicas)
         ),
-        # On a GPU the KV memory was sized by what such a step leaves of it.
+        # On a GPU, the KV memory was sized by the memory that the largest step leaves free.
         largest_step=config.scheduler if loaded.model.device.type == "cuda" else None,
         store=store,
     )
 
 
 def _check_drafts(config: EngineConfig, loaded: LoadedRunner) -> None:
-    """Raises InvalidSetup for a draft model with recurrent layers."""
+    """Raise InvalidSetup if the draft model has recurrent layers."""
     of_draft = config.of_draft_model
     if of_draft is not None and loaded.draft is not None and loaded.draft.model.states:
         _refuse_draft_model(config, f"the draft model {of_draft.model.path} has recurrent layers")
 
 
 def _has_peers(replicas: ReplicasConfig, device_type: str) -> bool:
-    """Whether replicas fetch KV memory from one another by the settings."""
+    """Return whether the settings let replicas fetch KV memory from one another."""
     fetches = replicas.fetch_prefixes
     if fetches is None:
         fetches = device_type == "cpu" or replicas.roles is not None
@@ -220,9 +220,10 @@ def _has_peers(replicas: ReplicasConfig, device_type: str) -> bool:
 def _store_of(
     config: EngineConfig, replicas: ReplicasConfig, loaded: LoadedRunner, runner: ModelRunner
 ) -> BlockStore | None:
-    """What has prefixes beside the KV memory by the settings, a folder or other replicas; None where nothing has.
+    """Return the store that finds prefixes in a folder or on other replicas, or None if the settings ask for neither.
 
-    Where it cannot, a line in the log says so.
+    If the runner cannot copy its KV memory, this function logs the reason and returns None.
+    Raises InvalidSetup if replicas have roles, because replicas with roles need such a store.
     """
     tiers, has_peers = config.cache.tiers, _has_peers(replicas, loaded.model.device.type)
     if not (tiers or has_peers):
@@ -236,7 +237,7 @@ def _store_of(
                 f"{reason}. Remove replicas.roles"
             )
         level = logging.WARNING if tiers else logging.INFO
-        logger.log(level, "prefixes are neither kept in a folder nor fetched from other replicas: %s", reason)
+        logger.log(level, "prefixes are neither stored in a folder nor fetched from other replicas: %s", reason)
         return None
     namespace = loaded.model.kv_namespace(loaded.config)
     snapshot_bytes = 0 if memory.states is None else memory.states.block_bytes
@@ -251,20 +252,20 @@ def _store_of(
 
 
 def _why_blocks_stay(loaded: LoadedRunner, replicas: ReplicasConfig) -> str:
-    """Why the runner of a model lets no other thread copy its KV memory."""
+    """Return the reason why other threads cannot copy the KV memory of this model's runner."""
     if replicas.tensor_parallel > 1:
-        return f"replicas.tensor_parallel is {replicas.tensor_parallel}, and only one process may have the KV memory"
+        return f"replicas.tensor_parallel is {replicas.tensor_parallel}, and the KV memory must be in one process"
     if not loaded.model.layers:
-        return "the model has recurrent layers alone, so its blocks hold nothing that a prefix could be found by"
+        return "the model has only recurrent layers, so its blocks hold nothing that a prefix could be found by"
     if loaded.model.states:
         return "the states of recurrent layers are not copied from a GPU, and blocks without a state cannot be resumed"
-    return f"on {loaded.model.device.type} the kernels for it are missing"
+    return f"the kernels that copy blocks do not exist for {loaded.model.device.type}"
 
 
 def _model_drafter(
     config: EngineConfig, facts: ModelInfo, draft: LoadedRunner, replicas: ReplicasConfig
 ) -> ModelDrafter:
-    """facts: of the model itself. Raises InvalidSetup where the draft model has other tokens."""
+    """Return the drafter. `facts` is the info of the served model. Raises InvalidSetup if the models' tokens differ."""
     of_draft = config.of_draft_model
     assert of_draft is not None, "it was loaded with these settings"
     _check_tokens(config.model, of_draft.model, facts, draft.model.facts)
@@ -276,8 +277,7 @@ def _model_drafter(
 
 
 def _check_tokens(model: ModelConfig, draft: ModelConfig, facts: ModelInfo, of_draft: ModelInfo) -> None:
-    """Raises InvalidSetup where a draft model does not have the same token for every id. Takes seconds where their
-    tokenizers are not equal files."""
+    """Raise InvalidSetup if a draft model has another token for any id. Takes seconds if the tokenizer files differ."""
     from app.grammar.vocabulary import read_vocabulary
 
     fix = f"choose a draft model of the family of {model.path}, or another speculation.method"
@@ -285,7 +285,7 @@ def _check_tokens(model: ModelConfig, draft: ModelConfig, facts: ModelInfo, of_d
     if number != of_draft_number:
         raise InvalidSetup(
             f"speculation.model: {draft.path} has {of_draft_number:,} tokens and {model.path} {number:,}; a draft "
-            f"model needs the same: {fix}"
+            f"model needs the same number: {fix}"
         )
     file, other_file = (Path(resolve_model_path(each.path)) / "tokenizer.json" for each in (model, draft))
     if file.is_file() and other_file.is_file() and filecmp.cmp(file, other_file, shallow=False):
@@ -298,17 +298,17 @@ def _check_tokens(model: ModelConfig, draft: ModelConfig, facts: ModelInfo, of_d
     if others:
         first = others[0]
         raise InvalidSetup(
-            f"speculation.model: {len(others):,} of {number:,} tokens of {draft.path} are others than those of "
-            f"{model.path}, the first with the id {first}: {theirs[first]!r}, not {ours[first]!r}; {fix}"
+            f"speculation.model: {len(others):,} of {number:,} tokens of {draft.path} differ from those of "
+            f"{model.path}; the first difference is id {first}: {theirs[first]!r}, not {ours[first]!r}; {fix}"
         )
 
 
 def _refuse_draft_model(config: EngineConfig, reason: str) -> None:
-    """Raises InvalidSetup where the settings name a draft model."""
+    """Raise InvalidSetup with this reason if the settings name a draft model."""
     if config.speculation.model is not None:
         raise InvalidSetup(
-            f"speculation.method is draft_model, and {reason}: a draft model needs a decoder on a CPU, computed by one "
-            f"process; set speculation.method to off"
+            f"speculation.method is draft_model, but {reason}: a draft model needs a decoder that one process computes "
+            f"on a CPU; set speculation.method to off"
         )
 
 
@@ -321,7 +321,7 @@ def _runner_of(config: EngineConfig, loaded: LoadedRunner, replicas: ReplicasCon
 
 
 def _adapters_of(config: EngineConfig, runner: ModelRunner) -> AdapterStore | None:
-    """None where the runner computes with no adapters."""
+    """Return the store of adapters, or None if the runner does not support adapters."""
     if not runner.adapts:
         return None
     from app.model.adapter_files import another_base, check_digest, folder_of_adapter, names_in_config
@@ -333,10 +333,10 @@ def _adapters_of(config: EngineConfig, runner: ModelRunner) -> AdapterStore | No
         folder = folder_of_adapter(adapter)
 
         def check_and_make_room() -> None:
-            check_digest(adapter, folder)  # after they were read: the files may be replaced at any moment
+            check_digest(adapter, folder)  # after the files were read, because they may be replaced at any moment
             difference = another_base(folder, served, model.revision)
             if difference is not None:
-                logger.warning("the adapter %s fits by its sizes, but %s", adapter.name, difference)
+                logger.warning("the adapter %s has the right sizes, but %s", adapter.name, difference)
             make_room()
 
         return runner.load_adapter(folder, check_and_make_room)
@@ -354,12 +354,12 @@ def _build_encoder(config: EngineConfig, replicas: ReplicasConfig, location: str
     _refuse_draft_model(config, f"{config.model.path} is an encoder")
     if replicas.tensor_parallel > 1:
         raise InvalidSetup(
-            f"replicas.tensor_parallel is {replicas.tensor_parallel}; {config.model.path} is an encoder, which is not "
-            f"divided: set it to 1"
+            f"replicas.tensor_parallel is {replicas.tensor_parallel}, but {config.model.path} is an encoder, and an "
+            f"encoder is not divided: set replicas.tensor_parallel to 1"
         )
     if replicas.sleep_after_s is not None:
         raise InvalidSetup(
-            f"replicas.sleep_after_s: {config.model.path} is an encoder, which keeps its weights; set no sleep_after_s"
+            f"replicas.sleep_after_s: {config.model.path} is an encoder, and encoders do not sleep; remove the setting"
         )
     num_threads = config.model.num_threads or num_cores()
     torch.set_num_threads(num_threads)
@@ -400,7 +400,7 @@ def _start_ranks(config: EngineConfig, replicas: ReplicasConfig) -> Ranks:
 
 
 def _build_simulated(config: EngineConfig) -> Engine:
-    """Without torch: a simulated replica starts in a moment and is small."""
+    """Build a simulated engine without importing torch, so that a simulated replica starts fast and stays small."""
     _refuse_draft_model(config, f"{config.model.path} is simulated")
     from app.model.description import read_description
     from app.model.simulated import SimulatedCosts, SimulatedModelRunner, num_simulated_blocks
@@ -436,7 +436,7 @@ def _build_simulated(config: EngineConfig) -> Engine:
 
 
 def drafter_of(settings: SpeculationConfig) -> Drafter:
-    """What drafts without a draft model by these settings: for all requests, or for those with a prediction."""
+    """Return the drafter that works without a draft model, for all requests or only for requests with a prediction."""
     return LookupDrafter(only_predictions=settings.method != "lookup")
 
 
@@ -456,9 +456,9 @@ def assemble(
     scheduler_class: type[Scheduler] = Scheduler,
     engine_class: type[Engine] | None = None,
 ) -> Engine:
-    """An engine around any model runner. Requests are limited to what fits into the pool alone, if it has KV memory.
+    """Return an engine around any model runner. If the model has KV memory, a request may use at most the whole pool.
 
-    Where the runner can launch steps, the engine prepares each while the one before it is computed.
+    If the runner can launch steps, the engine prepares each step while the step before it is computed.
     """
     if facts.generates:
         pool = BlockPool.of(facts, scheduler, num_blocks=num_blocks, block_size=cache.block_size)

@@ -1,4 +1,4 @@
-"""How a process of ours runs one of our modules in another."""
+"""Commands, environment and priorities for child processes that run one of Carousel's modules."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ PROJECT = Path(__file__).resolve().parent.parent
 
 
 def child_command(module: str, *arguments: str) -> list[str]:
-    """A command that runs one of our modules in another process."""
+    """Return a command that runs one of Carousel's modules in another process."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def child_environment() -> dict[str, str]:
-    """The environment of that process: it finds our code in every working directory."""
+    """Return an environment in which a child process finds Carousel's code from every working directory."""
     paths = [str(PROJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
-def step_back() -> None:
-    """Have the calling thread leave the cores to those that serve requests; where threads share one, the process.
+def lower_priority() -> None:
+    """Lower the CPU priority of the calling thread, or of the process on systems where all threads share a priority.
 
-    To a niceness of 10, or by some steps where it has more: Ray's workers may be at 15, and only root may go back. A
-    process that such a thread has started is there already.
+    Threads that serve requests then get the cores first. The niceness becomes 10, or rises by 4 if it is above 10, as
+    in Ray's workers: only root may lower a niceness. Child processes inherit the niceness.
     """
     niceness, least_steps = 10, 4
     steps = niceness - os.nice(0)
@@ -35,9 +35,10 @@ def step_back() -> None:
 
 
 def die_with(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when the thread ends that started it, even while it is stopped.
+    """Have the kernel send this process the signal `by` when the thread that started this process ends. Linux only.
 
-    parent: the process of that thread; where it has ended before, this one ends at once. Only Linux has it.
+    The signal also arrives while this process is stopped. `parent` is the id of the process that started this one.
+    Raises SystemExit if the parent has ended already.
     """
     if sys.platform == "linux":
         pr_set_pdeathsig = 1

@@ -1,4 +1,4 @@
-"""How many cores and how much memory this process may use, and which cores are near to each other."""
+"""The cores and the memory that this process may use, and the cores that share a cache."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _NO_LIMIT = 2**63
 
 
 def num_cores() -> int:
-    """Those of its affinity, or fewer where its control groups grant less CPU time; a part of a core counts as one.
+    """Return the number of cores of this thread's affinity, or fewer if the control groups grant less CPU time.
 
-    Two threads that share 1.1 cores are faster than one (docs/results/engine.md).
+    A part of a core counts as one core: two threads that share 1.1 cores are faster than one (docs/results/engine.md).
     """
     allowed = len(allowed_cpus())
     granted = granted_cores(_own_groups(), _ROOT)
@@ -26,15 +26,15 @@ def num_cores() -> int:
 
 
 def allowed_cpus() -> set[int]:
-    """Those on which this thread may run."""
+    """Return the CPUs on which this thread may run."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def granted_cores(groups: str, root: Path) -> float:
-    """The least quota of some control groups and of those above them; infinity without one.
+    """Return the smallest CPU quota, in cores, of some control groups and their parents; infinity without a quota.
 
-    groups: as in /proc/self/cgroup. root: where the groups are mounted, version 1 or 2. In a container the names may be
-    those outside it, of which only the root is mounted.
+    groups: text in the form of /proc/self/cgroup. root: the folder where the groups (version 1 or 2) are mounted. In a
+    container, the names may be valid only outside the container, while only the root group is mounted inside.
     """
     return min(map(_quota, _folders(groups, root, "cpu")), default=math.inf)
 
@@ -44,13 +44,13 @@ class NearCpus:
     """CPUs that share an L3 cache, and the NUMA node with their memory."""
 
     node: int
-    cpus: frozenset[int]  # by Linux's numbers
+    cpus: frozenset[int]  # Linux's CPU numbers
 
 
 def near_cpus(allowed: Collection[int], system: Path = _SYSTEM) -> list[NearCpus]:
-    """The allowed CPUs by their caches, those of a node one after the other; what Linux does not say is one group."""
+    """Group the allowed CPUs by L3 cache, sorted by NUMA node. CPUs without a known cache form one group per node."""
     nodes = _nodes(system)
-    found: dict[int, dict[int, set[int]]] = {}  # by node and by the first CPU with a cache
+    found: dict[int, dict[int, set[int]]] = {}  # by node, then by the first CPU that shares the cache
     for cpu in sorted(allowed):
         of_node = found.setdefault(nodes.get(cpu, 0), {})
         of_node.setdefault(min(_sharing_cache(cpu, system), default=-1), set()).add(cpu)
@@ -58,14 +58,14 @@ def near_cpus(allowed: Collection[int], system: Path = _SYSTEM) -> list[NearCpus
 
 
 def _true_groups(caches: Mapping[int, set[int]]) -> list[set[int]]:
-    """Many virtual machines say that each of their CPUs has a cache of its own; no CPU has so small ones."""
+    """Return one group if a reported cache has under 4 CPUs: many virtual machines report a cache for each CPU."""
     least_cpus = 4
     groups = list(caches.values())
     return groups if min(map(len, groups)) >= least_cpus else [set().union(*groups)]
 
 
 def share_of_cpus(index: int, number: int, groups: Sequence[NearCpus]) -> list[NearCpus]:
-    """The groups for one of so many engines: one that is large enough, or all in which its share of the CPUs lies."""
+    """Return the groups for engine `index` of `number`: one large enough group, or all that its share overlaps."""
     ends = list(accumulate(len(each.cpus) for each in groups))
     begin, end = index * ends[-1] / number, (index + 1) * ends[-1] / number
     middle = next(each for each, last in zip(groups, ends, strict=True) if (begin + end) / 2 < last)
@@ -74,15 +74,15 @@ def share_of_cpus(index: int, number: int, groups: Sequence[NearCpus]) -> list[N
     return [each for each, last in zip(groups, ends, strict=True) if begin < last and last - len(each.cpus) < end]
 
 
-def own_nodes() -> str:
-    """The NUMA nodes of this thread's CPUs, as `0+1`; "" where that is the whole machine."""
+def numa_nodes_of_thread() -> str:
+    """Return the NUMA nodes of this thread's CPUs, such as `0+1`, or "" if these are all nodes of the machine."""
     nodes = _nodes(_SYSTEM)
     own = {nodes.get(cpu, 0) for cpu in allowed_cpus()}
     return "" if own >= set(nodes.values()) else "+".join(map(str, sorted(own)))
 
 
 def _nodes(system: Path) -> dict[int, int]:
-    """The NUMA node of each CPU; a node that has memory alone is in none."""
+    """Return the NUMA node of each CPU. A node that has only memory does not appear."""
     return {
         cpu: int(folder.name.removeprefix("node"))
         for folder in system.glob("node/node[0-9]*")
@@ -91,7 +91,7 @@ def _nodes(system: Path) -> dict[int, int]:
 
 
 def _sharing_cache(cpu: int, system: Path) -> set[int]:
-    """The CPUs with the L3 cache of this one; none where there is none, or it is not told."""
+    """Return the CPUs that share the L3 cache of `cpu`; empty if `cpu` has no L3 cache or Linux does not report it."""
     last_level = 3
     for folder in system.glob(f"cpu/cpu{cpu}/cache/index[0-9]*"):
         if _numbers(folder / "level") == [last_level]:
@@ -100,7 +100,7 @@ def _sharing_cache(cpu: int, system: Path) -> set[int]:
 
 
 def _numbers(path: Path) -> list[int]:
-    """Of a file with a list as `0-3,8`; none where it cannot be read."""
+    """Return the numbers of a file with a list such as `0-3,8`; empty if the file cannot be read."""
     try:
         return _numbers_of(path.read_text())
     except OSError:
@@ -113,20 +113,20 @@ def _numbers_of(ranges: str) -> list[int]:
 
 
 def memory_of_machine() -> int:
-    """Bytes: those of the machine, or fewer where a control group of this process grants less."""
+    """Return the memory of the machine in bytes, or less if a control group of this process grants less."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(physical, granted_memory(_own_groups(), _ROOT))
 
 
 def granted_memory(groups: str, root: Path) -> int:
-    """The least limit of some control groups and of those above them, in bytes; arguments as of `granted_cores`."""
+    """Return the smallest memory limit, in bytes, of some control groups and their parents; see `granted_cores`."""
     return int(min(map(_limit, _folders(groups, root, "memory")), default=_NO_LIMIT))
 
 
 def available_memory() -> int | None:
-    """Bytes that this process can take now without swapping, and without being killed for them; None: not known.
+    """Return the bytes that this process can allocate now without swapping or being killed; None if not known.
 
-    Linux estimates them for the machine, and a control group of this process may have less left.
+    Linux estimates the number for the machine; a control group of this process may have less left.
     """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -137,7 +137,7 @@ def available_memory() -> int | None:
 
 
 def memory_left(groups: str, root: Path) -> int:
-    """The least that some control groups, and those above them, have left of their limits; arguments as above."""
+    """Return the smallest number of bytes below a limit of some control groups and parents; see `granted_cores`."""
     folders = _folders(groups, root, "memory")
     return int(min((_limit(each) - _used(each) for each in folders if _limit(each) < _NO_LIMIT), default=_NO_LIMIT))
 
@@ -150,7 +150,7 @@ def _own_groups() -> str:
 
 
 def _folders(groups: str, root: Path, controller: str) -> Iterator[Path]:
-    """Those of the groups that have a controller, and those above them."""
+    """Yield the folders of the groups that have the controller, and of their parents."""
     for line in groups.splitlines():
         number, controllers, name = line.split(":", 2)
         if number != "0" and controller not in controllers.split(","):
@@ -161,17 +161,17 @@ def _folders(groups: str, root: Path, controller: str) -> Iterator[Path]:
 
 
 def _limit(folder: Path) -> int:
-    """Of memory, in bytes."""
+    """Return the memory limit of a group in bytes."""
     for name in ("memory.max", "memory.limit_in_bytes"):
         try:
             return int((folder / name).read_text())
-        except (OSError, ValueError):  # `max` is no number
+        except (OSError, ValueError):  # a group without a limit has the text `max`
             continue
     return _NO_LIMIT
 
 
 def _used(folder: Path) -> int:
-    """Of memory, in bytes, without pages of files that were not used lately: Linux takes those when it needs some."""
+    """Return the used memory of a group in bytes, without inactive file pages, which Linux frees under pressure."""
     for usage, inactive in (("memory.current", "inactive_file"), ("memory.usage_in_bytes", "total_inactive_file")):
         try:
             counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
@@ -182,12 +182,12 @@ def _used(folder: Path) -> int:
 
 
 def _quota(folder: Path) -> float:
-    """In cores."""
+    """Return the CPU quota of a group in cores."""
     try:
         if (folder / "cpu.max").exists():
             quota, period = (folder / "cpu.max").read_text().split()
         else:
             quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
         return float(quota) / float(period) if float(quota) > 0 else math.inf
-    except (OSError, ValueError):  # `max` in version 2 is infinity too, but no number
+    except (OSError, ValueError):  # version 2 has the text `max` for no quota
         return math.inf

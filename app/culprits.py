@@ -1,7 +1,7 @@
-"""Which of several things kills what computes them: the evidence against each, and one trial at a time.
+"""Find the item that kills the process that computes it: count the evidence, and try one suspect at a time.
 
-Something dead cannot say which of its requests killed it. Of those that got nothing from it, the one that kills the
-next one alone is the cause.
+A dead process cannot report which of its items killed it. The suspects are the items that had made no progress. The
+cause is the suspect that also kills the next process when it runs alone.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 
 @dataclass(slots=True)
 class _Losses:
-    """Where something was when it was lost. None: not known."""
+    """The losses of one item, each as the place where the item ran; None if the place is not known."""
 
     places: list[Hashable] = field(default_factory=list)
-    without_progress: list[Hashable] = field(default_factory=list)  # the last of these, in a row
-    are_its_doing: bool = False
+    without_progress: list[Hashable] = field(default_factory=list)  # losses since the item last made progress
+    are_its_doing: bool = False  # the item is a culprit, so it caused these losses
 
 
 class Culprits(Generic[KeyT]):
-    """Counts for each thing what was lost with it. A loss is evidence against it while it had made no progress there.
+    """Counts the losses of each item. A loss is evidence against an item that had made no progress at that place.
 
-    With `alone_after` such losses in a row it is a suspect, to be tried alone; with `max_losses` it is a culprit, and
-    given up. Once that is known, what it killed is not counted against the others that were there.
+    An item with `alone_after` such losses in a row is a suspect and should be tried alone. An item with `max_losses` is
+    a culprit and is given up. The losses of a known culprit no longer count against other items at the same places.
     """
 
     def __init__(self, *, max_losses: int, alone_after: int | None = None, max_remembered: int | None = None) -> None:
-        """`alone_after` is `max_losses` by default. `max_remembered`: things; by default, until `forget`."""
+        """`alone_after` is `max_losses` by default. `max_remembered` limits the remembered items; None: no limit."""
         self._max_losses = max_losses
         self._alone_after = max_losses if alone_after is None else alone_after
         self._max_remembered = max_remembered
-        self._losses: OrderedDict[KeyT, _Losses] = OrderedDict()  # the longest without a loss first
+        self._losses: OrderedDict[KeyT, _Losses] = OrderedDict()  # sorted by the last loss, the oldest first
         self._known_culprits: deque[Hashable] = deque(maxlen=100)  # the last places that culprits have killed
 
     def __len__(self) -> int:
-        """Things with losses."""
+        """Return the number of items with losses."""
         return len(self._losses)
 
     def note_loss(
         self, key: KeyT, place: Hashable = None, *, has_progressed: bool = False, was_sound: bool = True
     ) -> None:
-        """What computed this is lost; `was_sound`: nothing was known to be wrong with it before."""
+        """Note that `place`, where this item ran, is lost; `was_sound`: no fault of the place was known before."""
         losses = self._losses.setdefault(key, _Losses())
         self._losses.move_to_end(key)
         losses.places.append(place)
@@ -61,29 +61,29 @@ class Culprits(Generic[KeyT]):
             self._losses.popitem(last=False)
 
     def num_losses(self, key: KeyT) -> int:
-        """What was lost with it, without what a known culprit has killed."""
+        """Return the number of losses of the item, without the losses that a known culprit caused."""
         losses = self._discounted(key)
         return len(losses.places) if losses else 0
 
     def losses_without_progress(self, key: KeyT) -> int:
-        """The last of these in a row that had brought nothing and had been sound."""
+        """Return the number of losses at sound places since the item last made progress."""
         losses = self._discounted(key)
         return len(losses.without_progress) if losses else 0
 
     def is_suspect(self, key: KeyT) -> bool:
-        """Whether it should be tried alone."""
+        """Return whether the item should be tried alone."""
         return self.losses_without_progress(key) >= self._alone_after
 
     def is_culprit(self, key: KeyT) -> bool:
-        """Whether it should not be tried again."""
+        """Return whether the item should not be tried again."""
         return self.losses_without_progress(key) >= self._max_losses
 
     def forget(self, key: KeyT) -> None:
-        """It has ended."""
+        """Forget an item that has ended."""
         self._losses.pop(key, None)
 
     def is_alive(self, place: Hashable) -> None:
-        """It was not dead but silent, so nothing has killed it."""
+        """Note that `place` was silent and not dead, so no item killed it."""
         if place in self._known_culprits:
             self._known_culprits.remove(place)
 
@@ -96,10 +96,10 @@ class Culprits(Generic[KeyT]):
 
 
 class SuspectQueue:
-    """At most one suspect is tried at a time: from its turn to its first token, or until it is lost again."""
+    """Lets one suspect run at a time, from the start of its turn to its first token or its next loss."""
 
     def __init__(self, *, longest_s: float = 2.0) -> None:
-        """After `longest_s` the next request begins: the one before waits in a queue, or has much to compute."""
+        """A turn ends after `longest_s`, because a request may wait in a queue or have a long prompt to compute."""
         self._longest_s = longest_s
         self._turn = asyncio.Lock()
         self._request_id: str | None = None
@@ -112,7 +112,7 @@ class SuspectQueue:
         self._timer = asyncio.get_running_loop().call_later(self._longest_s, self.end, request_id)
 
     def end(self, request_id: str) -> None:
-        """The request has a token, or is lost, or took too long. Nothing happens when it is not its turn."""
+        """End the turn of this request, which has a token, is lost, or took too long. No effect outside its turn."""
         if request_id == self._request_id:
             assert self._timer is not None, "a request that has its turn has a limit"
             self._timer.cancel()

@@ -1,4 +1,4 @@
-"""What survives a crash of the machine, a thread for it, and the cache. Functions here block: call them in a thread."""
+"""Writes that survive a crash of the machine, file locks, and one thread for both. The functions here block."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# A full disk gets room again, and a network storage comes back; a folder without permission stays as it is.
+# A full disk gets room again, and a network storage comes back; missing permission needs an operator.
 _PASSING = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT))
 _PASSING_SQLITE = frozenset((sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY))
 STORAGE_FAILURES = (OSError, sqlite3.Error)
-STORAGE_PAUSE_S = 5.0  # before a storage that failed is tried again
+STORAGE_PAUSE_S = 5.0  # pause before a storage that failed is tried again
 
 
 def may_pass(error: OSError | sqlite3.Error) -> bool:
-    """Whether a storage that failed like this may work again without a change of its settings."""
+    """Return whether a storage that failed with this error may work again without a change of its settings."""
     if isinstance(error, OSError):
         return error.errno in _PASSING
     return primary_code(error) in _PASSING_SQLITE
 
 
 def primary_code(error: sqlite3.Error) -> int:
-    """What has gone wrong, as SQLite numbers it, without where that happened; 0: it was not in SQLite."""
+    """Return SQLite's primary error code, without the extended part; 0 if the error is not from SQLite itself."""
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
 
 
 def cache_folder() -> Path:
-    """Where files of ours lie that can be made again: `$XDG_CACHE_HOME/carousel`, by default in `~/.cache`."""
+    """Return the folder for files that can be rebuilt: `$XDG_CACHE_HOME/carousel`, by default `~/.cache/carousel`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "carousel"
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring a folder's names to the disk: files that were created, renamed or removed in it."""
+    """Sync a folder to disk, so that created, renamed and removed files of the folder survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -54,17 +54,18 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """The file has the old content or the new one, whatever happens."""
+    """Replace the content of a file. After any crash, the file has the old content or the new content."""
     with replaced(path) as temporary:
         temporary.write_bytes(content)
 
 
 @contextmanager
 def replaced(path: Path, *, survives_machine: bool = True) -> Iterator[Path]:
-    """Give the name of a file to write, which takes the place of that at `path` at the end of the block.
+    """Yield the path of a temporary file to write, which replaces the file at `path` at the end of the block.
 
-    The name is always the same, so that what the death of a process leaves is overwritten: one process at a time writes
-    a file. survives_machine: it is on the disk then, else a death of the machine may leave it torn.
+    The temporary name is always the same, so that the next write overwrites the remains of a dead process. Therefore
+    only one process at a time may write a file. survives_machine: sync the file to disk. Without this sync, a crash of
+    the machine may leave a torn file.
     """
     temporary = path.with_name(hidden_name(path.name))
     yield temporary
@@ -77,13 +78,13 @@ def replaced(path: Path, *, survives_machine: bool = True) -> Iterator[Path]:
 
 
 def hidden_name(name: str) -> str:
-    """What a file is called until it is whole."""
+    """Return the name that a file has until it is complete."""
     return f".{name}.tmp"
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[int]:
-    """Hold a lock, after the processes that hold it before. Gives the descriptor of `take_lock`."""
+    """Hold a lock during the block; blocks until the lock is free. Yields the descriptor of `take_lock`."""
     descriptor = take_lock(path, waits=True)
     assert descriptor is not None, "it has waited"
     try:
@@ -96,9 +97,9 @@ def locked(path: Path) -> Iterator[int]:
 def locked_if_possible(
     path: Path, *, without: str, waiting: Callable[[], AbstractContextManager[object]] = nullcontext
 ) -> Iterator[None]:
-    """Hold a lock as `locked`. A file system without locks gives none; then the block runs all the same.
+    """Hold a lock as `locked` does. If the file system has no locks, the block runs without a lock.
 
-    without: what the log says then. waiting: around the wait for another process, if there is one.
+    without: start of the log line for a missing lock. waiting: a context around the wait for another process.
     """
     lock = None
     try:
@@ -117,12 +118,10 @@ def locked_if_possible(
 
 
 def take_lock(path: Path, *, waits: bool = False) -> int | None:
-    """A lock on a folder, or on a file that is made where there is none; None when another process has it.
+    """Lock a folder or a file and return the descriptor that holds the lock; None if another process holds the lock.
 
-    waits: until that one lets go of it, instead.
-
-    It is held by the descriptor that this gives, so it ends with its process, however that ends. On NFS only a file can
-    be locked.
+    A file is created if it does not exist. waits: wait for the other process instead of returning None. The lock ends
+    when the descriptor is closed, so also at any end of the process. NFS can lock files only, not folders.
     """
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -134,15 +133,15 @@ def take_lock(path: Path, *, waits: bool = False) -> int | None:
 
 
 class OneThread:
-    """Runs functions one after the other, in the order of the calls: what they share needs no lock."""
+    """Runs functions one after the other, in the order of the calls, so that their shared state needs no lock."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What the function returns or raises. It runs to its end though the caller is cancelled."""
+        """Run the function and return its result. The function runs to its end even if the caller is cancelled."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, partial(function, *args, **kwargs))
 
     def close(self) -> None:
-        """Return when all calls have ended."""
+        """Block until all calls have ended."""
         self._executor.shutdown()

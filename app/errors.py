@@ -1,36 +1,36 @@
-"""Every error of Carousel, in one tree with three branches: the caller's mistake, overload, our failure.
+"""Every error of Carousel, in one tree: the caller's mistake, overload, Carousel's failure, the operator's mistake.
 
     CarouselError
     ├── InvalidRequest           the caller's mistake; nothing was queued
-    │   ├── ContextTooLong       prompt + max_tokens exceed what the model accepts
+    │   ├── ContextTooLong       prompt + max_tokens exceed the model's context
     │   ├── NotFound             no such model or route
     │   ├── MethodNotAllowed     the route exists, the method does not
     │   ├── BodyTooLarge         the HTTP body exceeds the limit
     │   ├── BodyTooSlow          the HTTP body did not arrive in time
-    │   ├── UnsupportedMediaType the HTTP body is not declared as what the route takes
-    │   ├── Unauthenticated      no API key, or none that is known
-    │   ├── NotPermitted         this key may not do that
-    │   ├── Cancelled            it was cancelled while it ran
-    │   └── Quarantined          this very request has failed the engine before
+    │   ├── UnsupportedMediaType the HTTP body has a content type that the route does not take
+    │   ├── Unauthenticated      the request has no API key, or an unknown one
+    │   ├── NotPermitted         the API key does not allow the request
+    │   ├── Cancelled            the request was cancelled while it ran
+    │   └── Quarantined          the same request has failed the engine before
     ├── Overloaded               queues are full; try again after `retry_after_s`
     │   ├── DeadlineMissed       the deadline has passed or cannot be met; do not try again
-    │   ├── LimitReached         this key has used what it may use for now
-    │   │   └── BudgetSpent      of a day or a month; do not try again before `retry_after_s`
-    │   │       └── MoneySpent   what it has used costs as much as it may
+    │   ├── LimitReached         the API key has reached a limit for now
+    │   │   └── BudgetSpent      the budget of a day or a month is used up; do not try again before `retry_after_s`
+    │   │       └── MoneySpent   the budget is one of money
     │   └── StorageFull          the disk of files and batches has only its reserve left
-    ├── Failure                  ours
-    │   ├── StepFailed           a model step raised; its requests fail, the engine lives on
-    │   │   └── DeviceFault     it raised for every request alike
+    ├── Failure                  Carousel's failure
+    │   ├── StepFailed           a model step raised; the requests of the step fail, the engine continues
+    │   │   └── DeviceFault      the step raised for every request alike
     │   ├── EngineStopped        the engine is shutting down or has died
     │   └── Unavailable          no replica can take the request now
-    │       └── ReplicasLost     several were lost while they served it, so it may be what they died of
+    │       └── ReplicasLost     several replicas were lost while they served the request, perhaps because of it
     └── InvalidSetup             the operator's mistake, found at start
-        ├── TooLittleMemory      a device's memory is too small for what it is to hold
-        ├── UnsupportedModel     the model cannot be served, with the reason
-        └── UnsupportedAdapter   the LoRA adapter cannot be used, with the reason
+        ├── TooLittleMemory      a device has too little memory for the model
+        ├── UnsupportedModel     the model cannot be served; the message has the reason
+        └── UnsupportedAdapter   the LoRA adapter cannot be used; the message has the reason
 
-They cross process borders, so each survives pickling with all its attributes. HTTP statuses are not decided here
-(see `app/api/http/errors.py`).
+Errors cross process borders, so each error survives pickling with all of its attributes. `app/api/http/errors.py`
+decides the HTTP statuses.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from typing import Any
 
 
 class CarouselError(Exception):
-    """Root of the tree. `message` is a sentence for the person that has to act on it."""
+    """Root of the tree. `message` is a sentence for the person who can fix the problem."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -51,7 +51,7 @@ class CarouselError(Exception):
         return _restore, (type(self), self.message, dict(self.__dict__))
 
     def to_plain(self) -> tuple[str, str, dict[str, Any]]:
-        """Its kind, its words and its other attributes as plain values; `from_plain` makes it again."""
+        """Return the class name, the message and the other attributes as plain values, for `from_plain`."""
         return type(self).__name__, self.message, {k: v for k, v in vars(self).items() if k != "message"}
 
 
@@ -63,10 +63,10 @@ def _restore(kind: type[CarouselError], message: str, state: dict[str, Any]) -> 
 
 
 def from_plain(kind_name: str, message: str, attributes: dict[str, Any]) -> CarouselError:
-    """The error that `to_plain` told in another process. A Failure when its kind is not known here."""
+    """Rebuild an error from the values of `to_plain`. Returns a Failure if this version does not know the class."""
     kind = globals().get(kind_name)
     if not (isinstance(kind, type) and issubclass(kind, CarouselError)):
-        return Failure(message)  # of a newer version, during an update
+        return Failure(message)  # during an update, the other process may run a newer version
     return _restore(kind, message, {"message": message} | attributes)
 
 
@@ -80,7 +80,7 @@ class InvalidRequest(CarouselError):
 
 
 class ContextTooLong(InvalidRequest):
-    """Prompt and asked output together exceed the model's context."""
+    """The prompt and the requested output together exceed the model's context."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message, param=param, code="context_length_exceeded")
@@ -103,11 +103,11 @@ class BodyTooSlow(InvalidRequest):
 
 
 class UnsupportedMediaType(InvalidRequest):
-    """The HTTP body is not declared as what the route takes."""
+    """The HTTP body has a content type that the route does not take."""
 
 
 class Unauthenticated(InvalidRequest):
-    """No API key came with the request, or none that is known."""
+    """The request has no API key, or an unknown one."""
 
 
 class NotPermitted(InvalidRequest):
@@ -119,7 +119,7 @@ class Cancelled(InvalidRequest):
 
 
 class Quarantined(InvalidRequest):
-    """The same prompt and sampling parameters have made steps fail; they are not tried again."""
+    """A request with the same prompt and sampling parameters has made steps fail, so this request is not tried."""
 
 
 class Overloaded(CarouselError):
@@ -131,15 +131,15 @@ class Overloaded(CarouselError):
 
 
 class DeadlineMissed(Overloaded):
-    """The request's deadline has passed, or it would pass before the end. A retry would be of no use."""
+    """The request's deadline has passed, or would pass before the request ends. A retry would not help."""
 
 
 class LimitReached(Overloaded):
-    """The caller's key has used what it may use for now."""
+    """The caller's API key has reached a limit for now."""
 
 
 class BudgetSpent(LimitReached):
-    """A budget of the caller's key for a day or a month has no more left for this request."""
+    """The caller's daily or monthly budget has too little left for this request."""
 
 
 class MoneySpent(BudgetSpent):
@@ -151,11 +151,11 @@ class StorageFull(Overloaded):
 
 
 class ExchangeFailed(RuntimeError):
-    """An exchange between the ranks of a model failed, or work that all of them do failed on another one."""
+    """An exchange between the ranks of a model failed, or work that all ranks do failed on another rank."""
 
 
 class Failure(CarouselError):
-    """Something of ours failed."""
+    """A part of Carousel failed."""
 
 
 class StepFailed(Failure):
@@ -163,7 +163,7 @@ class StepFailed(Failure):
 
 
 class DeviceFault(StepFailed):
-    """The device failed on all requests of a step, each by itself too: the fault is hardly the request's."""
+    """The device failed on all requests of a step, and on each request alone, so the request is hardly at fault."""
 
 
 class EngineStopped(Failure):
@@ -175,7 +175,7 @@ class Unavailable(Failure):
 
 
 class ReplicasLost(Unavailable):
-    """As many replicas were lost while they served this request as one may cost."""
+    """The number of replicas that were lost while they served this request has reached its limit."""
 
 
 class InvalidSetup(CarouselError):
@@ -183,7 +183,7 @@ class InvalidSetup(CarouselError):
 
 
 class TooLittleMemory(InvalidSetup):
-    """A device's memory does not hold what a replica needs."""
+    """A replica needs more memory than its device has."""
 
 
 class UnsupportedModel(InvalidSetup):
@@ -195,20 +195,20 @@ class UnsupportedAdapter(InvalidSetup):
 
 
 def may_be_served_later(error: Exception) -> bool:
-    """Whether the same request may be served at another time."""
+    """Return whether the same request may succeed at a later time."""
     return isinstance(error, Overloaded | Unavailable | EngineStopped) and not isinstance(error, DeadlineMissed)
 
 
 def first_line(error: BaseException) -> str:
-    """The message up to its first line break, for an error of a library that says much."""
+    """Return the first line of an error message, for errors of libraries with long messages."""
     return str(error).strip().split("\n", 1)[0]
 
 
 def described(error: BaseException) -> str:
-    """An exception in one line of a log: its kind, where it was raised, and its message if that has no client's text.
+    """Describe an exception in one log line: its class, its place, and its message if that holds no client's text.
 
-    Other messages show values: that of a KeyError, of a ValueError of `int`, and the repr of a UnicodeEncodeError,
-    which holds a whole text.
+    Many messages show values: a KeyError, a ValueError of `int`, and a UnicodeEncodeError, whose repr holds the whole
+    text.
     """
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {PurePath(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
@@ -217,7 +217,7 @@ def described(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException) -> str:
-    """An exception and what it came from, over several lines of a log, with the messages that `described` shows."""
+    """Return the stacks of an exception and of its causes for a log, with only the messages that `described` shows."""
     stacks: list[str] = []
     seen: set[int] = set()
     following: list[BaseException | None] = [error]
@@ -233,9 +233,9 @@ def traceback_of(error: BaseException) -> str:
 
 
 def _may_be_shown(error: BaseException) -> bool:
-    """Messages of ours, unless they quote a request, of the system and of SQLite, which name no values.
+    """Return whether the message has no client text: Carousel's errors but InvalidRequest, system and SQLite errors.
 
-    A RuntimeError is torch's, as a rule: it names sizes and devices.
+    A RuntimeError usually comes from torch and names sizes and devices.
     """
     if isinstance(error, CarouselError):
         return not isinstance(error, InvalidRequest)

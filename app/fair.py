@@ -1,6 +1,6 @@
-"""Fair shares among tenants: a queue by virtual time, and a pool with dynamic thresholds. Knows nothing of requests.
+"""Fair shares among tenants: a queue by virtual time and a pool with dynamic thresholds, for items of any kind.
 
-Each object is for one thread, or under its owner's lock.
+The classes are not thread-safe: use each object in one thread, or under a lock.
 """
 
 from __future__ import annotations
@@ -17,55 +17,55 @@ OwnerT = TypeVar("OwnerT", bound=Hashable)
 
 
 class FairShares:
-    """How much each tenant has been served, in any unit: the virtual token counter of Sheng et al. (2024).
+    """The service that each tenant has received, in any unit: the virtual token counter of Sheng et al. (2024).
 
-    A tenant of which nothing waits is idle. When it returns, its counter is lifted to the smallest of the tenants that
-    wait (or waited last), so that idling earns no credit. `max_idle` idle tenants are remembered, with what they were
-    charged beyond others.
+    A tenant without waiting items is idle. When the tenant returns, its counter is raised to the smallest counter of
+    the waiting tenants (or to the counter of the tenant served last), so that idling earns no credit. The counters of
+    the last `max_idle` idle tenants are remembered, so that a tenant cannot shed its charges by a short pause.
     """
 
     def __init__(self, *, max_idle: int = 0) -> None:
         self.max_idle = max_idle
         self._counters: dict[str, float] = {}  # by tenant; the longest idle first
-        self._num_waiting: dict[str, int] = {}  # by tenant, without those at 0
-        self._turns: dict[str, int] = {}  # of waiting tenants: of equal counters the lowest goes first
+        self._num_waiting: dict[str, int] = {}  # by tenant, without zeros
+        self._turns: dict[str, int] = {}  # by waiting tenant; among equal counters, the lowest turn is first
         self._next_turn = count()
         self._order = _TenantHeap(self.place)
         self._last_served = 0.0  # the counter of the tenant that was served last
 
     def __len__(self) -> int:
-        """Tenants that are remembered."""
+        """Return the number of remembered tenants."""
         return len(self._counters)
 
     def served(self, tenant: str) -> float:
-        """The tenant's counter."""
+        """Return the tenant's counter, which is 0 for a tenant that is not remembered."""
         return self._counters.get(tenant, 0.0)
 
     @property
     def waiting(self) -> Collection[str]:
-        """The tenants of which something waits."""
+        """The tenants with waiting items."""
         return self._num_waiting.keys()
 
     def num_waiting(self, tenant: str) -> int:
-        """What of the tenant waits, in all queues."""
+        """Return the number of the tenant's waiting items in all queues."""
         return self._num_waiting.get(tenant, 0)
 
     def place(self, tenant: str) -> tuple[float, ...]:
-        """The place of a waiting tenant, lowest first."""
+        """Return the sort key of a waiting tenant; the tenant with the lowest key is next."""
         return self._counters[tenant], self._turns[tenant]
 
     def serve(self, tenant: str, amount: float) -> None:
-        """Something of the tenant begins, and is charged so much."""
+        """Note that an item of the tenant starts, and charge `amount` for the item."""
         self._last_served = max(self._last_served, self.served(tenant))
         self.charge(tenant, amount)
 
     def charge(self, tenant: str, amount: float) -> None:
-        """Charge a tenant, unless it is forgotten."""
+        """Charge a tenant. Does nothing if the tenant is not remembered."""
         if tenant in self._counters:
             self._counters[tenant] += amount
 
     def enter(self, tenant: str) -> None:
-        """One thing more of this tenant waits."""
+        """Note that one more item of this tenant waits."""
         num_waiting = self.num_waiting(tenant)
         if not num_waiting:
             first = self._order.first(self._num_waiting)
@@ -78,7 +78,7 @@ class FairShares:
             del self._counters[next(each for each in self._counters if each not in self._num_waiting)]
 
     def leave(self, tenant: str) -> None:
-        """One thing less of this tenant waits. Of tenants with its counter it is the last now."""
+        """Note that one item less of this tenant waits. The tenant goes behind all tenants with an equal counter."""
         self._num_waiting[tenant] -= 1
         self._turns[tenant] = next(self._next_turn)
         if not self._num_waiting[tenant]:
@@ -86,7 +86,7 @@ class FairShares:
 
 
 class Line(Protocol[ItemT]):
-    """What waits of one tenant, in any order. `peek` and `pop` are only called while it is not empty."""
+    """The waiting items of one tenant, in any order. Only call `peek` and `pop` while the line is not empty."""
 
     def __len__(self) -> int: ...
 
@@ -102,9 +102,9 @@ class Line(Protocol[ItemT]):
 
 
 class FairQueue(Generic[ItemT]):
-    """Items of tenants. The next is of the tenant with the fewest running, of these the one that was served least.
+    """Items of tenants. The next item belongs to the tenant with the fewest running items, then the smallest counter.
 
-    A tenant that enters goes behind those that were served as little, so each that waits has its turn.
+    A tenant that enters goes behind the waiting tenants with an equal counter, so every waiting tenant gets its turn.
     """
 
     def __init__(
@@ -114,32 +114,32 @@ class FairQueue(Generic[ItemT]):
         max_running: int = sys.maxsize,
         new_line: Callable[[], Line[ItemT]] | None = None,
     ) -> None:
-        """`shares` may be those of several queues. Of a tenant at most `max_running` items run, from `take` to `end`.
+        """Several queues may have the same `shares`. At most `max_running` items of a tenant run, from `take` to `end`.
 
-        `new_line` makes the line of a tenant; by default the oldest is first.
+        `new_line` makes the line of a tenant, by default a `Fifo`.
         """
         self._shares = FairShares() if shares is None else shares
         self._max_running = max_running
         self._new_line: Callable[[], Line[ItemT]] = new_line or Fifo
-        self._lines: dict[str, Line[ItemT]] = {}  # by tenant, without empty ones
-        self._num_running: Counter[str] = Counter()  # by tenant, without those at 0
+        self._lines: dict[str, Line[ItemT]] = {}  # by tenant, without empty lines
+        self._num_running: Counter[str] = Counter()  # by tenant, without zeros
         self._order = _TenantHeap(lambda tenant: (self._num_running[tenant], *self._shares.place(tenant)))
 
     def __len__(self) -> int:
-        """Items that wait."""
+        """Return the number of waiting items."""
         return sum(map(len, self._lines.values()))
 
     @property
     def lines(self) -> Mapping[str, Line[ItemT]]:
-        """What waits, by tenant; none is empty."""
+        """The waiting items by tenant. No line is empty."""
         return self._lines
 
     def num_waiting(self, tenant: str) -> int:
-        """Items of the tenant that wait."""
+        """Return the number of the tenant's waiting items."""
         return len(self._lines.get(tenant, ()))
 
     def num_running(self, tenant: str) -> int:
-        """Items of the tenant that were taken and have not ended."""
+        """Return the number of the tenant's items that were taken and have not ended."""
         return self._num_running[tenant]
 
     def push(self, tenant: str, item: ItemT) -> None:
@@ -151,18 +151,18 @@ class FairQueue(Generic[ItemT]):
         self._lines[tenant].push(item)
 
     def peek(self) -> ItemT:
-        """The next item, whatever runs of its tenant. The queue must not be empty."""
+        """Return the next item, even if `max_running` items of its tenant run. The queue must not be empty."""
         return self._lines[self._first()].peek()
 
     def pop(self) -> ItemT:
-        """Take out what `peek` gives. The caller charges the tenant."""
+        """Remove and return the item that `peek` returns. The caller charges the tenant."""
         tenant = self._first()
         item = self._lines[tenant].pop()
         self._leave(tenant)
         return item
 
     def take(self) -> tuple[str, ItemT] | None:
-        """Take out the next tenant's item, which runs until `end`, and charge 1; None where no tenant has a turn."""
+        """Remove and return the next item, which runs until `end`. Charges 1. None if no tenant has a turn."""
         tenant = self._order.first(self._lines)
         if tenant is None or self._num_running[tenant] >= self._max_running:
             return None
@@ -173,7 +173,7 @@ class FairQueue(Generic[ItemT]):
         return tenant, item
 
     def end(self, tenant: str) -> None:
-        """An item that was taken does not run any more."""
+        """Note that an item that was taken has ended."""
         self._num_running[tenant] -= 1
         if not self._num_running[tenant]:
             del self._num_running[tenant]
@@ -181,7 +181,7 @@ class FairQueue(Generic[ItemT]):
             self._order.add(tenant)
 
     def remove(self, tenant: str, item: ItemT) -> None:
-        """Take out an item that waits."""
+        """Remove a waiting item."""
         self._lines[tenant].remove(item)
         self._leave(tenant)
 
@@ -197,7 +197,7 @@ class FairQueue(Generic[ItemT]):
 
 
 class Fifo(Generic[ItemT]):
-    """A line in which the oldest is first."""
+    """A line with the oldest item first."""
 
     def __init__(self) -> None:
         self._items: deque[ItemT] = deque()
@@ -222,29 +222,29 @@ class Fifo(Generic[ItemT]):
 
 
 class _TenantHeap:
-    """Tenants by place, lowest first. An outdated place is corrected at the top, where it can only be too low."""
+    """Tenants by place, lowest first. An outdated place is only ever too low; `first` corrects it at the heap's top."""
 
     def __init__(self, place: Callable[[str], tuple[float, ...]]) -> None:
         self._place = place
         self._heap: list[tuple[tuple[float, ...], str]] = []
-        self._entered: dict[str, tuple[float, ...]] = {}  # the places in the heap that count
+        self._entered: dict[str, tuple[float, ...]] = {}  # the valid entry of each tenant; other entries are outdated
 
     def __len__(self) -> int:
         return len(self._heap)
 
     def add(self, tenant: str) -> None:
-        """Put a tenant in; it may be there already, with another place."""
+        """Add a tenant, or move a tenant that is in the heap to a lower place."""
         place, entered = self._place(tenant), self._entered.get(tenant)
         if entered is not None and entered <= place:
             return
         self._entered[tenant] = place
         heapq.heappush(self._heap, (place, tenant))
-        if len(self._heap) > 2 * len(self._entered) + 8:  # most are places that tenants had before they moved forward
+        if len(self._heap) > 2 * len(self._entered) + 8:  # most entries are outdated
             self._heap = [(place, tenant) for tenant, place in self._entered.items()]
             heapq.heapify(self._heap)
 
     def first(self, among: Collection[str]) -> str | None:
-        """The tenant with the lowest place; one that is not `among` these leaves when it reaches the top."""
+        """Return the tenant with the lowest place. Removes tenants at the top that are not in `among`."""
         while self._heap:
             entered, tenant = self._heap[0]
             if self._entered.get(tenant) != entered:
@@ -261,32 +261,32 @@ class _TenantHeap:
 
 
 class SharedPool(Generic[OwnerT]):
-    """What owners share, for example places or bytes: an owner may hold as much as is free.
+    """A pool that owners share, for example slots or bytes. An owner may hold at most the amount that is free.
 
-    So an owner alone comes to hold half of all, and one that comes later half of what the others leave: there is always
-    something for the next. As things are given back, owners that want more come to hold equally much (dynamic
-    thresholds: Choudhury and Hahne, 1998).
+    A single owner can hold half of the pool, and each later owner half of the rest, so the next owner always gets a
+    part. As amounts are given back, owners that want more approach equal shares (dynamic thresholds: Choudhury and
+    Hahne, 1998).
     """
 
     def __init__(self, size: int, held: Mapping[OwnerT, int] | None = None) -> None:
         self.size = size
-        self._held: dict[OwnerT, int] = {} if held is None else dict(held)  # by owner, without those at 0
-        self.free = size - sum(self._held.values())  # below 0 when owners hold too much
+        self._held: dict[OwnerT, int] = {} if held is None else dict(held)  # by owner, without zeros
+        self.free = size - sum(self._held.values())  # below 0 if owners hold more than `size`
 
     def held(self, owner: OwnerT) -> int:
-        """What an owner holds."""
+        """Return the amount that an owner holds."""
         return self._held.get(owner, 0)
 
     def allows(self, owner: OwnerT, amount: int) -> bool:
-        """Whether an owner may take an amount, by what is free before: of the last things one may take the last."""
+        """Return whether an owner may take an amount. Compares with the amount that is free before the owner takes."""
         return self._held.get(owner, 0) + amount <= self.free
 
     def room_left(self, owner: OwnerT) -> int:
-        """What an owner may still take so that it holds no more than is free afterwards; below 0: it has too much."""
+        """Return the amount after which an owner holds at most the free rest; below 0 if it holds too much."""
         return (self.free - self.held(owner)) // 2
 
     def take(self, owner: OwnerT, amount: int) -> None:
-        """Take an amount; a negative amount is given back."""
+        """Take an amount; a negative amount is given back to the pool."""
         self.free -= amount
         held = self._held[owner] = self._held.get(owner, 0) + amount
         if not held:
@@ -294,23 +294,23 @@ class SharedPool(Generic[OwnerT]):
 
 
 class RetryTimes:
-    """Times at which refused clients should come back: those of a tenant one after the other, as fast as requests end.
+    """Times at which refused clients should retry, spaced at the rate at which requests end.
 
-    If all of them got the time of the next free place, all but one would be refused again. Tenants share the places
-    evenly, so one that floods a full service moves its own times only.
+    If all clients got the time of the next free slot, all clients but one would be refused again. Tenants share the
+    slots evenly, so a tenant that floods a full service delays only its own clients.
     """
 
-    _MAX_AHEAD_S = 120.0  # no client is told to wait longer, and a flood is forgotten after this
+    _MAX_AHEAD_S = 120.0  # the longest delay for a client; a flood is forgotten after this time
     _MAX_TENANTS = 1_000
 
     def __init__(self) -> None:
-        self._last_at: dict[str, float] = {}  # by tenant, of those with times that have not passed
+        self._last_at: dict[str, float] = {}  # last time given to each tenant, without times that have passed
 
     def next_after(self, now: float, *, ended_per_s: float, tenant: str = "", takes_place: bool = True) -> float:
-        """Seconds until a place should be free for this client; 1 while no request has ended.
+        """Return the seconds until a slot should be free for this client; 1 if `ended_per_s` is 0.
 
-        `takes_place`: the tenant's next refused client comes back after this one. A request that never waits for a
-        place may be tried at any rate, and delays no other request.
+        `takes_place`: the tenant's next refused client gets a later time. Pass False for a request that never waits in
+        a queue, because such a request delays no other request.
         """
         if ended_per_s <= 0:
             return 1.0

@@ -1,4 +1,4 @@
-"""The one reader of JSON that clients send: bodies, lines of files, schemas in strings."""
+"""The reader for all JSON that clients send: bodies, lines of files, schemas in strings."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MAX_INTEGER = 2**1024  # all integers from here on are beyond the largest float
 
 
 def read_json(text: bytes | bytearray) -> Any:
-    """The value of a JSON text.
+    """Return the value of a JSON text.
 
-    Raises ValueError, with the place, for a text that is no JSON, NaN, Infinity, half of a surrogate pair, nesting that
-    is too deep, and a number beyond the largest float: it would become infinite, which no JSON can say.
+    Raises ValueError, with the place, if the text is not JSON or has NaN, Infinity, half of a surrogate pair, too deep
+    nesting, or a number beyond the largest float. Such a number would become infinite, which JSON cannot express.
     """
     value = from_json(text, allow_inf_nan=False)
     if _may_be_beyond_float(text) and (place := _place_beyond_float(value)) is not None:
@@ -26,16 +26,16 @@ def read_json(text: bytes | bytearray) -> Any:
 
 
 def _may_be_beyond_float(text: bytes | bytearray) -> bool:
-    """Whether a number of the text may be: a number with an exponent, or many digits in a row. Strings count too.
+    """Return whether the text has a number with an exponent, or many digits in a row, in a number or in a string.
 
-    To look at every value takes several times as long as to parse it, and next to no text has such a number.
+    This check is cheap. Looking at every value takes several times as long as parsing, and few texts need that.
     """
     digits = text.translate(_DIGITS)
     return any(exponent in digits for exponent in _EXPONENTS) or _MANY_DIGITS in digits
 
 
 def _place_beyond_float(value: Any) -> str | None:
-    """Where the first number beyond the largest float is, as `metadata.a[0]`; None where there is none."""
+    """Return the place of the first number beyond the largest float, such as `metadata.a[0]`, or None."""
     found: list[tuple[str, Any]] = [("", value)]
     while found:
         place, one = found.pop()

@@ -1,7 +1,7 @@
-"""JSON of answers that may be large, in pieces: the rows of a long list are made when they are written, some at a time.
+"""JSON and server-sent events of large answers, in pieces. The rows of a long list are computed while they are written.
 
-No piece takes long to make, so the event loop and other threads go on between two of them, and neither the rows nor the
-JSON are in memory as a whole. Server-sent events of them, too.
+Each piece takes little time, so the event loop and other threads can run between two pieces. Neither the rows nor the
+JSON are in memory as a whole.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic_core import to_json
 
-PIECE_BYTES = 64 * 1024  # some 0.7 ms of work with log-probabilities
+PIECE_BYTES = 64 * 1024  # about 0.7 ms of work for an answer with log-probabilities
 DONE = b"data: [DONE]\n\n"  # the event that ends a stream of chunks
 
 T = TypeVar("T")
@@ -20,31 +20,31 @@ Json = dict[str, Any]
 
 
 class Rows:
-    """A long list within an answer. Its rows are made anew each time that it is written."""
+    """A long list within an answer. The rows are computed each time that the list is written."""
 
     def __init__(self, some_at_a_time: Callable[[], Iterable[Sequence[Any]]]) -> None:
-        """`some_at_a_time` gives the rows, so many at once that these take well below a millisecond."""
+        """`some_at_a_time` yields groups of rows. A group should take well below a millisecond."""
         self.some_at_a_time = some_at_a_time
 
     @classmethod
     def of(cls, values: Sequence[T], write: Callable[[Sequence[T]], Sequence[Any]] = list) -> Rows:
-        """What `write` makes of numbers, some at a time; by default, the numbers themselves."""
+        """Return the rows that `write` makes of 2,048 values at a time; by default, the values themselves."""
         values_at_once = 2048
         starts = range(0, len(values), values_at_once)
         return cls(lambda: (write(values[at : at + values_at_once]) for at in starts))
 
 
-Encode = Callable[[Any, Callable[[Any], Any]], bytes]  # a value; what stands for a part that is no JSON
+Encode = Callable[[Any, Callable[[Any], Any]], bytes]  # the function replaces a part of the value that is not JSON
 
 
 def as_json(value: Any, fallback: Callable[[Any], Any] | None = None) -> bytes:
-    """A value as JSON that is one line to every reader. A number that JSON cannot say, such as NaN, is null."""
+    """Encode a value as JSON that every reader takes for one line. NaN and infinity become null."""
     written = to_json(value, fallback=fallback, inf_nan_mode="null")
     return written if written.isascii() else one_line(written)
 
 
 def one_line(written: bytes) -> bytes:
-    """The same JSON with U+0085, U+2028 and U+2029 escaped: `str.splitlines` and many clients end a line there."""
+    """Escape U+0085, U+2028 and U+2029 in JSON, because `str.splitlines` and many clients break lines at them."""
     return (
         written.replace(b"\xc2\x85", rb"\u0085")
         .replace(b"\xe2\x80\xa8", rb"\u2028")
@@ -53,9 +53,9 @@ def one_line(written: bytes) -> bytes:
 
 
 def json_pieces(value: Any, encode: Encode = as_json) -> Iterator[bytes]:
-    """The JSON of a value that may hold `Rows`; one piece where it holds none. `encode` writes all but the rows."""
+    """Yield the JSON of a value that may hold `Rows`; one piece if it holds none. `encode` writes all but the rows."""
     found: list[Rows] = []
-    mark = secrets.token_hex(16)  # no text of a client has it
+    mark = secrets.token_hex(16)  # a client cannot guess the mark, so no text of a client contains it
 
     def marked(part: Any) -> str:
         if not isinstance(part, Rows):
@@ -82,7 +82,7 @@ def json_pieces(value: Any, encode: Encode = as_json) -> Iterator[bytes]:
 
 
 def joined(pieces: Iterable[bytes], *, at_least: int = PIECE_BYTES) -> Iterator[bytes]:
-    """Short pieces put together, into some of `at_least` so many bytes and a last one."""
+    """Join short pieces into pieces of at least `at_least` bytes; the last piece may be shorter."""
     piece = bytearray()
     for each in pieces:
         piece += each
@@ -94,23 +94,23 @@ def joined(pieces: Iterable[bytes], *, at_least: int = PIECE_BYTES) -> Iterator[
 
 
 def event(payload: Mapping[str, Any]) -> bytes:
-    """One event: the payload as JSON on one line."""
+    """Return one server-sent event with the payload as JSON on one line."""
     return b"data: %b\n\n" % as_json(payload)
 
 
 def named_event(payload: Mapping[str, Any]) -> bytes:
-    """One event that has the payload's type as its name."""
+    """Return one server-sent event whose name is the payload's `type`."""
     return b"event: %b\n%b" % (payload["type"].encode(), event(payload))
 
 
 def event_pieces(payload: Mapping[str, Any]) -> Iterator[bytes]:
-    """One event with a payload that may hold `Rows`."""
+    """Yield `event` in pieces, for a payload that may hold `Rows`."""
     yield b"data: "
     yield from json_pieces(payload)
     yield b"\n\n"
 
 
 def named_event_pieces(payload: Mapping[str, Any]) -> Iterator[bytes]:
-    """`named_event` of a payload that may hold `Rows`."""
+    """Yield `named_event` in pieces, for a payload that may hold `Rows`."""
     yield b"event: %b\n" % payload["type"].encode()
     yield from event_pieces(payload)

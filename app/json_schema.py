@@ -1,4 +1,4 @@
-"""Where a JSON schema has schemas inside. What stands in `const`, `enum`, `default` and examples is data."""
+"""Walk the schemas inside a JSON schema. The values of `const`, `enum`, `default` and examples are data, no schemas."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 Json = dict[str, Any]
-Place = tuple[str, ...]  # of a schema in another: names of keywords and properties, and numbers
+Place = tuple[str, ...]  # path of a schema inside another: names of keywords and properties, and list indexes
 Change = Callable[[Json, Place], Any]
 
-# Keywords whose value is a schema or a list of schemas, and those whose value has schemas by their names.
+# The value of a SCHEMA_KEYWORDS keyword is a schema or a list of schemas. NAMED_SCHEMAS hold schemas by name.
 SCHEMA_KEYWORDS = frozenset(
     "additionalItems additionalProperties allOf anyOf contains contentSchema else if items not oneOf prefixItems "
     "propertyNames then unevaluatedItems unevaluatedProperties".split()
@@ -21,15 +21,15 @@ _DATA = frozenset(("const", "default", "enum", "example", "examples"))
 
 
 def changed(schema: Any, change: Change) -> Any:
-    """The same with `change(schema, place)` in place of each schema, of the inner ones first.
+    """Return a copy in which `change(schema, place)` replaces each schema, inner schemas first.
 
-    Under a keyword that JSON Schema does not have, such as `components`, are schemas where a reference points into it.
+    A value under an unknown keyword, such as `components`, holds schemas only if a reference points into that keyword.
     """
     return _changed(schema, change, (), {ref.split("/")[1] for ref in references(schema) if ref.startswith("#/")})
 
 
 def references(schema: Any) -> Iterator[str]:
-    """All references in a schema."""
+    """Yield all references (`$ref`) in a schema."""
     if isinstance(schema, list):
         for item in schema:
             yield from references(item)

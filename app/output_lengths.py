@@ -1,4 +1,4 @@
-"""How long outputs are, by those of ended requests. It only has to tell short from long. Knows nothing of requests."""
+"""Expected output lengths, learned from requests that have ended. An estimate only has to tell short from long."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 
-WINDOW = 64  # outputs remembered of each kind
+WINDOW = 64  # outputs remembered for each kind
 MAX_KINDS = 4_096
 
 
 class OutputLengths:
-    """The last outputs of each kind of request, in bounded memory. A request may be of several kinds."""
+    """The lengths of the last outputs of each kind of request, in bounded memory. A request may have several kinds."""
 
     def __init__(self, *, by_median: bool) -> None:
-        """`by_median`: half of what comes is longer than expected; else the mean is expected, as sums need it."""
+        """`by_median`: expect the median of a kind. Otherwise expect the mean, for callers that add up expectations."""
         self._by_median = by_median
-        self._windows: OrderedDict[Hashable, _Window] = OrderedDict()  # the longest unused first
+        self._windows: OrderedDict[Hashable, _Window] = OrderedDict()  # the least recently used kind first
 
     def expected(self, kinds: Sequence[Hashable], *, at_least: int = 1, at_most: int) -> int | None:
-        """Tokens that a request should generate, by the first of its kinds of which enough is known; None: of none."""
-        min_outputs = 4  # with fewer, a kind says nothing
+        """Return the expected number of output tokens, by the first kind with at least 4 outputs; None without one."""
+        min_outputs = 4
         for kind in kinds:
             window = self._windows.get(kind)
             if window is not None and len(window.by_length) >= min_outputs:
@@ -29,7 +29,7 @@ class OutputLengths:
         return None
 
     def learn(self, kinds: Sequence[Hashable], num_generated: int) -> None:
-        """A request of these kinds has ended by itself (a stop or its limit, no abort) at this length."""
+        """Add the output length of a request that ended by a stop or by its limit. Do not call this for an abort."""
         for kind in kinds:
             window = self._windows.get(kind)
             if window is None:
@@ -42,7 +42,7 @@ class OutputLengths:
 
 
 class _Window:
-    """The last outputs of one kind, by age and by length."""
+    """The lengths of the last outputs of one kind, sorted by age and by length."""
 
     def __init__(self) -> None:
         self._by_age: deque[int] = deque()

@@ -1,7 +1,7 @@
-"""The progress of a model that starts, for a person who waits.
+"""The progress of a model's start, for a person who waits.
 
 A process logs each step of its start. The launcher names a folder in `CAROUSEL_PROGRESS_FOLDER`; each process that
-starts a model has a file in that folder, with the name of the model and the present step.
+starts a model has a file in that folder, with the name of the model and the current step.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "CAROUSEL_PROGRESS_FOLDER"  # an environment variable
 JOINING = "joining the service"  # the last step
-_name: str | None = None  # of the model that this process starts
+_name: str | None = None  # the name of the model that this process starts
 _step = ""
 
 
 def begin(name: str) -> None:
-    """This process begins to start the model of this name. Without this call, `tell` does nothing."""
+    """Note that this process starts the model of this name. Without this call, `tell` does nothing."""
     global _name
     _name = name
     if folder := os.environ.get(FOLDER):
@@ -35,7 +35,7 @@ def begin(name: str) -> None:
 
 
 def tell(step: str, *, so_far: str = "") -> None:
-    """The next step begins.
+    """Report that a step begins, or that a part of the current step is done.
 
     step: a few words, such as "loading the weights". so_far: the part of the step that is done.
     """
@@ -46,14 +46,14 @@ def tell(step: str, *, so_far: str = "") -> None:
         logger.info("starting %s: %s", _name, step)
         _step = step
     if folder := os.environ.get(FOLDER):
-        # The model starts without a file too.
+        # A failed write must not stop the model's start.
         with suppress(OSError), replaced(Path(folder) / str(os.getpid()), survives_machine=False) as file:
             file.write_text(f"{_name}\n{step}{so_far}", encoding="utf-8")
 
 
 @contextmanager
 def step_within(step: str) -> Iterator[None]:
-    """A step that interrupts another: the one before goes on after the block."""
+    """Report a step for the duration of the block, and then the interrupted step again."""
     before = _step
     tell(step)
     yield
@@ -61,20 +61,20 @@ def step_within(step: str) -> Iterator[None]:
 
 
 def told(folder: Path) -> dict[str, list[str]]:
-    """The present steps of the live processes of this machine, by the name of their model."""
+    """Return the current steps of the live processes of this machine, by the name of their model."""
     by_name: dict[str, list[str]] = defaultdict(list)
     for path in filter(_is_alive, sorted(folder.glob("[0-9]*"))):
-        with suppress(OSError):  # the next process that begins has removed the file
+        with suppress(OSError):  # another process that calls `begin` may have removed the file
             name, _, step = path.read_text(encoding="utf-8").partition("\n")
             by_name[name].append(step)
     return dict(by_name)
 
 
 def _is_alive(path: Path) -> bool:
-    """Whether the process of a file has not ended."""
+    """Return whether the process that wrote a file still runs."""
     try:
         os.kill(int(path.name), 0)
-    except PermissionError:  # it is of another user
+    except PermissionError:  # the process belongs to another user
         return True
     except OSError:
         return False
@@ -82,7 +82,7 @@ def _is_alive(path: Path) -> bool:
 
 
 def download_bar() -> type[Any]:
-    """A class of tqdm, for downloads that take one. Its bars print nothing, and tell the part that is downloaded."""
+    """Return a tqdm class for download functions. Its bars print nothing and report the downloaded part by `tell`."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     class DownloadBar(tqdm):  # type: ignore[misc]

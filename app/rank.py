@@ -1,4 +1,4 @@
-"""The process of another rank (`python -m app.rank SOCKET PARENT`): loads its part of the model and follows rank 0."""
+"""The process of each rank but rank 0 (`python -m app.rank SOCKET PARENT`): loads its part and follows rank 0."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(descriptor: int, parent: int) -> int:
-    """Returns the exit status. An error is told to rank 0."""
+    """Load and follow; return the exit status. An error is sent to rank 0."""
     die_with(parent)  # before torch is imported, which takes seconds
 
     from app.errors import CarouselError, Failure, described, traceback_of
@@ -65,10 +65,10 @@ def _load_and_follow(channel: Channel) -> None:
 
 
 def follow(channel: Channel, runner: LeadingRunner, group: RankGroup) -> None:
-    """Compute until rank 0 ends. Raises what a step raises: the ranks cannot go on after that."""
+    """Compute until rank 0 ends. Raises the error of a failed step, after which the ranks cannot continue."""
     reader = StepReader()
     runner.join(group)
-    with ThreadPoolExecutor(1) as beside_steps:
+    with ThreadPoolExecutor(1) as copy_stream:
         while True:
             try:
                 kind, content = channel.receive()
@@ -79,14 +79,14 @@ def follow(channel: Channel, runner: LeadingRunner, group: RankGroup) -> None:
             elif kind is Kind.PREPARE:
                 runner.prepare()
             elif kind is Kind.ADAPTER:
-                beside_steps.submit(_load_adapter, channel, runner, *json.loads(content))
+                copy_stream.submit(_load_adapter, channel, runner, *json.loads(content))
             else:
                 assert kind is Kind.SYNC, f"a rank that runs gets no {kind.name}"
                 channel.send(Kind.SYNC)
 
 
 def _load_adapter(channel: Channel, runner: LeadingRunner, slot: int, path: str) -> None:
-    """An adapter that cannot be loaded ends no rank."""
+    """Load an adapter. A failure is sent to rank 0 and does not end this rank."""
     from app.errors import Failure, described, traceback_of
     from app.model.adapters import read_part
 
@@ -104,4 +104,4 @@ if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     status = main(int(sys.argv[1]), int(sys.argv[2]))
     logging.shutdown()
-    os._exit(status)  # without the end of threads that still wait for other ranks
+    os._exit(status)  # does not wait for threads, which may still wait for other ranks

@@ -1,4 +1,4 @@
-"""Records in a growing file or a stream: four bytes of length before the bytes of each.
+"""Records in a growing file or a stream. Each record is its length in four bytes, then its content.
 
 A process that dies while it writes leaves a torn record at the end; readers stop before that record.
 """
@@ -12,18 +12,18 @@ _LENGTH = struct.Struct(">I")
 
 
 def record(content: bytes) -> bytes:
-    """A record with this content, which is not empty."""
+    """Return a record with this content, which must not be empty."""
     return _LENGTH.pack(len(content)) + content
 
 
 class RecordReader:
-    """The contents of records whose bytes arrive in pieces of any size."""
+    """Reads the contents of records whose bytes arrive in pieces of any size."""
 
     def __init__(self) -> None:
         self._begun = b""  # the bytes of a record whose end has not arrived
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The contents of all records that end within `data`. Take all of them before the next call."""
+        """Yield the contents of all records that end within `data`. Exhaust the iterator before the next call."""
         data = self._begun + data if self._begun else data
         at = 0
         while at < len(data) and (end := _end_of_record(data, at)) is not None:
@@ -33,7 +33,7 @@ class RecordReader:
 
 
 def whole_bytes(data: bytes) -> int:
-    """The number of bytes that whole records take at the beginning of `data`."""
+    """Return the number of bytes that complete records take at the beginning of `data`."""
     at = 0
     while (end := _end_of_record(data, at)) is not None:
         at = end
@@ -41,7 +41,7 @@ def whole_bytes(data: bytes) -> int:
 
 
 def _end_of_record(data: bytes, at: int) -> int | None:
-    """The end of the record that begins at `at`. None for a torn record, and for the zeros that a crash may leave."""
+    """Return the end of the record at `at`; None for a torn record and for the zeros that a crash may leave."""
     if len(data) < at + _LENGTH.size:
         return None
     [length] = _LENGTH.unpack_from(data, at)

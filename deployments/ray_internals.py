@@ -108,6 +108,51 @@ def copy_request_bodies() -> None:
     haproxy_templates.HAPROXY_CONFIG_TEMPLATE = template.replace("    option splice-request\n", "")
 
 
+def answer_as_the_api() -> None:
+    """Have HAProxy answer as our API does where no ingress answers: 503 and `Retry-After`, so that clients try again.
+
+    Ray's template answers 500 as plain text when an ingress closes a connection without an answer, or none takes one,
+    and 404 while no application is known. Serve's own proxy, which stands in while HAProxy knows of no ingress, answers
+    404 and 5xx as plain text, too. There is no setting for them. No upstream issue is known. Call it before Serve's
+    HAProxyManager is imported in this process.
+    """
+    template: str = haproxy_templates.HAPROXY_CONFIG_TEMPLATE
+    frontend, default = "frontend http_frontend\n", "backend default_backend\n"
+    pairs = {f"errorfile {status} {{{{ config.error_file_path }}}}\n": _error_of(status) for status in (502, 503, 504)}
+    pairs |= {frontend: frontend + _ERRORS_OF_THE_API, default: default + _ERROR_WITHOUT_APPLICATIONS}
+    for text, ours in pairs.items():
+        if text not in template:
+            logger.warning("this version of Ray configures HAProxy in another way; its errors may be plain text")
+        template = template.replace(text, ours)
+    haproxy_templates.HAPROXY_CONFIG_TEMPLATE = template
+
+
+def _error_of(status: int) -> str:
+    return (
+        f'http-error status {status} content-type application/json lf-string "%[var(txn.unavailable)]" '
+        "hdr Retry-After 2 hdr retry-after-ms 2000\n"
+    )
+
+
+_LOST = "the service has no process for this request now, or has lost the one that had it; try again"
+# Bodies as `app.api.http.errors.error_body` makes them of `Unavailable`; a test compares them.
+_ERRORS_OF_THE_API = f"""\
+    http-request set-var-fmt(txn.unavailable) \
+'{{"error":{{"message":"{_LOST}","type":"server_error","param":null,"code":"unavailable"}}}}'
+    http-request set-var-fmt(txn.unavailable) \
+'{{"type":"error","error":{{"type":"overloaded_error","message":"{_LOST}"}},"request_id":"%[uuid()]"}}' \
+if {{ path_sub /v1/messages }}
+    http-response return status 503 default-errorfiles \
+if {{ status 404 500:504 }} {{ res.hdr(content-type) -m beg text/plain }} {{ srv_name -m beg SERVE_PROXY_ACTOR }}
+    http-after-response set-status 503 reason "Service Unavailable" if {{ status 502 504 }}
+"""
+_ERROR_WITHOUT_APPLICATIONS = """\
+    {%- if not backends %}
+    http-request return status 503 default-errorfiles
+    {%- endif %}
+"""
+
+
 def accept_odd_headers() -> None:
     """Let Serve read headers of any bytes in this process. Call it in the constructor of the HTTP deployment.
 

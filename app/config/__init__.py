@@ -1,7 +1,7 @@
-"""All settings, as one frozen tree that is read once at the edge. Nothing here reads the environment.
+"""All settings, as one frozen tree that is read once at the start. No module here reads environment variables.
 
-A config says what was asked. What is measured (how many KV blocks fit, how long the model's context is) is returned
-by the room that measured it and never written back.
+A config holds only the operator's settings. Measured values (the number of KV blocks that fit, the length of the
+model's context) are returned by the package that measured them and are never written into a config.
 """
 
 from app.config.api import ApiConfig, KeyConfig, KeysConfig

@@ -1,4 +1,4 @@
-"""The HTTP API: keys, and which machines and pages may use it."""
+"""The settings of the HTTP API: API keys, and the machines and web pages that may use the API."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from app.config.base import Name, Settings, repeated
 
 
 class KeyConfig(Settings):
-    """An API key, of which only a hash is known, and what its holder may do."""
+    """The hash of an API key, and the permissions and limits of its holder."""
 
-    name: Name = Field(description="the tenant of its requests")
+    name: Name = Field(description="tenant to which the key's requests belong")
     sha256: str = Field(description="hash that `carousel key` prints")
-    models: tuple[Name, ...] = Field((), description="models it may use; default: all")
-    requests_per_minute: int | None = Field(None, ge=1, le=10**9, description="requests a minute; default: no limit")
+    models: tuple[Name, ...] = Field((), description="models that the key may use; default: all")
+    requests_per_minute: int | None = Field(None, ge=1, le=10**9, description="requests per minute; default: no limit")
     tokens_per_minute: int | None = Field(
-        None, ge=1, le=10**12, description="tokens of prompts and outputs a minute; default: no limit"
+        None, ge=1, le=10**12, description="maximum tokens of prompts and outputs per minute; default: no limit"
     )
     tokens_per_day: int | None = Field(
-        None, ge=1, le=10**15, description="tokens of prompts and outputs in a day of UTC; default: no limit"
+        None, ge=1, le=10**15, description="maximum tokens of prompts and outputs per UTC day; default: no limit"
     )
     tokens_per_month: int | None = Field(
-        None, ge=1, le=10**15, description="tokens of prompts and outputs in a month of UTC; default: no limit"
+        None, ge=1, le=10**15, description="maximum tokens of prompts and outputs per UTC month; default: no limit"
     )
     money_per_month: float | None = Field(
-        None, gt=0, le=10**12, description="money in a month of UTC, by `models[].prices`; default: no limit"
+        None, gt=0, le=10**12, description="maximum cost per UTC month, by `models[].prices`; default: no limit"
     )
     max_concurrency: int | None = Field(
-        None, ge=1, le=10**6, description="requests at once; default: as many as places are free"
+        None, ge=1, le=10**6, description="maximum number of requests at once; default: limited by free slots only"
     )
-    max_tokens: int | None = Field(None, ge=1, le=10**9, description="output tokens of a choice; default: the model's")
+    max_tokens: int | None = Field(None, ge=1, le=10**9, description="output tokens per choice; default: model's limit")
     min_priority: int = Field(
-        0, ge=-100, le=0, description="lowest `priority` it may ask for: below 0 it may go before other keys"
+        0, ge=-100, le=0, description="lowest `priority` of requests; below 0, they may go before other keys' requests"
     )
-    admin: bool = Field(False, description="opens /admin too")
+    admin: bool = Field(False, description="whether the key may also use /admin")
 
     @property
     def budgets(self) -> dict[str, float]:
-        """Those that it has, by their names."""
+        """The budgets that are set, by setting."""
         names = ("tokens_per_day", "tokens_per_month", "money_per_month")
         return {name: budget for name in names if (budget := getattr(self, name)) is not None}
 
     @field_validator("sha256")
     @classmethod
     def _is_a_hash(cls, sha256: str) -> str:
-        if not re.fullmatch(r"[0-9a-f]{64}", sha256):  # it may be the key itself, which no message should show
+        if not re.fullmatch(r"[0-9a-f]{64}", sha256):  # the value may be the key itself, so no message shows it
             raise ValueError(
                 f"sha256 has {len(sha256):,} characters; it should be the 64 hexadecimal digits of the key's hash, as "
                 f"`carousel key` prints them"
@@ -56,32 +56,32 @@ class KeyConfig(Settings):
 
 
 class ApiConfig(Settings):
-    """What may use the HTTP API."""
+    """Keys, web pages and storage of the HTTP API."""
 
     keys_file: str | None = Field(
         None,
         min_length=1,
-        description="YAML file of API keys, see below; changes are followed; default: requests need no key",
+        description="YAML file of API keys (see below), read again when it changes; default: requests need no key",
     )
     allow_unauthenticated: bool = Field(
         False,
-        description="no keys beyond loopback: any machine that reaches the service may use it",
+        description="serve other machines than loopback without keys: any machine that reaches the service may use it",
     )
     metrics_for: Literal["public", "keys", "admins"] = Field(
         "keys",
-        description="requests that may read /metrics: those with a key, all, or those with an admin's key",
+        description="who may read /metrics. keys: requests with a key; public: all; admins: requests with an admin key",
     )
     allowed_origins: tuple[str, ...] = Field(
         (),
         max_length=64,
-        description="origins of web pages that may use the API (CORS), as https://chat.example.com; `*`: all",
+        description="origins of web pages that may use the API (CORS), such as https://chat.example.com; `*`: all",
     )
     share_prefixes: bool = Field(
-        False, description="cached prefixes serve all keys: faster, but times tell one what another has sent"
+        False, description="share cached prefixes among keys: faster, but latencies can reveal another key's prompts"
     )
     store_responses: bool = Field(
         False,
-        description="a response (/v1/responses) is stored unless its body has `store: false`, as at OpenAI; needs "
+        description="store a response (/v1/responses) unless its body has `store: false`, as OpenAI does; needs "
         "`batches`",
     )
 
@@ -100,7 +100,7 @@ class ApiConfig(Settings):
 class KeysConfig(Settings):
     """The content of the file of API keys."""
 
-    keys: tuple[KeyConfig, ...] = Field(min_length=1, description="at least one, with names and hashes of their own")
+    keys: tuple[KeyConfig, ...] = Field(min_length=1, description="at least one key; names and hashes are unique")
 
     @field_validator("keys")
     @classmethod

@@ -1,4 +1,4 @@
-"""The whole tree: the models, the API, pipelines and batches of one Serve application."""
+"""The root of the settings: the models, API, pipelines and batches of one Serve application."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from app.config.removed import refuse_removed
 
 
 class IngressConfig(Settings):
-    """The HTTP side."""
+    """The processes that serve HTTP."""
 
-    num_replicas: int = Field(1, ge=1, le=256, description="ingress processes")
+    num_replicas: int = Field(1, ge=1, le=256, description="number of ingress processes")
 
 
 class ApplicationConfig(Settings):
-    """The `args` of the Serve application: what `deployments/serve.yaml` holds."""
+    """The `args` of the Serve application, as in `deployments/serve.yaml`."""
 
     models: tuple[ServedModelConfig, ...] = Field((ServedModelConfig(),), min_length=1, description="models to serve")
     api: ApiConfig = ApiConfig()
     ingress: IngressConfig = IngressConfig()
-    pipelines: tuple[PipelineConfig, ...] = Field((), max_length=64, description="several steps under one name")
+    pipelines: tuple[PipelineConfig, ...] = Field((), max_length=64, description="steps under one name")
     batches: BatchesConfig | None = Field(
-        None, description="files, batches and /v1/batch; `{}`: with the defaults below"
+        None, description="enables files, batches and /v1/batch; `{}`: with the defaults below"
     )
 
     @property
     def max_items_in_flight(self) -> int:
-        """Items of all batches at the replicas at once. The other half of their slots is left to online requests."""
+        """The most batch items at the replicas at once, by default half of the slots; online requests get the rest."""
         if self.batches is not None and self.batches.max_in_flight is not None:
             return self.batches.max_in_flight
         least, most = 32, 1024
@@ -51,5 +51,5 @@ class ApplicationConfig(Settings):
     def _branches_agree(self) -> ApplicationConfig:
         check_branches(self.models, self.pipelines)
         if self.api.store_responses and self.batches is None:
-            raise ValueError("api.store_responses needs the folder of `batches`; set `batches`, or leave it out")
+            raise ValueError("api.store_responses needs the folder of `batches`; set `batches`, or remove the former")
         return self

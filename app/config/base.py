@@ -1,4 +1,4 @@
-"""What every branch of the settings is made of."""
+"""The base class, types and validators that all branches of the settings use."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ Name = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"
 
 
 class Settings(BaseModel):
-    """Base of every branch: frozen, and a misspelt field is an error, not silence."""
+    """Base class of every branch. A branch is frozen, and an unknown field is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def with_setting(self, path: str, value: Any) -> Self:
-        """A copy in which the setting at this dotted path has another value, which is not checked."""
+        """Return a copy with another value for the setting at this dotted path. The value is not validated."""
         name, _, below = path.partition(".")
         before = getattr(self, name)
         return self.model_copy(update={name: before.with_setting(below, value) if below else value})
 
 
 def repeated(names: Iterable[str]) -> list[str]:
-    """The names that occur more than once."""
+    """Return the names that occur more than once, sorted."""
     return sorted(name for name, number in Counter(names).items() if number > 1)
 
 
 def chosen(value: Any, kinds: Any, *, key: str = "name") -> Any:
-    """A name alone stands for that kind with its defaults. Mistakes are answered with what there is."""
+    """Expand a name alone to that kind with its defaults. Raises ValueError with the known kinds or parameters."""
     given = {key: value} if isinstance(value, str) else value
     if not isinstance(given, dict):
         return value

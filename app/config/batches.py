@@ -10,22 +10,22 @@ from app.config.base import GIB, Settings
 
 
 class WebhooksConfig(Settings):
-    """Messages about the end of a batch."""
+    """Messages that report the end of a batch."""
 
     url: str | None = Field(
         None,
         min_length=1,
         max_length=2048,
-        description="receiver for batches that name none; may be in a private network, over http and on any port",
+        description="receiver for batches without a receiver; may be in a private network, over http and on any port",
     )
     secret_file: str | None = Field(
-        None, min_length=1, description="file with the secret (`whsec_…`) that signs what goes to `url`"
+        None, min_length=1, description="file with the secret (`whsec_…`) that signs messages to `url`"
     )
     allowed_networks: tuple[str, ...] = Field(
         (),
         max_length=64,
-        description="networks, as 10.1.0.0/16, where batches may name receivers too, over http and on any port:"
-        " every key may have messages sent there",
+        description="private networks, such as 10.1.0.0/16, where batches may have receivers, over http and on any"
+        " port; every key may then send messages there",
     )
 
     @field_validator("allowed_networks")
@@ -51,20 +51,20 @@ class BatchesConfig(Settings):
     path: str = Field(
         "~/.local/share/carousel/batches",
         min_length=1,
-        description="folder that keeps files and batches over restarts; one for each service",
+        description="folder where files and batches survive restarts; each service needs its own folder",
     )
     max_total_bytes: int = Field(
-        20 * GIB, ge=1, le=10**15, description="bytes of all files and kept responses, at most"
+        20 * GIB, ge=1, le=10**15, description="maximum size of all files and stored responses, in bytes"
     )
     max_in_flight: int | None = Field(
         None,
         ge=1,
         le=10_000,
-        description="items at the replicas at once; default: half of what all may run (`max_running`), 32 to 1,024",
+        description="maximum items at the replicas at once; default: half of all `max_running`, 32 to 1,024",
     )
     keep_s: int | None = Field(
         30 * 86_400,
         ge=1,
-        description="seconds a file, if its owner says nothing, or a response is kept; null: for ever",
+        description="seconds for which responses, and files without an expiry, are stored; null: forever",
     )
     webhooks: WebhooksConfig = WebhooksConfig()

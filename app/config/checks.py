@@ -1,4 +1,4 @@
-"""What no single branch of the settings can check: that its branches agree. Each raises ValueError with the path."""
+"""Checks across branches of the settings. Each check raises ValueError with the path of the wrong setting."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from app.config.base import repeated
 from app.config.models import ServedModelConfig
 from app.config.pipelines import PipelineConfig, RouteStepConfig, named_by
 
-MAX_RUNS = 64  # of models, for one request to a pipeline
+MAX_RUNS = 64  # model runs for one request to a pipeline
 
 
 def check_branches(models: Sequence[ServedModelConfig], pipelines: Sequence[PipelineConfig]) -> None:
-    """All of these checks."""
+    """Run all of these checks."""
     check_names(models, pipelines)
     for index, model in enumerate(models):
         check_devices(f"models[{index}]", model)
@@ -20,7 +20,7 @@ def check_branches(models: Sequence[ServedModelConfig], pipelines: Sequence[Pipe
 
 
 def check_names(models: Sequence[ServedModelConfig], pipelines: Sequence[PipelineConfig]) -> None:
-    """Each name means one model, adapter or pipeline, and one Serve deployment."""
+    """Check that each name belongs to one model, adapter or pipeline, and to one Serve deployment."""
     names = [name for model in models for name in model.all_names]
     twice = repeated([*names, *(pipeline.name for pipeline in pipelines)])
     if twice:
@@ -30,13 +30,13 @@ def check_names(models: Sequence[ServedModelConfig], pipelines: Sequence[Pipelin
         twin = by_deployment.setdefault(model.deployment_name, model.name)
         if twin != model.name:
             raise ValueError(
-                f"models[{index}].name: got {model.name!r}, too like {twin!r}: both would be the Serve deployment "
-                f"{model.deployment_name!r}; change more than punctuation"
+                f"models[{index}].name: got {model.name!r}, too similar to {twin!r}: both would be the Serve "
+                f"deployment {model.deployment_name!r}; change more than punctuation"
             )
 
 
 def check_devices(where: str, model: ServedModelConfig) -> None:
-    """Each replica has the devices that its engine needs."""
+    """Check that each replica has the devices that its engine needs."""
     device, num_gpus, size = model.engine.model.device, model.replicas.num_gpus, model.replicas.tensor_parallel
     field = f"{where}.replicas.num_gpus: got {num_gpus:g}"
     if device == "cuda" and num_gpus == 0:
@@ -48,21 +48,19 @@ def check_devices(where: str, model: ServedModelConfig) -> None:
         raise ValueError(f"{field} with engine.model.device 'cpu'; set num_gpus to 0, or device to 'auto'")
     if num_gpus > 1:
         raise ValueError(
-            f"{field}; it is at most 1. For {num_gpus:g} GPUs to each replica set num_gpus to 1 and "
+            f"{field}; it must be at most 1. For {num_gpus:g} GPUs per replica, set num_gpus to 1 and "
             f"replicas.tensor_parallel to {num_gpus:g}"
         )
     if size > 1 and 0 < num_gpus < 1:
-        raise ValueError(
-            f"{field} with tensor_parallel {size}; each of these needs a GPU of its own: set num_gpus to 1"
-        )
+        raise ValueError(f"{field} with tensor_parallel {size}; each rank needs a whole GPU: set num_gpus to 1")
     if size > 1 and model.engine.model.simulated is not None:
         raise ValueError(
-            f"{where}.replicas.tensor_parallel: got {size} with a simulated model, which computes nothing; set it to 1"
+            f"{where}.replicas.tensor_parallel: got {size}; a simulated model runs in one process, so set it to 1"
         )
 
 
 def check_pipelines(models: Sequence[ServedModelConfig], pipelines: Sequence[PipelineConfig]) -> None:
-    """Pipelines name what there is, and none answers itself."""
+    """Check that pipelines name existing models and pipelines, and that no pipeline calls itself."""
     by_name = {name: model for model in models for name in model.all_names}
     pipeline_of = {pipeline.name: pipeline for pipeline in pipelines}
     for index, pipeline in enumerate(pipelines):
@@ -82,14 +80,14 @@ def check_pipelines(models: Sequence[ServedModelConfig], pipelines: Sequence[Pip
         circle = _circle(name, pipeline_of, sound)
         if circle:
             raise ValueError(
-                f"pipelines[{index}]: it would answer itself: {' → '.join(circle)}; name a model in one of them"
+                f"pipelines[{index}]: the pipeline would call itself: {' → '.join(circle)}; name a model in one of them"
             )
     num_runs: dict[str, int] = {}
     for index, name in enumerate(pipeline_of):
         if (number := _num_runs(name, pipeline_of, num_runs)) > MAX_RUNS:
             raise ValueError(
-                f"pipelines[{index}]: a request for {name} would run {number:,} models, those of the pipelines that it "
-                f"names too; at most {MAX_RUNS} are accepted: name fewer in its steps or theirs"
+                f"pipelines[{index}]: a request for {name} would run {number:,} models, including those of inner "
+                f"pipelines; at most {MAX_RUNS} are accepted: name fewer models in the steps"
             )
 
 
@@ -99,22 +97,22 @@ def _check_presets(route: RouteStepConfig, models: Mapping[str, ServedModelConfi
             continue
         where = f"{path}.cases[{index}].preset"
         if case.model not in models:
-            raise ValueError(f"{where}: {case.model} is a pipeline; a preset is for the replicas of a model")
+            raise ValueError(f"{where}: {case.model} is a pipeline; only a model's replicas have a preset")
         model = models[case.model]
         presets = {model.scheduler_of(group.name).preset for group in model.replicas.groups}
         if case.preset not in presets:
             raise ValueError(
                 f"{where}: got {case.preset!r}; the groups of {case.model} have "
-                f"{', '.join(sorted(presets)) or 'no preset, as there are none'}"
+                f"{', '.join(sorted(presets)) or 'no preset, because the model has no groups'}"
             )
 
 
 def _circle(
     name: str, pipelines: Mapping[str, PipelineConfig], sound: set[str], before: tuple[str, ...] = ()
 ) -> tuple[str, ...]:
-    """The names on a way from a pipeline back to one before it; none where there is no such way.
+    """Return the names of a circle of pipelines, with the path from `name` to the circle; empty if there is no circle.
 
-    `sound`: pipelines without such a way, which are not walked again; those that are found join them.
+    `sound` holds pipelines that lead to no circle and need no second walk; this function adds the pipelines it finds.
     """
     if name in before:
         return (*before, name)
@@ -127,7 +125,7 @@ def _circle(
 
 
 def _num_runs(name: str, pipelines: Mapping[str, PipelineConfig], known: dict[str, int]) -> int:
-    """How often a request for a pipeline runs a model, at most; 1 for a model. `known`: of those found before."""
+    """Return the most model runs of a request for a pipeline, or 1 for a model. `known` caches pipelines' results."""
     if name not in pipelines:
         return 1
     if name not in known:

@@ -1,4 +1,4 @@
-"""The settings of one engine: weights, KV memory, drafts, and the record of its steps."""
+"""The settings of one engine: weights, KV memory, speculation and the step log."""
 
 from __future__ import annotations
 
@@ -10,57 +10,57 @@ from app.config.base import Settings
 from app.config.removed import refuse_removed
 from app.config.scheduler import SchedulerConfig
 
-MAX_LOADED_ADAPTERS = 8  # where the settings name no number
-KvType = Literal["auto", "int8", "fp8"]  # of keys and values
+MAX_LOADED_ADAPTERS = 8  # the default of `max_loaded_adapters`
+KvType = Literal["auto", "int8", "fp8"]  # number type of keys and values
 
 
 class ModelConfig(Settings):
-    """Which weights to serve and how to hold them."""
+    """The model's weights, and the number types, device and backend that compute with them."""
 
     path: str = Field("models/demo", min_length=1, description="folder of a transformers model, GGUF file, or hub id")
     revision: str | None = Field(None, description="branch, tag or commit of a hub model")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="auto: bfloat16 on CUDA; on a CPU if the checkpoint is and the native decoder is fast in "
-        "it; else float32",
+        description="number type of the weights. auto: bfloat16 on CUDA, and on a CPU if the checkpoint has bfloat16 "
+        "and the native decoder is fast with it; otherwise float32",
     )
     quantization: Literal["none", "int8", "int4", "fp8"] = Field(
         "none",
-        description="matrices packed at load. int8, int4: by the native decoder on a CPU; fp8: by the CUDA "
-        "decoder, from compute capability 8.9; refused for other models",
+        description="type into which weight matrices are packed at load. int8, int4: for the native decoder on a CPU; "
+        "fp8: for the CUDA decoder, from compute capability 8.9; other models are refused",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if the replica has a GPU")
     num_threads: int | None = Field(
         None,
         ge=1,
         le=1024,
-        description="CPU threads of one replica; default: its share of the machine's cores",
+        description="CPU threads of one replica; default: the replica's share of the machine's cores",
     )
     backend: Literal["auto", "graphs", "eager", "triton", "library", "torch"] = Field(
         "auto",
-        description="auto: the fastest code that works; torch: transformers' code with plain torch. On a GPU "
-        "the backend to try first: graphs, which auto begins with; eager, the same without CUDA graphs; triton, "
-        "transformers' code with our kernels for attention; library, with torch's FlashAttention, which goes on to "
-        "triton. A named backend is tried even if it lost a device in a step",
+        description="auto: the fastest backend that works; torch: transformers' code with plain torch. On a GPU, the "
+        "backend to try first: graphs: the first choice of auto; eager: as graphs, but without CUDA graphs; triton: "
+        "transformers' code with Carousel's attention kernels; library: transformers' code with torch's "
+        "FlashAttention, then triton. A named backend is tried even if it lost a device in a step before",
     )
     require: Literal["graphs", "eager", "triton", "library"] | None = Field(
-        None, description="on a GPU: no replica starts with a slower backend than this; default: any may serve"
+        None, description="slowest backend with which a replica may start on a GPU; default: any backend"
     )
     batch_invariant: bool = Field(
-        False, description="logits equal in every bit, whatever shares a request's steps; refused where it cannot be"
+        False, description="compute the same logits, bit by bit, in any batch; models that cannot do this are refused"
     )
-    max_model_len: int | None = Field(None, ge=2, description="tokens of prompt + output; default: the model's limit")
+    max_model_len: int | None = Field(None, ge=2, description="prompt and output tokens; default: the model's limit")
     max_loaded_adapters: int | None = Field(
         None,
         ge=1,
         le=1024,
-        description="LoRA adapters in memory at once; default: 8, on a GPU only with `adapters`: their memory "
-        "is taken at the start",
+        description="maximum number of LoRA adapters in memory at once; default: 8, but on a GPU only if `adapters` "
+        "is set, because their memory is allocated at the start",
     )
     simulated: dict[str, Any] | None = Field(
         None,
         description="for tests and benchmarks: parameters of `SimulatedCosts` (app/model/simulated.py) instead "
-        "of weights; tokenizer and config.json are those of `path`",
+        "of weights; the tokenizer and config.json of `path` are used",
     )
 
     @model_validator(mode="after")
@@ -81,78 +81,78 @@ class ModelConfig(Settings):
         if wrong:
             raise ValueError(
                 f"quantization is {self.quantization}, which only {self.quantised_by} computes, and "
-                f"{' and '.join(wrong)}; set quantization: none, or leave those at their defaults"
+                f"{' and '.join(wrong)}; set quantization: none, or leave these settings at their defaults"
             )
         return self
 
     @property
     def quantised_by(self) -> str:
-        """What computes with the quantised weights that are asked for."""
+        """The decoder that computes with weights of this quantization."""
         return "the decoder for CUDA" if self.quantization == "fp8" else "the native decoder on a CPU"
 
 
 class TierConfig(Settings):
-    """A folder beside the KV memory: prefixes are read from it where that is quicker."""
+    """A folder for prefixes beside the KV memory. A prefix is read from the folder if that is faster than prefill."""
 
-    path: str = Field(min_length=1, description="folder, which replicas of a machine share; it holds what prompts hold")
+    path: str = Field(
+        min_length=1, description="folder, shared by the replicas of a machine; its files reveal the content of prompts"
+    )
     max_gib: float = Field(
-        1.0,
-        gt=0,
-        description="GiB of its files, of all replicas that share it, at most; the longest unused are deleted",
+        1.0, gt=0, description="maximum size of the folder's files in GiB; the least recently used files are deleted"
     )
 
 
 class CacheConfig(Settings):
     """The paged KV memory of one replica."""
 
-    block_size: int = Field(16, ge=1, le=256, description="token slots in one block")
-    memory_gib: float = Field(0.25, gt=0, description="KV memory on a CPU, GiB")
+    block_size: int = Field(16, ge=1, le=256, description="tokens in one block")
+    memory_gib: float = Field(0.25, gt=0, description="size of the KV memory on a CPU in GiB")
     gpu_memory_fraction: float = Field(
-        0.9, gt=0, le=0.98, description="share of the GPU's memory for weights, step and KV"
+        0.9, gt=0, le=0.98, description="share of the GPU's memory for weights, one step and KV memory together"
     )
     dtype: KvType = Field(
         "auto",
-        description="keys and values. auto: the model's; int8: by native attention on a CPU; fp8: on a GPU from"
-        " compute capability 8.9",
+        description="number type of keys and values. auto: the model's type; int8: for native attention on a CPU; fp8:"
+        " for a GPU from compute capability 8.9",
     )
-    num_blocks: int | None = Field(None, ge=1, description="number of blocks, instead of the memory settings")
+    num_blocks: int | None = Field(None, ge=1, description="number of blocks, in place of the memory settings")
     num_state_slots: int | None = Field(
         None,
         ge=2,
-        description="slots for the states of recurrent layers: a running sequence needs two, each other slot keeps a"
-        " prefix that can be resumed. default: four for each sequence of scheduler.max_running, in at most half of the"
-        " memory, but at least eight",
+        description="slots for the states of recurrent layers. A running sequence needs two slots; each other slot"
+        " stores a prefix that can be resumed. Default: four slots for each sequence of scheduler.max_running, but at"
+        " least eight, and at most half of the memory",
     )
     tiers: tuple[TierConfig, ...] = Field(
-        (), max_length=1, description="where prefixes are kept that leave the KV memory; default: nowhere"
+        (), max_length=1, description="storage for prefixes that leave the KV memory; default: none"
     )
 
 
 class StepLogConfig(Settings):
     """A record of every step's decisions, for `python -m benchmarks.engine.replay`."""
 
-    path: str | None = Field(None, min_length=1, description="its folder; default: no record")
+    path: str | None = Field(None, min_length=1, description="folder of the record; default: no record")
     record_prompts: bool = Field(
-        True, description="prompts and outputs as token ids; else lengths and hashes, for replays without a model"
+        True, description="record token ids; if false, record lengths and hashes only, for replays without a model"
     )
     max_megabytes: int = Field(
-        1024, ge=16, le=1_000_000, description="MB of the folder, at most; the oldest files are deleted"
+        1024, ge=16, le=1_000_000, description="maximum size of the folder in MB; the oldest files are deleted"
     )
 
 
 class SpeculationConfig(Settings):
-    """Drafts of the next tokens, which one step checks."""
+    """Speculation: the next tokens are drafted, and one step verifies all tokens of a draft."""
 
     method: Literal["lookup", "draft_model", "off"] = Field(
         "off",
-        description="lookup: what followed the same tokens before, and what grammars force; draft_model: what a"
-        " smaller model draws, on CPUs only; off: only what a request's `prediction` has",
+        description="source of drafts. lookup: tokens that followed the same tokens before, and tokens that a grammar"
+        " forces; draft_model: tokens of a smaller model, on CPUs only; off: only the `prediction` of a request",
     )
     model: str | None = Field(
         None,
         min_length=1,
-        description="folder, GGUF file or hub id of a draft model with the same tokens; type, quantization and "
-        "threads are the model's",
+        description="folder, GGUF file or hub id of a draft model with the same tokens; number type, quantization "
+        "and threads are those of the served model",
     )
 
     @model_validator(mode="after")
@@ -166,7 +166,7 @@ class SpeculationConfig(Settings):
 
 
 class EngineConfig(Settings):
-    """Everything one engine needs."""
+    """All settings of one engine."""
 
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
@@ -182,7 +182,7 @@ class EngineConfig(Settings):
 
     @property
     def of_draft_model(self) -> EngineConfig | None:
-        """The settings with which the draft model is loaded; None where there is none."""
+        """The settings for loading the draft model, or None without a draft model."""
         path = self.speculation.model
         if path is None:
             return None
@@ -191,6 +191,6 @@ class EngineConfig(Settings):
 
     @property
     def model_paths(self) -> dict[str, str]:
-        """The folders, files or hub ids of all its models, by setting."""
+        """The folders, files or hub ids of the served model and the draft model, by setting."""
         draft = self.speculation.model
         return {"model.path": self.model.path} | ({} if draft is None else {"speculation.model": draft})

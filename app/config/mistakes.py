@@ -1,4 +1,4 @@
-"""What is wrong with a config, in one line for each mistake: the path, the value, the fix."""
+"""Messages for the mistakes in a config, one line for each mistake: the path, the value, the fix."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from app.config.tree import branches_of, branches_within, choice_of, leaves, nam
 
 
 def mistakes_of(error: ValidationError, root: type[BaseModel], *, at: str = "") -> list[str]:
-    """The lines, such as `models[0].engine.scheduler.max_running: got 0; must be greater than or equal to 1`.
+    """Return lines such as `models[0].engine.scheduler.max_running: got 0; must be greater than or equal to 1`.
 
-    `root`: the branch that was validated. `at`: its own path, which the lines begin with.
+    `root`: the branch that was validated. `at`: the path of that branch, with which the lines begin.
     """
     details = error.errors(include_url=False)
-    # Without echoes: pydantic also calls a list too short when its only entry has a mistake.
+    # If the only entry of a list has a mistake, pydantic also reports that the list is too short.
     parents = {detail["loc"][:depth] for detail in details for depth in range(len(detail["loc"]))}
     causes = [detail for detail in details if detail["type"] != "too_short" or detail["loc"] not in parents]
     return [_in_words(detail, root, at) for detail in causes]
 
 
 def shown(value: object) -> str:
-    """A value that was given, shortened."""
+    """Return the repr of a value, shortened to 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -35,7 +35,7 @@ def _in_words(detail: ErrorDetails, root: type[BaseModel], at: str) -> str:
     where = (at + _path(_without_kinds(detail["loc"], root))).lstrip(".")
     if detail["type"] == "extra_forbidden":
         return f"{where}: no such setting{_suggestion(detail['loc'], root)}"
-    if detail["type"] == "value_error":  # a check of ours: its message has the values and the fix
+    if detail["type"] == "value_error":  # messages of Carousel's own checks have the values and the fix
         text = detail["msg"].removeprefix("Value error, ")
         return f"{where}: {text}" if where else text
     text = detail["msg"].replace("Input should be", "must be").replace("Input should", "must")
@@ -47,7 +47,7 @@ def _path(location: Iterable[int | str]) -> str:
 
 
 def _without_kinds(location: Iterable[int | str], root: type[BaseModel]) -> list[int | str]:
-    """Behind a choice by name, pydantic adds the name to the path of its parameters; a config file does not."""
+    """Remove the kinds that pydantic adds to the path after a choice by name; a config file does not have them."""
     known, kept = dict(leaves(root)), list[int | str]()
     for part in location:
         choice = known.get(re.sub(r"\[\d+\]", "[]", _path(kept)).lstrip("."))
@@ -64,15 +64,15 @@ def _suggestion(location: tuple[int | str, ...], root: type[BaseModel]) -> str:
         elif isinstance(branch, type) and issubclass(branch, BaseModel):
             field = branch.model_fields[part]
             inner = branches_of(field)
-            branch = inner[0] if field.default is None and inner else field.annotation  # it may be left out
-        else:  # one of several kinds, by its name
+            branch = inner[0] if field.default is None and inner else field.annotation  # an optional branch
+        else:  # the name of one of several kinds
             branch = next(kind for kind in branches_within(branch) if choice_of(kind) == part)
     assert issubclass(branch, BaseModel), "only a branch of settings can have an extra field"
     return suggestion(str(location[-1]), branch.model_fields)
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence about a name that is not known: the one that is meant, or all there are."""
+    """Return the end of a message about an unknown name: the most similar known name, or all known names."""
     names = list(known)
     close = difflib.get_close_matches(name, names, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(names)}"

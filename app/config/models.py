@@ -1,4 +1,4 @@
-"""The settings of one model that is served: its names, its engine and its replicas."""
+"""The settings of one served model: its names, its engine and its replicas."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from app.config.scheduler import SchedulerConfig
 
 
 class PricesConfig(Settings):
-    """What a million tokens cost, in any currency: the same for all models and budgets."""
+    """Prices of a million tokens, in any currency. All models and budgets must use the same currency."""
 
-    input: float = Field(0.0, ge=0, le=10**9, description="of a million prompt tokens")
+    input: float = Field(0.0, ge=0, le=10**9, description="price of a million prompt tokens")
     cached_input: float | None = Field(
-        None, ge=0, le=10**9, description="of a million prompt tokens that were cached; default: as `input`"
+        None, ge=0, le=10**9, description="price of a million cached prompt tokens; default: the price of `input`"
     )
-    output: float = Field(0.0, ge=0, le=10**9, description="of a million output tokens")
+    output: float = Field(0.0, ge=0, le=10**9, description="price of a million output tokens")
 
     def cost(self, *, num_prompt_tokens: int, num_cached_tokens: int = 0, num_output_tokens: int) -> float:
-        """Of these tokens; the cached ones are among those of the prompts."""
+        """Return the cost of these tokens. `num_prompt_tokens` includes the cached tokens."""
         cached = self.input if self.cached_input is None else self.cached_input
         of_prompts = self.input * (num_prompt_tokens - num_cached_tokens) + cached * num_cached_tokens
         return (of_prompts + self.output * num_output_tokens) / 1e6
@@ -33,25 +33,25 @@ class PricesConfig(Settings):
 class ServedModelConfig(Settings):
     """A model, its engine and its replicas."""
 
-    name: Name = Field("demo", description="what a client sends as `model`")
-    aliases: tuple[Name, ...] = Field((), max_length=64, description="other names for it")
+    name: Name = Field("demo", description="name that clients send as `model`")
+    aliases: tuple[Name, ...] = Field((), max_length=64, description="other names of the model")
     tool_parser: Literal[
         "auto", "none", "hermes", "llama3", "mistral", "qwen3_coder", "lfm2", "granite", "nemotron", "gemma4"
-    ] = Field("auto", description="format of tool calls; auto: the chat template's, if it is one of these")
+    ] = Field("auto", description="format of tool calls; auto: the format of the chat template, if listed here")
     pooling: Literal["auto", "last", "mean", "cls", "none"] = Field(
         "auto",
-        description="an embedding: the hidden state of the last token, the mean of all, the first of an "
-        "encoder, or none; auto: by 1_Pooling/config.json, else last, of an encoder mean",
+        description="hidden state for embeddings: of the last token, the mean of all tokens, of an encoder's first "
+        "token, or none; auto: by 1_Pooling/config.json; without this file mean for encoders, last for other models",
     )
     deadline_s: float | None = Field(
         None,
         gt=0,
         le=86_400,
-        description="seconds for a request without its own `deadline_s`, waiting included; not for background "
-        "requests; default: no limit",
+        description="deadline in seconds, including waiting, of a request without its own `deadline_s`; background "
+        "requests have none; default: no limit",
     )
     adapters: dict[Name, str] = Field(
-        {}, max_length=1024, description="LoRA adapters: a folder or hub id by the name that clients send as `model`"
+        {}, max_length=1024, description="LoRA adapters: folder or hub id by the name that clients send as `model`"
     )
     prices: PricesConfig = PricesConfig()
     engine: EngineConfig = EngineConfig()
@@ -59,24 +59,24 @@ class ServedModelConfig(Settings):
 
     @property
     def engine_with_adapters(self) -> EngineConfig:
-        """The engine's settings; where adapters are configured, so is how many are in memory at once."""
+        """The engine's settings, with `max_loaded_adapters` set if adapters are configured."""
         if not self.adapters or self.engine.model.max_loaded_adapters is not None:
             return self.engine
         return self.engine.with_setting("model.max_loaded_adapters", MAX_LOADED_ADAPTERS)
 
     def scheduler_of(self, group: str) -> SchedulerConfig:
-        """The scheduler's settings on the replicas of a group; the engine's for "" and for a group there is not."""
+        """Return the scheduler's settings for a group's replicas; the engine's settings for "" and unknown groups."""
         changes = next((each.scheduler for each in self.replicas.groups if each.name == group), {})
         return self.engine.scheduler.changed(changes)
 
     @property
     def deployment_name(self) -> str:
-        """Its Serve deployment; Serve forbids some of what model names may have."""
+        """The name of the model's Serve deployment, without characters that Serve does not allow."""
         return "replica-" + re.sub(r"[^A-Za-z0-9_.-]", "-", self.name)
 
     @property
     def all_names(self) -> tuple[str, ...]:
-        """Its name, its aliases and the names of its adapters."""
+        """The name, the aliases and the names of the adapters."""
         return self.name, *self.aliases, *self.adapters
 
     @model_validator(mode="after")
@@ -90,7 +90,7 @@ class ServedModelConfig(Settings):
                 raise ValueError(f"{mistakes_of(error, SchedulerConfig, at=where)[0]}") from error
             if scheduler.max_requests > max_requests:
                 raise ValueError(
-                    f"{where}: max_running + max_waiting is {scheduler.max_requests:,}; the model's replicas take "
-                    f"{max_requests:,} by engine.scheduler: raise it there"
+                    f"{where}: max_running + max_waiting is {scheduler.max_requests:,}, but the model's replicas "
+                    f"take {max_requests:,} by engine.scheduler: raise the limits there"
                 )
         return self

@@ -11,10 +11,10 @@ from app.config.scheduler import Preset
 
 
 class RankingStepConfig(Settings):
-    """What the steps have in common that choose documents."""
+    """Base class of the steps that choose documents."""
 
-    model: Name = Field(description="a model with embeddings, or for rerank a cross-encoder")
-    top_n: int = Field(4, ge=1, le=1000, description="documents kept, at most")
+    model: Name = Field(description="model with embeddings, or for rerank a cross-encoder")
+    top_n: int = Field(4, ge=1, le=1000, description="maximum number of documents to keep")
 
 
 class RerankStepConfig(RankingStepConfig):
@@ -24,14 +24,14 @@ class RerankStepConfig(RankingStepConfig):
 
 
 class EmbedStepConfig(RankingStepConfig):
-    """Keeps the best documents by the cosines of embeddings, of the request or of an index."""
+    """Keeps the best documents, of the request or of an index, by the cosine similarity of embeddings."""
 
     kind: Literal["embed"] = "embed"
     index: str | None = Field(
         None,
         min_length=1,
-        description="file of documents, in each line a JSON object with `text` and optionally `id`; default: "
-        "the request's documents",
+        description="file of documents; each line is a JSON object with `text` and optionally `id`; default: the "
+        "documents of the request",
     )
 
 
@@ -39,23 +39,23 @@ class GenerateStepConfig(Settings):
     """A model answers."""
 
     kind: Literal["generate"] = "generate"
-    model: Name = Field(description="a model, or another pipeline")
+    model: Name = Field(description="model or other pipeline that answers")
 
 
 class CascadeStepConfig(Settings):
-    """A small model answers where it was sure, else a large one."""
+    """A small model answers first. If the small model was not sure, a large model answers instead."""
 
     kind: Literal["cascade"] = "cascade"
     small: Name = Field(description="model or pipeline that answers first")
-    large: Name = Field(description="the one that answers when `small` was not sure")
+    large: Name = Field(description="model or pipeline that answers if `small` was not sure")
     min_mean_logprob: float = Field(
-        -1.0, ge=-100, le=0, description="mean log-probability of the tokens of `small` from which on it was sure"
+        -1.0, ge=-100, le=0, description="`small` was sure if the mean log-probability of its tokens is at least this"
     )
 
     @model_validator(mode="after")
     def _there_are_two(self) -> CascadeStepConfig:
         if self.small == self.large:
-            raise ValueError(f"small and large are both {self.small!r}; name two")
+            raise ValueError(f"small and large are both {self.small!r}; name two different models")
         return self
 
 
@@ -66,45 +66,45 @@ class EnsembleStepConfig(Settings):
     models: tuple[Name, ...] = Field(min_length=2, max_length=16, description="models or pipelines")
     choose: Literal["vote", "logprob"] = Field(
         "vote",
-        description="vote: the most frequent text, of several the likeliest; logprob: the answer with the "
-        "highest mean log-probability",
+        description="vote: the most frequent text, or the likeliest one of several equally frequent texts; logprob: "
+        "the answer with the highest mean log-probability",
     )
 
 
 class RouteCaseConfig(Settings):
-    """It takes requests that no case before it takes."""
+    """A case of a route. A case takes the requests that fit it and no earlier case."""
 
     model: Name = Field(description="model or pipeline that answers")
-    preset: Preset | None = Field(None, description="only replicas of groups with this preset")
-    max_prompt_tokens: int | None = Field(None, ge=1, description="by length: tokens of the prompt, at most")
+    preset: Preset | None = Field(None, description="use only replicas of groups with this preset")
+    max_prompt_tokens: int | None = Field(None, ge=1, description="for length: maximum tokens of the prompt")
     values: tuple[str, ...] = Field(
-        (), max_length=256, description="by header: its values; by classifier: the model's labels, instead of examples"
+        (), max_length=256, description="for header: its values; for classifier: labels of the model, not examples"
     )
-    examples: tuple[str, ...] = Field((), max_length=64, description="by classifier: texts of this kind")
-    description: str | None = Field(None, min_length=1, description="by decision: which requests it is for, in words")
+    examples: tuple[str, ...] = Field((), max_length=64, description="for classifier: example texts of the case")
+    description: str | None = Field(None, min_length=1, description="for decision: the requests of the case in words")
 
 
 class RouteStepConfig(Settings):
-    """The first case that a request fits says which model answers, before anything of the answer is queued."""
+    """Chooses the model that answers by the first case that a request fits, before the answer is queued."""
 
     kind: Literal["route"] = "route"
     by: Literal["length", "header", "classifier", "decision"] = Field(
-        description="length of the prompt, a header, or the last text: the example nearest to it, a model's label for "
-        "it, or the description that a model chooses for it"
+        description="length: the prompt's length; header: a header of the request; classifier: the example nearest to "
+        "the last text, or a model's label for this text; decision: the description that a model chooses for this text"
     )
-    header: str | None = Field(None, pattern=r"^[a-z0-9-]+$", description="by header: its name, in lower case")
+    header: str | None = Field(None, pattern=r"^[a-z0-9-]+$", description="for header: its name, in lower case")
     classifier: Name | None = Field(
-        None, description="by classifier: a model with embeddings, or one with labels; by decision: one that generates"
+        None, description="for classifier: model with embeddings or labels; for decision: model that generates text"
     )
     cases: tuple[RouteCaseConfig, ...] = Field(
         min_length=2,
         max_length=64,
-        description="in order; the last is for all others, except with examples and descriptions",
+        description="cases in order; the last takes all other requests, unless cases have examples or descriptions",
     )
 
     @property
     def has_labels(self) -> bool:
-        """Whether its classifier gives labels, which the cases name; else they have examples."""
+        """Whether the classifier is a model with labels, which the cases list in `values` instead of examples."""
         return self.classifier is not None and bool(self.cases[0].values)
 
     @model_validator(mode="after")
@@ -116,15 +116,15 @@ class RouteStepConfig(Settings):
         for name, kinds in (("header", ["header"]), ("classifier", ["classifier", "decision"])):
             if (getattr(self, name) is None) == (self.by in kinds):
                 asked = " or ".join(kinds)
-                raise ValueError(f"{name} is for a route by {asked}, which needs it, and this one is by {self.by}")
+                raise ValueError(f"only a route by {asked} has a {name} and needs it; this route is by {self.by}")
         for index, case in enumerate(self.cases):
             is_for_others = index == len(self.cases) - 1 and condition not in ("examples", "description")
             given = [name for name in dict.fromkeys(conditions.values()) if getattr(case, name)]
             wanted = [] if is_for_others else [condition]
             if given != wanted:
                 raise ValueError(
-                    f"cases[{index}] has {', '.join(given) or 'no condition'}; of a route by {self.by} it "
-                    f"{'is for all others and has none' if is_for_others else f'has {condition}'}"
+                    f"cases[{index}] has {', '.join(given) or 'no condition'}; in a route by {self.by}, this case must "
+                    f"{'have no condition and takes all other requests' if is_for_others else f'have {condition}'}"
                 )
         return self
 
@@ -139,40 +139,40 @@ PipelineStep = Annotated[
 
 
 class PipelineConfig(Settings):
-    """Steps under one name: the last one answers, those before it choose documents."""
+    """Steps under one name. The last step answers; the steps before it choose documents."""
 
-    name: Name = Field(description="what a client sends as `model`")
-    steps: tuple[PipelineStep, ...] = Field(min_length=1, max_length=16, description="in their order")
+    name: Name = Field(description="name that clients send as `model`")
+    steps: tuple[PipelineStep, ...] = Field(min_length=1, max_length=16, description="steps in the order of execution")
 
     @model_validator(mode="after")
     def _the_last_step_answers(self) -> PipelineConfig:
         *earlier, last = self.steps
         for index, step in enumerate(earlier):
             if index and isinstance(step, EmbedStepConfig) and step.index is not None:
-                raise ValueError(f"steps[{index}]: an index is for the first step: it replaces the documents before it")
+                raise ValueError(f"steps[{index}]: only the first step may have an index, which replaces all documents")
             if isinstance(step, AnsweringStepConfig):
                 raise ValueError(
-                    f"steps[{index}]: {step.kind} answers, so no step comes behind it; make it the last, or name this "
-                    f"pipeline in a step of another"
+                    f"steps[{index}]: {step.kind} answers, so no step may follow; make it the last step, or name this "
+                    f"pipeline in a step of another pipeline"
                 )
         if not isinstance(last, AnsweringStepConfig):
             raise ValueError(
-                f"steps[{len(earlier)}]: {last.kind} is the last step and does not answer; add a step behind it, such "
+                f"steps[{len(earlier)}]: {last.kind} is the last step and does not answer; add a step after it, such "
                 f"as {{kind: generate, model: ...}}"
             )
         return self
 
 
 class NamedByStep(NamedTuple):
-    """A model, by its name, an alias or an adapter, or a pipeline that a step runs."""
+    """A model or a pipeline that a step runs."""
 
-    field: str  # that names it
-    name: str
-    answers: bool  # else it ranks or classifies, which only models do
+    field: str  # the field of the step that has the name
+    name: str  # of a model, an alias, an adapter or a pipeline
+    answers: bool  # False: the model ranks or classifies, which a pipeline cannot do
 
 
 def named_by(step: PipelineStepConfig) -> list[NamedByStep]:
-    """The models and pipelines that a step runs."""
+    """Return the models and pipelines that a step runs."""
     match step:
         case CascadeStepConfig():
             return [NamedByStep("small", step.small, True), NamedByStep("large", step.large, True)]

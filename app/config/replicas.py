@@ -1,4 +1,4 @@
-"""How many replicas of an engine run, on what, and how requests reach them."""
+"""The settings of replicas: their number, their devices and the dispatch of requests to them."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from app.config.base import Name, Settings, repeated
 
 
 class GroupConfig(Settings):
-    """An arm of an A/B trial: a share of the requests, replicas and settings of its own."""
+    """An arm of an A/B trial, with a share of the requests, its own replicas and its own settings."""
 
-    name: Name = Field("a", description="for the header `x-carousel-group`")
+    name: Name = Field("a", description="name of the group, for the header `x-carousel-group`")
     share: float = Field(1.0, gt=0, le=1e6, description="weight among the groups, for requests and replicas")
-    scheduler: dict[str, Any] = Field({}, description="settings that differ from `engine.scheduler`")
+    scheduler: dict[str, Any] = Field({}, description="settings that override those of `engine.scheduler`")
 
 
 class RolesConfig(Settings):
-    """Replicas that compute long prompts, and others that go on with their requests."""
+    """Separate replicas for the prefill of long prompts and for decode."""
 
-    prefill: int = Field(1, ge=1, le=1024, description="replicas that compute long prompts")
-    decode: int = Field(1, ge=1, le=1024, description="replicas for short prompts and all further tokens")
+    prefill: int = Field(1, ge=1, le=1024, description="number of replicas that compute long prompts")
+    decode: int = Field(1, ge=1, le=1024, description="number of replicas for short prompts and for decode")
 
 
 class AutoscalingConfig(Settings):
-    """How many replicas there are, by outstanding work and KV memory in use."""
+    """Adapts the number of replicas to the outstanding work and the KV memory in use."""
 
     mode: Literal["act", "advise"] = Field(
-        "act", description="advise: their number stays num_replicas; how many it would be is reported with the reason"
+        "act", description="act: change the number of replicas; advise: only report the better number and the reason"
     )
-    min_replicas: int = Field(1, ge=0, le=1024, description="at least; 0: none while there is nothing to do")
-    max_replicas: int = Field(4, ge=1, le=1024, description="at most")
+    min_replicas: int = Field(1, ge=0, le=1024, description="minimum number of replicas; 0: none without requests")
+    max_replicas: int = Field(4, ge=1, le=1024, description="maximum number of replicas")
     target_s: float = Field(
         2.0,
         gt=0,
         le=86_400,
-        description="seconds of work for each replica: tokens of prompts and outputs still to compute, by its speed",
+        description="target seconds of work per replica: remaining prompt and output tokens divided by its speed",
     )
     downscale_delay_s: float = Field(
-        120.0, ge=0, le=86_400, description="seconds of too little load before there are fewer"
+        120.0, ge=0, le=86_400, description="seconds of low load before the number of replicas is lowered"
     )
     scale_to_zero_after_s: float = Field(
-        600.0, ge=0, le=86_400, description="seconds without a request before the last replica goes"
+        600.0, ge=0, le=86_400, description="seconds without a request before the last replica is stopped"
     )
 
     @model_validator(mode="after")
@@ -53,60 +53,60 @@ class AutoscalingConfig(Settings):
 
 
 class ReplicasConfig(Settings):
-    """How many copies of an engine run, on what, and which gets a request."""
+    """The number of replicas of an engine, their devices, and the dispatch of requests."""
 
-    num_replicas: int = Field(2, ge=1, le=1024, description="engines of this model; with autoscaling, at first")
-    autoscaling: AutoscalingConfig | None = Field(None, description="their number follows the load; default: fixed")
-    num_cpus: float = Field(0.5, gt=0, description="CPUs Ray reserves for each")
-    num_gpus: float = Field(0, ge=0, description="GPUs Ray reserves for each")
+    num_replicas: int = Field(2, ge=1, le=1024, description="number of replicas; with autoscaling, the first number")
+    autoscaling: AutoscalingConfig | None = Field(None, description="number follows the load; default: fixed number")
+    num_cpus: float = Field(0.5, gt=0, description="CPUs that Ray reserves for each replica")
+    num_gpus: float = Field(0, ge=0, description="GPUs that Ray reserves for each replica")
     tensor_parallel: int = Field(
         1,
         ge=1,
         le=64,
-        description="devices that compute each step together; Ray reserves as much for each",
+        description="number of devices that compute each step together; Ray reserves num_cpus and num_gpus for each",
     )
     dispatch: Literal["round_robin", "least_loaded", "prefix_affinity"] = Field(
         "least_loaded",
-        description="least_loaded: to the replica that would be done first; round_robin: to each in turn; "
-        "prefix_affinity: to the longest cached beginning of the prompt",
+        description="replica that gets a request. least_loaded: the replica that would finish first; round_robin: each "
+        "in turn; prefix_affinity: the replica with the longest cached prefix of the prompt",
     )
     roles: RolesConfig | None = Field(
-        None, description="prompts and further tokens on replicas of their own; default: all do both"
+        None, description="separate replicas for prefill and decode; default: every replica does both"
     )
     groups: tuple[GroupConfig, ...] = Field((), max_length=64, description="arms of an A/B trial")
     fetch_prefixes: bool | None = Field(
         None,
-        description="a replica fetches the beginning of a prompt from another one where that is quicker; default: on "
-        "CPUs and with roles",
+        description="whether replicas fetch a cached prefix from another replica if that is faster than prefill; "
+        "default: on CPUs and with roles",
     )
-    drain_timeout_s: float = Field(120.0, gt=0, description="seconds a stopping replica may finish what it has")
+    drain_timeout_s: float = Field(120.0, gt=0, description="seconds in which a stopping replica finishes its requests")
     max_surge_percent: int = Field(
         0,
         ge=0,
         le=100,
-        description="further replicas during an update, of all, rounded up: an old one stops when a new one serves; 0: "
-        "an old one stops first",
+        description="extra replicas during an update, in percent of all replicas, rounded up: an old replica stops "
+        "after a new one is ready; 0: an old replica stops first",
     )
     silence_timeout_s: float = Field(
-        3.0, ge=0.2, le=3600, description="seconds without a sign of life until a replica counts as lost"
+        3.0, ge=0.2, le=3600, description="seconds of silence until a replica counts as lost"
     )
     step_timeout_s: float = Field(
         60.0, gt=0, le=86_400, description="seconds of one step until its replica counts as hung"
     )
     place_timeout_s: float = Field(
-        30.0, gt=0, le=86_400, description="seconds a request waits for a replica while there is none"
+        30.0, gt=0, le=86_400, description="seconds that a request waits for a replica if no replica is ready"
     )
     sleep_after_s: float | None = Field(
         None,
         ge=0,
         le=86_400,
-        description="seconds without a request until a replica gives up the memory of weights and KV; default: never",
+        description="seconds without a request until a replica frees its weights and KV memory; default: never",
     )
     device_memory_gib: float | None = Field(
         None,
         gt=0,
-        description="GiB of all replicas with `sleep_after_s` on a GPU, or on a machine's CPUs; those that do "
-        "not fit take turns; default: 90% of what there is",
+        description="memory in GiB for all replicas with `sleep_after_s` on a GPU, or on a machine's CPUs; replicas "
+        "that do not fit take turns; default: 90% of the memory",
     )
 
     @model_validator(mode="after")
@@ -129,11 +129,11 @@ class ReplicasConfig(Settings):
         number = roles.prefill + roles.decode
         if not self.is_elastic and number != self.num_replicas:
             raise ValueError(
-                f"roles are for {roles.prefill} + {roles.decode} replicas and num_replicas={self.num_replicas}: set it "
-                f"to {number}"
+                f"roles are for {roles.prefill} + {roles.decode} replicas, but num_replicas={self.num_replicas}: set "
+                f"num_replicas to {number}"
             )
         if self.is_elastic and min(self.initial_replicas, self.min_replicas) < 2:
-            raise ValueError("roles need 2 replicas at least: raise num_replicas and autoscaling.min_replicas")
+            raise ValueError("roles need at least 2 replicas: raise num_replicas and autoscaling.min_replicas")
         for has, what in (
             (self.groups, "groups"),
             (self.tensor_parallel > 1, f"tensor_parallel={self.tensor_parallel}"),
@@ -141,8 +141,8 @@ class ReplicasConfig(Settings):
         ):
             if has:
                 raise ValueError(
-                    f"roles and {what}: replicas with roles fetch KV memory from one another, all alike, in one "
-                    f"process each; remove one of the two"
+                    f"roles and {what}: replicas with roles have equal settings and one process each, and fetch KV "
+                    f"memory from one another; remove one of the two"
                 )
         return self
 
@@ -155,46 +155,46 @@ class ReplicasConfig(Settings):
             )
         if self.device_memory_gib is not None and self.sleep_after_s is None:
             raise ValueError(
-                f"device_memory_gib={self.device_memory_gib:g} is for replicas that sleep: set sleep_after_s too"
+                f"device_memory_gib={self.device_memory_gib:g} is for replicas that sleep: also set sleep_after_s"
             )
         return self
 
     @property
     def reserved_cpus(self) -> float:
-        """What Ray reserves for one replica."""
+        """The CPUs that Ray reserves for all devices of one replica."""
         return self.num_cpus * self.tensor_parallel
 
     @property
     def reserved_gpus(self) -> float:
-        """What Ray reserves for one replica."""
+        """The GPUs that Ray reserves for all devices of one replica."""
         return self.num_gpus * self.tensor_parallel
 
     @property
     def gpu_share(self) -> float:
-        """The part of a GPU's memory that is one replica's: two with `num_gpus: 0.5` have half a card each."""
+        """The part of a GPU's memory that one replica may use. With `num_gpus: 0.5`, a replica has half a GPU."""
         return min(1.0, self.num_gpus or 1.0)
 
     @property
     def is_elastic(self) -> bool:
-        """Whether their number changes by itself."""
+        """Whether autoscaling changes the number of replicas."""
         return self.autoscaling is not None and self.autoscaling.mode == "act"
 
     @property
     def min_replicas(self) -> int:
-        """As few as there can ever be."""
+        """The smallest possible number of replicas."""
         return self.autoscaling.min_replicas if self.autoscaling and self.is_elastic else self.num_replicas
 
     @property
     def max_replicas(self) -> int:
-        """As many as there can ever be."""
+        """The largest possible number of replicas."""
         return self.autoscaling.max_replicas if self.autoscaling and self.is_elastic else self.num_replicas
 
     @property
     def initial_replicas(self) -> int:
-        """As many as there are at first: at least one, for the ingress asks it what the model allows."""
+        """The number of replicas at the start: at least one, because the ingress asks a replica for the model info."""
         return min(max(self.num_replicas, self.min_replicas), self.max_replicas)
 
     @property
     def may_sleep(self) -> bool:
-        """Whether there may be none while there is nothing to do."""
+        """Whether the number of replicas may fall to zero while no requests arrive."""
         return self.min_replicas == 0

@@ -14,10 +14,10 @@ from app.config.removed import refuse_removed
 
 
 class WholeBatchesConfig(Settings):
-    """What the strategies have in common that form batches."""
+    """Base class of the strategies that form whole batches."""
 
-    batch_size: int = Field(8, ge=1, le=4096, description="sequences in one batch; of adaptive, at most")
-    max_wait_ms: float = Field(50.0, ge=0, le=600_000, description="ms after which a batch goes, full or not")
+    batch_size: int = Field(8, ge=1, le=4096, description="sequences in one batch; for adaptive, the maximum")
+    max_wait_ms: float = Field(50.0, ge=0, le=600_000, description="ms after which a batch starts, full or not")
 
 
 class StaticConfig(WholeBatchesConfig):
@@ -27,23 +27,23 @@ class StaticConfig(WholeBatchesConfig):
 
 
 class DynamicConfig(WholeBatchesConfig):
-    """Static, with a bound on a batch's prompt tokens: a time window."""
+    """Like static, with a limit of the prompt tokens in one batch."""
 
     name: Literal["dynamic"] = "dynamic"
-    max_batch_tokens: int = Field(4096, ge=1, le=10_000_000, description="prompt tokens of one batch, at most")
+    max_batch_tokens: int = Field(4096, ge=1, le=10_000_000, description="maximum prompt tokens in one batch")
 
 
 class BucketedConfig(WholeBatchesConfig):
-    """Only prompts of one length class share a batch: selective batching by length."""
+    """Selective batching by length: only prompts of one length class share a batch."""
 
     name: Literal["bucketed"] = "bucketed"
-    # Each class holds prompts of up to twice the length of the one before, so that a batch takes at most twice as long
-    # as its shortest prompt needs.
+    # Each class has prompts of up to twice the length of the class before, so that a batch takes at most twice the time
+    # of its shortest prompt.
     bounds: tuple[Annotated[int, Field(ge=1, le=10_000_000)], ...] = Field(
         (64, 128, 256, 512, 1024, 2048),
         min_length=1,
         max_length=64,
-        description="tokens of the longest prompt of each length class, rising; longer prompts are one class more",
+        description="maximum prompt tokens of each length class, rising; longer prompts form one more class",
     )
 
     @field_validator("bounds")
@@ -56,30 +56,30 @@ class BucketedConfig(WholeBatchesConfig):
 
 
 class SortedConfig(WholeBatchesConfig):
-    """The request that has waited longest, with those of the nearest prompt lengths."""
+    """A batch has the request that has waited longest and the requests with the nearest prompt lengths."""
 
     name: Literal["sorted"] = "sorted"
 
 
 class AdaptiveConfig(WholeBatchesConfig):
-    """Dynamic, with a batch size that follows the latency of the batches before."""
+    """Like dynamic, with a batch size that adapts to the latency of earlier batches."""
 
     name: Literal["adaptive"] = "adaptive"
-    batch_size: int = Field(32, ge=1, le=4096, description="sequences in one batch; of adaptive, at most")
-    target_latency_ms: float = Field(2000.0, gt=0, le=3_600_000, description="ms that a batch should take")
+    batch_size: int = Field(32, ge=1, le=4096, description="sequences in one batch; for adaptive, the maximum")
+    target_latency_ms: float = Field(2000.0, gt=0, le=3_600_000, description="target latency of a batch in ms")
 
 
 class ContinuousConfig(Settings):
-    """At every step, as slots, blocks and the token budget allow."""
+    """Requests join at every step if slots, blocks and the token budget allow."""
 
     name: Literal["continuous"] = "continuous"
 
 
 class HybridConfig(Settings):
-    """Continuous, with a share of the step's budget that prefill may take while anything decodes."""
+    """Like continuous, with a limit of prefill's share of a step's budget while a sequence decodes."""
 
     name: Literal["hybrid"] = "hybrid"
-    prefill_share: float = Field(0.5, gt=0, le=1, description="share of a step for prefill while anything decodes")
+    prefill_share: float = Field(0.5, gt=0, le=1, description="share of a step for prefill while a sequence decodes")
 
 
 StrategyConfig = (
@@ -88,31 +88,31 @@ StrategyConfig = (
 
 
 class FcfsConfig(Settings):
-    """By arrival."""
+    """The oldest request first."""
 
     name: Literal["fcfs"] = "fcfs"
 
 
 class SjfConfig(Settings):
-    """The least estimated work first; waiting buys priority."""
+    """The request with the least estimated work first; waiting raises a request's priority."""
 
     name: Literal["sjf"] = "sjf"
 
 
 class PriorityConfig(Settings):
-    """The lowest priority number first; ten seconds of waiting outweigh one class."""
+    """The lowest priority number first; ten seconds of waiting outweigh one priority class."""
 
     name: Literal["priority"] = "priority"
 
 
 class FairConfig(Settings):
-    """The tenant that has been served the fewest tokens first."""
+    """The tenant with the fewest served tokens first."""
 
     name: Literal["fair"] = "fair"
 
 
 class DeadlineConfig(Settings):
-    """Of each tenant the earliest deadline that can still be met first; between tenants as `fair`."""
+    """Within a tenant, the earliest deadline that can still be met first; between tenants as `fair`."""
 
     name: Literal["deadline"] = "deadline"
 
@@ -129,10 +129,10 @@ Policy = Annotated[
 
 
 class TargetsConfig(Settings):
-    """At least one of them."""
+    """Latency targets. At least one target must be set."""
 
-    ttft_p99_s: float | None = Field(None, gt=0, le=3600, description="seconds to the first token, at most")
-    itl_p99_ms: float | None = Field(None, gt=0, le=60_000, description="ms between two tokens of a request, at most")
+    ttft_p99_s: float | None = Field(None, gt=0, le=3600, description="maximum seconds to the first token")
+    itl_p99_ms: float | None = Field(None, gt=0, le=60_000, description="maximum ms between two tokens of a request")
 
     @model_validator(mode="after")
     def _there_is_one(self) -> TargetsConfig:
@@ -142,8 +142,8 @@ class TargetsConfig(Settings):
 
 
 Preset = Literal["latency", "throughput", "mixed", "batch"]
-# What each preset sets where the config says nothing; for the rest there are the defaults. Measured on two cores of a
-# CPU: docs/results/strategies.md.
+# The values of each preset for settings that a config leaves out; the other settings have their defaults. The values
+# were measured on two CPU cores: docs/results/planning.md.
 PRESETS: dict[str, dict[str, Any]] = {
     "latency": {"max_running": 16, "max_waiting": 32, "max_step_tokens": 128, "prefill_chunk_tokens": 64},
     "throughput": {"max_running": 64, "max_waiting": 224},
@@ -153,42 +153,42 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 class SchedulerConfig(Settings):
-    """Limits of a step and of the queue, and their order."""
+    """Limits of a step and of the queue, and the order of requests."""
 
-    preset: Preset = Field("mixed", description="values for what is not set here")
-    strategy: Strategy = Field(ContinuousConfig(), description="when waiting requests may join")
+    preset: Preset = Field("mixed", description="set of default values for the limits below")
+    strategy: Strategy = Field(ContinuousConfig(), description="time at which waiting requests may join")
     policy: Policy = Field(
         FcfsConfig(),
-        description="which waiting request goes first; under priority, ten seconds of waiting outweigh one class",
+        description="order of waiting requests; with priority, ten seconds of waiting outweigh one priority class",
     )
-    max_running: int = Field(32, ge=1, le=4096, description="requests in one step, at most")
-    max_waiting: int = Field(256, ge=0, le=1_000_000, description="requests queued on one replica, at most")
+    max_running: int = Field(32, ge=1, le=4096, description="maximum number of requests in one step")
+    max_waiting: int = Field(256, ge=0, le=1_000_000, description="maximum number of queued requests on one replica")
     max_step_tokens: int = Field(
         512, ge=1, le=1_000_000, description="token budget of one step; if not set, at least max_running"
     )
-    prefill_chunk_tokens: int = Field(256, ge=1, le=1_000_000, description="tokens of one prompt in one step, at most")
+    prefill_chunk_tokens: int = Field(256, ge=1, le=1_000_000, description="maximum tokens of one prompt in one step")
     targets: TargetsConfig | None = Field(
         None,
-        description="99th percentiles to hold by lowering max_step_tokens, prefill_chunk_tokens and max_running",
+        description="99th percentiles to keep by lowering max_step_tokens, prefill_chunk_tokens and max_running",
     )
 
     @property
     def max_requests(self) -> int:
-        """Requests that one replica holds at once, running and waiting; background requests that yield do not count.
+        """The most running and waiting requests on one replica, without background requests that yield.
 
-        Serve's own limits are derived from it.
+        Ray Serve's own limits are derived from this number.
         """
         return self.max_running + self.max_waiting
 
     @property
     def version(self) -> str:
-        """The settings in a word: the names of preset, strategy and policy, and a hash of all values."""
-        values = self.model_dump_json(exclude={"preset"}, exclude_none=True)  # the preset is only a name of these
+        """An id of the settings: the names of the preset, the strategy and the policy, and a hash of all values."""
+        values = self.model_dump_json(exclude={"preset"}, exclude_none=True)  # the values include those of the preset
         digest = hashlib.blake2b(values.encode(), digest_size=4).hexdigest()
         return f"{self.preset}-{self.strategy.name}-{self.policy.name}-{digest}"
 
     def changed(self, changes: Mapping[str, Any]) -> SchedulerConfig:
-        """With other settings. What was set stays unless it is named; what a preset filled in follows another preset.
+        """Return a copy with these changes. Explicit settings stay; values from a preset follow a changed preset.
 
         Raises pydantic's ValidationError.
         """
@@ -205,7 +205,7 @@ class SchedulerConfig(Settings):
         config = validated(filled)
         if "max_step_tokens" not in given and config.max_step_tokens < config.max_running:
             config = validated(filled | {"max_step_tokens": config.max_running})
-        config.model_fields_set.intersection_update(given)  # what was asked, for `changed`
+        config.model_fields_set.intersection_update(given)  # `changed` needs the explicit settings
         if config.max_step_tokens < config.max_running:
             by_preset = "" if "max_running" in given else f", which preset {config.preset} sets"
             raise ValueError(

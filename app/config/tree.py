@@ -1,4 +1,4 @@
-"""Walks over the tree of settings: its leaves, its branches and the choices by name."""
+"""Walks over the tree of settings: the leaves, the branches and the choices by name."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pydantic.fields import FieldInfo
 
 
 def leaves(branch: type[BaseModel], path: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every setting below a branch of the tree, by its dotted path; `[]` marks a list of branches.
+    """Yield every setting below a branch of the tree with its dotted path; `[]` marks a list of branches.
 
-    Where there is a choice of branches, the choice itself is a setting and below it are the parameters of all kinds. So
-    is a branch that may be left out.
+    A choice of branches is a setting, and the parameters of all its kinds are settings below it. An optional branch is
+    a setting, as are the settings in it.
     """
     for name, field in branch.model_fields.items():
         inner = branches_of(field)
@@ -32,13 +32,12 @@ def leaves(branch: type[BaseModel], path: str = "") -> Iterator[tuple[str, Field
 
 
 def branches_of(field: FieldInfo) -> tuple[type[BaseModel], ...]:
-    """The branches a setting may hold: none for a plain value, several where there is a choice by name or kind."""
-
+    """Return the branches that a setting may hold: none for a plain value, several for a choice by name or kind."""
     return tuple(branches_within(field.annotation))
 
 
 def branches_within(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The branches that an annotation names."""
+    """Yield the branches that an annotation contains."""
     if get_origin(annotation) in (tuple, Union, UnionType):
         for inner in get_args(annotation):
             yield from branches_within(inner)
@@ -49,12 +48,12 @@ def branches_within(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def choice_of(kind: type[BaseModel]) -> str:
-    """What a branch is called where it is one of several."""
+    """Return the name or kind of a branch that is one of several."""
     return str(kind.model_fields[_choice_key(kind)].default)
 
 
 def parameters_of(kind: type[BaseModel]) -> dict[str, FieldInfo]:
-    """The settings of a branch that is one of several."""
+    """Return the settings of a branch that is one of several, without its name or kind."""
     return {name: field for name, field in kind.model_fields.items() if name != _choice_key(kind)}
 
 
@@ -63,6 +62,6 @@ def _choice_key(kind: type[BaseModel]) -> str:
 
 
 def names_of(field: FieldInfo) -> tuple[str, ...]:
-    """What may be chosen by name or kind where a setting holds one of several branches."""
+    """Return the names or kinds that a setting accepts if it holds one of several branches, else an empty tuple."""
     kinds = branches_of(field)
     return tuple(map(choice_of, kinds)) if len(kinds) > 1 else ()

@@ -30,7 +30,7 @@ from app.engine.policies import make_policy
 from app.engine.request import FinishReason, Request, SamplingParams, TokenDelta
 from app.engine.result_processor import ResultProcessor
 from app.engine.running import RunningSequences
-from app.engine.sequence import Sequence, SequenceStatus
+from app.engine.sequence import EngineSequence, SequenceStatus
 from app.engine.speculation.drafter import Drafter, add_drafts, hopes_for_drafts
 from app.engine.stats import SPEED_STEP_TOKENS, EngineStats, Totals
 from app.engine.step_times import Throughput
@@ -79,11 +79,11 @@ class Scheduler:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._takes_whole_prompts = takes_whole_prompts
         self._num_arrived = 0
-        self._sequences: dict[str, Sequence] = {}  # waiting and running, by request id
+        self._sequences: dict[str, EngineSequence] = {}  # waiting and running, by request id
         self._waiting = WaitingQueue(self._policy.new_queue, self._strategy.bucket_of)
         self._running = RunningSequences(pool)
         self.fetches = PrefixFetches(pool, store)
-        self._preempted: list[Sequence] = []  # sequences preempted since the last step was scheduled
+        self._preempted: list[EngineSequence] = []  # sequences preempted since the last step was scheduled
         self._ended: list[TokenDelta] = []  # deltas of sequences that ended without a step, until `update` returns them
         # The median: a higher estimate would refuse requests that could meet their deadlines.
         self._lengths = OutputLengths(by_median=True)
@@ -96,7 +96,7 @@ class Scheduler:
         self.last_step_s = 0.0  # duration of the last step
         # Time between the ends of the last two steps; after a pause, the time from the last step's begin to its end.
         self.last_gap_s = 0.0
-        self._goes_on_since: float | None = None  # the end of the last step, if requests continued after it
+        self._last_end_while_busy: float | None = None  # the end of the last step, if requests continued after it
         self._decision = SchedulingDecision()  # decision of the last `schedule`, until `take_decision`
 
     @property
@@ -134,7 +134,7 @@ class Scheduler:
         """
         assert request.request_id not in self._sequences, f"request {request.request_id} was added twice"
         num_expected_tokens = self._expected_tokens(request)
-        sequence = Sequence(
+        sequence = EngineSequence(
             request=request,
             arrival=self._num_arrived,
             arrived_at=now,
@@ -144,7 +144,7 @@ class Scheduler:
             adapter=adapter,
         )
         self._num_arrived += 1
-        sequence.have_window_groups(self.pool.num_groups - 1)
+        sequence.reset_window_tables(self.pool.num_groups - 1)
         if sequence.deadline_at is not None:
             self._deadlines.watch(
                 sequence,
@@ -156,7 +156,7 @@ class Scheduler:
         self._sequences[request.request_id] = sequence
         self._wait(sequence)
 
-    def _wait(self, sequence: Sequence) -> None:
+    def _wait(self, sequence: EngineSequence) -> None:
         """Queue a sequence. A sequence that has waited before returns to its old position."""
         self._waiting.push(sequence)
         sequence.order_key = self._policy.order_key(sequence)
@@ -165,7 +165,7 @@ class Scheduler:
         sampling = request.sampling
         if not (sampling.ends_at_eos or sampling.stop_token_ids):
             return sampling.max_tokens  # no token can end the output earlier
-        return self._lengths.expected(_kinds(request), at_least=sampling.min_tokens, at_most=sampling.max_tokens)
+        return self._lengths.expected(request.length_classes, at_least=sampling.min_tokens, at_most=sampling.max_tokens)
 
     def _end_token_ids(self, sampling: SamplingParams) -> frozenset[int]:
         """Return the tokens that end generation. Requests without their own stop tokens share one set."""
@@ -189,7 +189,7 @@ class Scheduler:
             self._finish(sequence)
         return [sequence.request.request_id for sequence in failed]
 
-    def fail_one(self, sequence: Sequence, error: CarouselError) -> None:
+    def fail_one(self, sequence: EngineSequence, error: CarouselError) -> None:
         """End one request of a batch while the other requests continue. The next `update` returns its last delta."""
         if not sequence.is_finished:
             self._totals.failed += 1
@@ -200,20 +200,20 @@ class Scheduler:
             self._totals.missed += 1
             self._finish_with(sequence, deadline_missed(sequence, now))
 
-    def _finish_with(self, sequence: Sequence, error: CarouselError) -> None:
+    def _finish_with(self, sequence: EngineSequence, error: CarouselError) -> None:
         delta = TokenDelta(sequence.request.request_id, (), FinishReason.ERROR, error=error)
         self._finish(sequence)
         self._ended.append(delta)
 
-    def _finish_complete(self, sequence: Sequence, num_generated: int) -> None:
+    def _finish_complete(self, sequence: EngineSequence, num_generated: int) -> None:
         """End a sequence that has its last token, and learn from its length."""
         self._totals.finished += 1
         self._finish(sequence)
-        self._lengths.learn(_kinds(sequence.request), num_generated)
+        self._lengths.learn(sequence.request.length_classes, num_generated)
         error = abs(sequence.num_predicted_tokens - num_generated)
         self._mean_length_error += 0.02 * (error - self._mean_length_error)  # averages about 50 requests
 
-    def _finish(self, sequence: Sequence) -> None:
+    def _finish(self, sequence: EngineSequence) -> None:
         """End a sequence. Called exactly once for every sequence."""
         del self._sequences[sequence.request.request_id]
         was_waiting = sequence.status is SequenceStatus.WAITING
@@ -239,7 +239,7 @@ class Scheduler:
         placeholders (see `commit_ahead`), and the batch may be empty although sequences run.
         """
         if not len(self._running):
-            self._goes_on_since = None
+            self._last_end_while_busy = None
         self._finish_overdue(now)
         for sequence in self.fetches.collect(now):
             self._wait(sequence)
@@ -250,7 +250,7 @@ class Scheduler:
             self._preempt(sequence)
         plan = self._strategy.plan(self._view(now, num_places))
         builder = self._new_builder(plan)
-        self._schedule_running(builder, self._taking_part(is_ahead=is_ahead))
+        self._schedule_running(builder, self._participants(is_ahead=is_ahead))
         num_running = len(builder.sequences)
         # A preemption for blocks means that memory is short: a sequence that joined now would be preempted next.
         wait_reason = WaitReason.BLOCKS if builder.has_preempted else self._admit(builder, plan, now)
@@ -260,8 +260,8 @@ class Scheduler:
             add_drafts(builder, self.drafter, self._running, is_short=is_short, max_rows=self._max_rows)
         if self.pool.states is not None:
             builder.give_states(self._running.state_path)
-        self._note_decision(joined, wait_reason)
-        return builder.build(began_at=now, has_waited=self._launches_ahead and not is_ahead)
+        self._record_decision(joined, wait_reason)
+        return builder.build(began_at=now, launched_alone=self._launches_ahead and not is_ahead)
 
     @property
     def _max_rows(self) -> int | None:
@@ -311,7 +311,7 @@ class Scheduler:
             first = [*first, self._waiting.peek(plan.bucket(0))]
         return any(not sequence.request.is_background for sequence in first)
 
-    def _note_decision(self, joined: list[Sequence], wait_reason: WaitReason) -> None:
+    def _record_decision(self, joined: list[EngineSequence], wait_reason: WaitReason) -> None:
         preempted, self._preempted = self._preempted, []
         num_waiting = len(self._waiting)
         self._decision = SchedulingDecision(
@@ -321,14 +321,14 @@ class Scheduler:
 
     # -- running sequences
 
-    def _taking_part(self, *, is_ahead: bool) -> list[Sequence]:
+    def _participants(self, *, is_ahead: bool) -> list[EngineSequence]:
         """Return a new list of running sequences, without those that get their last token in the unreconciled step."""
         if is_ahead:
             # `or 1`: a sequence that generates nothing takes part until its prompt is computed.
             return [s for s in self._running if len(s.generated_token_ids) < (s.request.sampling.max_tokens or 1)]
         return list(self._running)
 
-    def _schedule_running(self, builder: BatchBuilder, running: list[Sequence]) -> None:
+    def _schedule_running(self, builder: BatchBuilder, running: list[EngineSequence]) -> None:
         block_size = self.pool.block_size
         num_behind = len(running)
         for sequence in running:
@@ -344,7 +344,7 @@ class Scheduler:
             if num_tokens > 0 and self._make_room(sequence, num_tokens, builder):
                 builder.add_prefill(sequence, num_tokens)
 
-    def _make_room(self, sequence: Sequence, num_tokens: int, builder: BatchBuilder) -> bool:
+    def _make_room(self, sequence: EngineSequence, num_tokens: int, builder: BatchBuilder) -> bool:
         """Give the sequence the blocks it needs, preempting from the end. Return False if it was preempted itself."""
         while not self._running.has_room_for(sequence, num_tokens):
             builder.has_preempted = True
@@ -356,7 +356,7 @@ class Scheduler:
         self._running.extend(sequence, num_tokens)
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: EngineSequence) -> None:
         """Take back the blocks of a running sequence. It then waits at its old position and is recomputed later."""
         self._running.remove(sequence)
         sequence.status = SequenceStatus.WAITING
@@ -410,7 +410,7 @@ class Scheduler:
         """Tokens per second in steps of one prefill chunk; 0 while unknown."""
         return self._throughput.tokens_per_s_at(self.limits.prefill_chunk_tokens)
 
-    def _join(self, sequence: Sequence, cached: list[Block], bucket: int) -> None:
+    def _join(self, sequence: EngineSequence, cached: list[Block], bucket: int) -> None:
         """Start the first waiting sequence after its cached prefix. There must be room for all of its tokens."""
         self._running.share(sequence, cached)
         self._waiting.pop(bucket)
@@ -419,14 +419,14 @@ class Scheduler:
             self._totals.prompt_tokens += sequence.num_prompt_tokens
             self._totals.cached_tokens += sequence.num_cached_tokens
             if sequence.states is not None:
-                num_unresumable = sequence.states.branch_tokens - sequence.num_cached_tokens
+                num_unresumable = sequence.states.num_matched_tokens - sequence.num_cached_tokens
                 self._totals.unresumable_tokens += num_unresumable
         sequence.order_key = self._policy.order_key(sequence)
         self._running.add(sequence)
         self._policy.joined(sequence)
         self._strategy.joined(sequence)
 
-    def _to_preempt_for_waiting(self, num_places: int) -> list[Sequence]:
+    def _to_preempt_for_waiting(self, num_places: int) -> list[EngineSequence]:
         """Return the running sequences to preempt for waiting ones: by policy, or background ones for foreground."""
         if not (len(self._waiting) and len(self._running) and self._strategy.joins_any_step):
             return []
@@ -439,7 +439,7 @@ class Scheduler:
             return victims
         return victims + self._more_background_to_preempt(victims, num_places)
 
-    def _more_background_to_preempt(self, victims: list[Sequence], num_places: int) -> list[Sequence]:
+    def _more_background_to_preempt(self, victims: list[EngineSequence], num_places: int) -> list[EngineSequence]:
         """Return further background sequences to preempt, so that a burst of foreground requests joins in one step."""
         num_slots = num_places - len(self._running) + len(victims)
         num_missing = self._waiting.num_foreground - num_slots
@@ -516,8 +516,8 @@ class Scheduler:
     def _count_step(self, now: float, *, began_at: float, num_tokens: int, num_ended: int) -> None:
         self._totals.steps += 1
         self.last_step_s = now - max(began_at, self._last_step_at)  # a step ahead begins while the previous one runs
-        self.last_gap_s = now - (began_at if self._goes_on_since is None else self._goes_on_since)
-        self._last_step_at = self._goes_on_since = now
+        self.last_gap_s = now - (began_at if self._last_end_while_busy is None else self._last_end_while_busy)
+        self._last_step_at = self._last_end_while_busy = now
         self._throughput.note_step(self.last_step_s, num_tokens=num_tokens, num_ended=num_ended)
 
     # ------------------------------------------------------------------ between two steps
@@ -547,7 +547,7 @@ class Scheduler:
         self.limits = limits
 
     def stats(self) -> EngineStats:
-        totals = self._totals
+        has_slot = not len(self._waiting) and len(self._running) < self.limits.max_running
         return EngineStats(
             strategy=self.config.strategy.name,
             policy=self.config.policy.name,
@@ -558,8 +558,8 @@ class Scheduler:
             num_waiting_tokens=self._waiting.num_tokens,
             num_waiting_foreground_tokens=self._waiting.num_foreground_tokens,
             num_background=self._running.num_background + len(self._waiting) - self._waiting.num_foreground,
-            num_staying_background=0 if self._strategy.joins_any_step else self._running.num_background,
-            estimated_wait_s=self._estimated_wait_s(),
+            num_unpreemptible_background=0 if self._strategy.joins_any_step else self._running.num_background,
+            estimated_wait_s=0.0 if has_slot else self.expected_wait_s(self._waiting.work),
             ended_per_s=self._throughput.ended_per_s,
             mean_length_error_tokens=self._mean_length_error,
             num_free_blocks=self.pool.num_free,
@@ -568,21 +568,9 @@ class Scheduler:
             block_size=self.pool.block_size,
             max_running=self.limits.max_running,
             speed=self._throughput.tokens_per_s_at(SPEED_STEP_TOKENS),
-            total_steps=totals.steps,
-            total_prompt_tokens=totals.prompt_tokens,
-            total_cached_tokens=totals.cached_tokens,
-            total_generated_tokens=totals.generated_tokens,
-            total_preemptions=totals.preemptions,
-            total_memory_preemptions=totals.memory_preemptions,
-            total_drafted_tokens=totals.drafted_tokens,
-            total_accepted_tokens=totals.accepted_tokens,
-            total_finished=totals.finished,
-            total_aborted=totals.aborted,
-            total_failed=totals.failed,
-            total_missed=totals.missed,
+            **self._totals.exported(),
             num_state_slots=0 if self.pool.states is None else self.pool.states.num_slots,
             num_free_state_slots=0 if self.pool.states is None else self.pool.states.num_free,
-            total_unresumable_tokens=totals.unresumable_tokens,
         )
 
     @property
@@ -590,19 +578,14 @@ class Scheduler:
         """Prompt and predicted output tokens still to compute for all requests. Any thread may read this."""
         return self._waiting.work + sum([each.remaining_work for each in list(self._running)])
 
-    def _estimated_wait_s(self) -> float:
-        if not len(self._waiting) and len(self._running) < self.limits.max_running:
-            return 0.0
-        return self.expected_wait_s(self._waiting.work)
-
     # ------------------------------------------------------------------ for views
 
     @property
-    def running(self) -> list[Sequence]:
+    def running(self) -> list[EngineSequence]:
         """The running sequences in order. The caller must not change the list."""
         return self._running.in_order
 
-    def first_waiting(self, number: int) -> list[Sequence]:
+    def first_waiting(self, number: int) -> list[EngineSequence]:
         """Return the next sequences to join, see `WaitingQueue.first`."""
         return self._waiting.first(number)
 
@@ -612,9 +595,3 @@ class Scheduler:
         if not tokens_per_s:
             return 0.0
         return max(num_tokens / tokens_per_s, 1.0 / ended_per_s if ended_per_s else 0.0)
-
-
-def _kinds(request: Request) -> tuple[tuple[str | None, int], ...]:
-    """Return the classes by which output lengths are predicted: tenant and power of two of the prompt's length."""
-    length_class = len(request.prompt_token_ids).bit_length()
-    return (request.tenant, length_class), (None, length_class)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from app.engine.batch import SchedulingDecision, StepBatch
 from app.engine.histogram import SECONDS, SMALL_NUMBERS, TOKENS, Distribution, Histogram
 from app.engine.observer import EndedStep, StepObserver
 from app.engine.request import EngineTimes
-from app.engine.sequence import Sequence
+from app.engine.sequence import EngineSequence
 from app.engine.tuner import Tuning
 
 # Engines are compared by their speed in steps of this size, because the speed of actual steps depends on their size.
@@ -36,7 +36,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_waiting_tokens: int  # prompt tokens of waiting requests
     num_waiting_foreground_tokens: int  # prompt tokens of waiting foreground requests
     num_background: int  # background requests, running and waiting
-    num_staying_background: int  # background requests in a whole batch, which is not preempted for other requests
+    num_unpreemptible_background: int  # background requests in a whole batch, which is not preempted for other requests
     estimated_wait_s: float  # expected wait of a request that arrives now
     ended_per_s: float  # requests that recently ended per second of computing: how fast the queue drains
     mean_length_error_tokens: float  # recent mean error of predicted output lengths
@@ -72,7 +72,7 @@ class SleepState(StrEnum):
     WAKING = "waking"
 
 
-class TakenBackend(NamedTuple):
+class ChosenBackend(NamedTuple):
     """The backend that computes a model on a GPU (`app/model/gpu_backends.py`)."""
 
     name: str
@@ -141,6 +141,13 @@ class Totals:
     accepted_tokens: int = 0
     unresumable_tokens: int = 0
 
+    def exported(self) -> dict[str, int]:
+        """Return the counters by their names in `EngineStats`."""
+        return {exported: getattr(self, name) for exported, name in _EXPORTED}
+
+
+_EXPORTED = tuple((f"total_{each.name}", each.name) for each in fields(Totals))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMeasurements:
@@ -156,7 +163,7 @@ class EngineMeasurements:
     step_requests: Distribution  # requests in one step
     num_padding_tokens: int = 0  # tokens computed only as padding, because CUDA graphs exist for a few sizes
     num_steps_without_graph: int = 0  # steps launched kernel by kernel
-    backend: TakenBackend | None = None  # None on a CPU
+    backend: ChosenBackend | None = None  # None on a CPU
     tuning: Tuning | None = None  # state of the tuner; None without targets
     adapters: AdapterStats | None = None  # None if the model runner supports no adapters
     sleep: SleepStats | None = None  # None if the engine never sleeps
@@ -174,7 +181,9 @@ class MeasurementCollector(StepObserver):
         self._step_s = Histogram(SECONDS)
         self._step_tokens = Histogram(TOKENS)
         self._step_requests = Histogram(SMALL_NUMBERS)
-        self._prefilling: list[tuple[Sequence, int, float]] = []  # sequence, generated tokens and time when it joined
+        self._prefilling: list[
+            tuple[EngineSequence, int, float]
+        ] = []  # sequence, generated tokens and time when it joined
 
     def reconfigured(self, config: SchedulerConfig) -> None:
         self._settings = config.version

@@ -1,1 +1,1 @@
-"""What outputs must look like: grammars compiled, and matched token by token (llguidance). No torch."""
+"""Grammars for structured output, compiled and matched token by token with llguidance. No torch here."""

@@ -1,4 +1,4 @@
-"""Requests that wait for their grammars to be compiled: tenants take turns and share the places. Knows no compiler."""
+"""The queue of requests that wait for their grammars to be compiled. Tenants take turns and share the slots."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from app.fair import FairQueue
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WaitingRequest:
-    """A request, and the future of the matcher that it waits for."""
+    """A request, and the future of the request's matcher."""
 
     request: Request
     grammar: Grammar
@@ -20,13 +20,13 @@ class WaitingRequest:
 
 
 class CompileQueue:
-    """Requests of tenants in turns, where all have places for so many. For one thread, or under a lock.
+    """A queue with turns for tenants and a limit for all tenants together. Not thread-safe: use it under a lock.
 
-    Of one tenant one grammar is compiled at a time, so the grammars of one never keep all threads.
+    One grammar of a tenant is compiled at a time, so a single tenant never occupies all threads.
     """
 
     def __init__(self, max_requests: int) -> None:
-        """`max_requests`: those that wait and those that are being compiled."""
+        """`max_requests` limits the requests that wait or are being compiled."""
         self._max_requests = max_requests
         self._queue: FairQueue[WaitingRequest] = FairQueue(max_running=1)
         self._num_compiling = 0
@@ -35,12 +35,12 @@ class CompileQueue:
         return self._num_compiling + len(self._queue)
 
     def num_of(self, tenant: str) -> int:
-        """The requests of a tenant, with the one that is being compiled."""
+        """Return the number of a tenant's requests, including the request that is being compiled."""
         return self._queue.num_waiting(tenant) + self._queue.num_running(tenant)
 
     def add(self, new: WaitingRequest) -> WaitingRequest | None:
-        """Add a request. Returns the one that has no place: where all are taken, a tenant with fewer takes a place of
-        the tenant with the most, which loses its newest.
+        """Add a request. Returns the request that lost its slot, or None. If all slots are taken, the tenant with the
+        most requests loses its newest request to a tenant with fewer; otherwise the new request is returned.
         """
         tenant, refused = new.request.tenant, None
         if len(self) >= self._max_requests:
@@ -53,12 +53,12 @@ class CompileQueue:
         return refused
 
     def discard(self, left: WaitingRequest) -> None:
-        """Remove a request, if it still waits."""
+        """Remove a request. Does nothing if the request no longer waits."""
         if left in self._queue.lines.get(left.request.tenant, ()):
             self._queue.remove(left.request.tenant, left)
 
     def take(self) -> WaitingRequest | None:
-        """The next request, which is being compiled until `end`; None where no tenant has a turn now."""
+        """Return the next request to compile, which counts as compiling until `end`; None if no tenant has a turn."""
         taken = self._queue.take()
         if taken is None:
             return None
@@ -66,12 +66,12 @@ class CompileQueue:
         return taken[1]
 
     def end(self, taken: WaitingRequest) -> None:
-        """A request is not being compiled any more."""
+        """Note that the compilation for a request has ended."""
         self._num_compiling -= 1
         self._queue.end(taken.request.tenant)
 
     def clear(self) -> list[WaitingRequest]:
-        """Remove all that wait."""
+        """Remove and return all waiting requests."""
         left = [each for line in self._queue.lines.values() for each in line]
         for each in left:
             self.discard(each)

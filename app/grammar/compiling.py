@@ -1,6 +1,6 @@
-"""Turns a grammar as its caller wrote it into one of llguidance, and tries it under limits.
+"""Converts a caller's grammar to a grammar of llguidance, and tries the result under limits.
 
-A separate process runs this code first (`sandbox_worker.py`). Only its result reaches the engine's process.
+A separate process runs this code first (`sandbox_worker.py`). Only the result reaches the engine's process.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from app.grammar.gbnf import is_gbnf, plain_gbnf
 from app.grammar.schemas import Drops, ErrorOf, SchemaKeeper, exact, shown
 from app.grammar.tags import larks_of_tags
 
-# Without it llguidance would encode fixed texts with the tokenizer, which is not available here.
+# Without this option, llguidance would encode fixed texts with the tokenizer, which is not available here.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
-# Limits of the search for the allowed tokens of one step: a few milliseconds. Nearly all searches take microseconds.
+# Limits of the search for the allowed tokens of one step, about a few milliseconds. Most searches take microseconds.
 _STEP_FUEL, _STEP_ITEMS, _MAX_STATES = 50_000, 20_000, 50_000
 
 
 class Unusable(Exception):
-    """No text matches this grammar, or matching takes too long; the message says which."""
+    """A grammar cannot be compiled, no text matches it, or matching takes too long; the message has the reason."""
 
 
 CUT_MARK = "..."
@@ -36,19 +36,19 @@ CUT_MARK = "..."
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A grammar in the language of matchers (Lark), tried; a grammar of tags has one for each of them."""
+    """A tried grammar in Lark, the language of matchers. A grammar of tags has one Lark grammar for each tag."""
 
     larks: list[str]
-    dropped: list[str]  # places of keywords of its schemas that it does not keep; CUT_MARK ends a list that is cut
+    dropped: list[str]  # places of schema keywords that the grammar ignores; CUT_MARK ends a shortened list
 
 
 def compiled(
     tokenizer: LLTokenizer, kind: GrammarKind, text: str, *, is_lenient: bool, special: Mapping[str, int]
 ) -> Compiled:
-    """A grammar that some texts match. `special`: the model's special tokens by their texts.
+    """Compile a grammar and check that some text matches. `special`: the ids of the model's special tokens by text.
 
-    A schema is compiled as it is first. Where that fails, what cannot be kept of it is found: a lenient one goes
-    without, and for another Unusable is raised with the place. Raises Unusable for all other reasons, too.
+    A schema is first compiled with all keywords that `exact` keeps. If that fails, a lenient schema is compiled without
+    the keywords that the compiler does not support. Raises Unusable, for a strict schema with the place of a keyword.
     """
     if kind not in (GrammarKind.JSON_SCHEMA, GrammarKind.TAGS):
         return Compiled(_tried(tokenizer, larks_of(kind, text, special=special)), [])
@@ -81,7 +81,7 @@ def _cut(places: list[str]) -> list[str]:
 
 
 def _drop(forms: dict[str, Any], keep: Callable[[dict[str, Any]], tuple[dict[str, Any], Drops]]) -> list[str]:
-    """Have each schema kept in this way; the places of what was dropped. Raises Unusable where one is not lenient."""
+    """Apply `keep` to each schema and return the places of dropped keywords. Raises Unusable for a strict schema."""
     dropped: list[str] = []
     for form in forms["schemas"]:
         form["schema"], drops = keep(form["schema"])
@@ -93,7 +93,7 @@ def _drop(forms: dict[str, Any], keep: Callable[[dict[str, Any]], tuple[dict[str
     return dropped
 
 
-# The place of an error in the text that is made of a schema, which says nothing to a client.
+# The place of an error in the generated Lark text, which is of no use to a client.
 _IN_OUR_TEXT = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
 
 
@@ -115,9 +115,9 @@ def _tried(tokenizer: LLTokenizer, larks: list[str]) -> list[str]:
 
 
 def larks_of(kind: GrammarKind, text: str, *, special: Mapping[str, int]) -> list[str]:
-    """A grammar that is no schema, in the language of matchers (Lark); a grammar of tags becomes one for each of them.
+    """Convert a grammar that is no schema to Lark. A grammar of tags becomes one Lark grammar for each tag.
 
-    `special`: the model's special tokens by their texts. Raises Unusable.
+    `special`: the ids of the model's special tokens by text. Raises Unusable.
     """
     if kind is GrammarKind.TAGS:
         return larks_of_tags(text, special, {"schema": _schema_rule, "lark": _lark_rule}, options=_OPTIONS)
@@ -134,7 +134,7 @@ def _lark_of(kind: GrammarKind, text: str) -> str:
         case GrammarKind.GRAMMAR:
             return _lark(text) + _OPTIONS
         case GrammarKind.JSON_SCHEMA | GrammarKind.TAGS | GrammarKind.TEXT:
-            raise AssertionError("schemas are compiled otherwise, each tag has its own grammar, and any text has none")
+            raise AssertionError("`compiled` and `larks_of` handle schemas and tags, and any text has no grammar")
 
 
 def _lark_of_rule(rule: str) -> str:
@@ -142,9 +142,9 @@ def _lark_of_rule(rule: str) -> str:
 
 
 def _json_rule(schema: dict[str, Any], is_lenient: bool) -> str:
-    """The rule for documents of a schema."""
-    # Between the tokens of a JSON document: nothing, a space, or a new line and its indentation. With more a model
-    # could write white space without end.
+    """Return the rule for documents of a schema."""
+    # White space between the tokens of a JSON document is empty, a space, or a new line with indentation. With a wider
+    # pattern, a model could write white space without end.
     white_space = r"( ?|\n[ \t]{0,40})"
     return f"%json {json.dumps(schema | {'x-guidance': {'whitespace_pattern': white_space, 'lenient': is_lenient}})}"
 
@@ -154,7 +154,7 @@ def _schema_rule(form: dict[str, Any]) -> str:
 
 
 def _lark_rule(form: dict[str, Any]) -> str:
-    """The rule for texts of a Lark grammar. Raises Unusable with the grammar's name and the place in it."""
+    """Return the rule for texts of a Lark grammar. Raises Unusable with the grammar's name and the error's place."""
     lark = form["lark"]
     try:
         new_matcher(LLTokenizer("byte"), _without_options(lark))
@@ -186,12 +186,12 @@ def _lark(text: str) -> str:
         return given if is_lark else gbnf_to_lark(plain_gbnf(given))
     except Unusable:
         raise
-    except Exception as error:  # a third-party converter, and any text
+    except Exception as error:  # a third-party converter may raise any exception
         raise Unusable(f"it is neither Lark nor GBNF: {reason_of(str(error))}") from error
 
 
 def new_matcher(tokenizer: LLTokenizer, lark: str) -> LLMatcher:
-    """A matcher at the beginning of a grammar. Other threads of Python run meanwhile. Raises Unusable."""
+    """Return a matcher at the start of a grammar. Other Python threads can run meanwhile. Raises Unusable."""
     limits = LLParserLimits(
         step_lexer_fuel=_STEP_FUEL, step_max_items=_STEP_ITEMS, max_lexer_states=_MAX_STATES, verbose_errors=False
     )
@@ -202,7 +202,7 @@ def new_matcher(tokenizer: LLTokenizer, lark: str) -> LLMatcher:
 
 
 def walk(matcher: LLMatcher) -> None:
-    """Draw some tokens by a grammar. Raises Unusable where no token is allowed, or where it takes too long."""
+    """Draw some tokens by a grammar. Raises Unusable if no token is allowed, or if the walk takes too long."""
     draw, began_at = 1, time.thread_time()
     for _ in range(128):
         allowed = matcher.compute_bitmask()
@@ -210,18 +210,18 @@ def walk(matcher: LLMatcher) -> None:
             raise Unusable(reason_of(matcher.get_error()))
         if matcher.is_stopped():
             return
-        draw = draw * 6364136223846793005 + 1442695040888963407 & 2**64 - 1  # Knuth's, as in MMIX
+        draw = draw * 6364136223846793005 + 1442695040888963407 & 2**64 - 1  # Knuth's generator for MMIX
         token_id = _one_of(allowed, draw >> 32)
         if token_id is None:
-            raise Unusable("nothing matches it")
+            raise Unusable("no text matches it")
         matcher.consume_token(token_id)
     max_walk_s = 0.25
     if time.thread_time() - began_at > max_walk_s:
-        raise Unusable("to match it takes too long; make it simpler")
+        raise Unusable("matching takes too long; make it simpler")
 
 
 def _one_of(allowed: bytes, draw: int) -> int | None:
-    """The first allowed token at or after a drawn position; the vocabulary is a ring."""
+    """Return the first allowed token at or after a drawn position in the vocabulary, which is searched as a ring."""
     size = len(allowed)
     start = draw % size
     for index in chain(range(start, size), range(start)):
@@ -231,9 +231,9 @@ def _one_of(allowed: bytes, draw: int) -> int | None:
 
 
 def reason_of(message: str) -> str:
-    """An error of llguidance, short enough for a response: its first line, and the line that names the error."""
+    """Shorten an error of llguidance for a response: its first line, and the line that names the error."""
     if "NoExtension" in message:
-        return "nothing matches it"
+        return "no text matches it"
     first, *others = message.strip().splitlines() or [""]
     named = [line for line in others if line.startswith("error: ")][:1]
     return " ".join([first, *named])[:300]

@@ -1,6 +1,6 @@
-"""Free text between triggers: finds the trigger that is complete, and bans tokens that go on past its end.
+"""Free text between triggers: finds a complete trigger, and bans tokens that continue past the end of a trigger.
 
-Everything here works on bytes, so that free text is as free as without a grammar: invalid UTF-8 is allowed too.
+All code here works on bytes, so that free text is as free as without a grammar: even invalid UTF-8 is allowed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from app.grammar.vocabulary import Vocabulary
 
 
 class FreePlace(NamedTuple):
-    """The state of a text: how much of each trigger its end has matched."""
+    """The state of a text: the part of each trigger that the end of the text has matched."""
 
-    tail: bytes  # the longest end of the text that begins a trigger
-    openings: tuple[tuple[int, int], ...]  # openings that the whole text still matches, and how much of each
+    tail: bytes  # the longest end of the text that is a start of a trigger
+    openings: tuple[tuple[int, int], ...]  # openings that the whole text still matches: number, matched length
 
 
 class TokenTable:
@@ -31,22 +31,22 @@ class TokenTable:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.special = vocabulary.special_texts
         hidden = set(vocabulary.special_token_ids)
-        # Special tokens have no text: where they are hidden, the texts before and after one are adjacent.
+        # Special tokens have no text. If they are hidden, the texts before and after a special token are adjacent.
         self.texts = [b"" if token_id in hidden else text for token_id, text in enumerate(vocabulary.tokens)]
         self.all = with_tokens(bytes(-(-len(self.texts) // 8)), range(len(self.texts)))
         self._joined = b"".join(self.texts)
-        self._ends = list(accumulate(map(len, self.texts)))  # of each token in it
+        self._ends = list(accumulate(map(len, self.texts)))  # end of each token in `_joined`
         self._of_one_byte: dict[bytes, array[int]] = {}
         self._by_text = sorted(range(len(self.texts)), key=self.texts.__getitem__)
         self._sorted = [self.texts[token_id] for token_id in self._by_text]
 
     @cached_property
     def blanks(self) -> bytes:
-        """The tokens of white space."""
+        """The tokens of white space, as a bit mask."""
         return with_tokens(bytes(len(self.all)), [at for at, text in enumerate(self.texts) if text.isspace()])
 
     def beginning(self, text: bytes) -> list[int]:
-        """The tokens with which this text may begin: its own, or those of its beginnings."""
+        """Return the tokens with which this text may start, the longest first: tokens of the text and its prefixes."""
         found = [self.special[text.decode()]] if text.decode(errors="replace") in self.special else []
         for length in range(len(text), 0, -1):
             at = bisect_left(self._sorted, text[:length])
@@ -56,16 +56,16 @@ class TokenTable:
         return found
 
     def longer_than(self, beginning: bytes) -> Iterator[int]:
-        """The tokens that begin with this text and are longer."""
+        """Yield the tokens that start with this text and are longer than the text."""
         at = bisect_right(self._sorted, beginning)
         while at < len(self._sorted) and self._sorted[at].startswith(beginning):
             yield self._by_text[at]
             at += 1
 
-    def going_on_behind(self, part: bytes) -> array[int]:
-        """The tokens that contain this text before their end."""
-        # One search through all texts: no other thread of Python runs in a loop over 128,000 of them. Single bytes are
-        # in most tokens, so these are searched once.
+    def containing(self, part: bytes) -> array[int]:
+        """Return the tokens that contain this text and continue after it."""
+        # One search through the joined texts, because a loop over 128,000 texts would block all other Python threads.
+        # Single bytes occur in most tokens, so their results are cached.
         found = self._of_one_byte.get(part)
         if found is None:
             found = array("i", self._search(part))
@@ -86,14 +86,14 @@ class TokenTable:
 
 @dataclass(frozen=True, slots=True)
 class Trigger:
-    """The text that begins a piece; an opening only begins the whole text, and may contain blanks."""
+    """The text that starts a piece. An opening can only start the whole text, and may contain white space."""
 
     text: bytes
     is_opening: bool
 
 
 class FreeText:
-    """For each place in a text: which tokens are allowed, and the place after each of them."""
+    """Computes the allowed tokens for each place in a free text, and the place after each token."""
 
     def __init__(self, table: TokenTable, triggers: Sequence[Trigger]) -> None:
         self._table = table
@@ -102,18 +102,18 @@ class FreeText:
         self._by_token = {
             table.special[text]: number for number, each in self._triggers if (text := each.decode()) in table.special
         }
-        # After any text, these tokens go on past the end of a trigger that they contain.
-        whole = {token_id for _, text in self._triggers for token_id in table.going_on_behind(text)}
+        # These tokens contain a trigger and continue past its end, so they are banned at every place.
+        whole = {token_id for _, text in self._triggers for token_id in table.containing(text)}
         self._middle = without_tokens(table.all, whole)
-        self._names = {number: table.going_on_behind(each.last_word) for number, each in self._openings.items()}
+        self._names = {number: table.containing(each.last_word) for number, each in self._openings.items()}
         self._allowed: OrderedDict[FreePlace, bytes] = OrderedDict()  # the oldest first
         self.beginning = FreePlace(b"", tuple((number, 0) for number in self._openings))
         self.middle = FreePlace(b"", ())  # after a piece
 
     def allowed(self, place: FreePlace) -> bytes:
-        """All tokens but those that go on past the end of a trigger: its content would begin within them."""
+        """Return all tokens but those that continue past the end of a trigger into the content after the trigger."""
         allowed = self._allowed.get(place)
-        max_places = 16  # cached for one grammar; there are about a dozen within one trigger
+        max_places = 16  # cached places of one grammar; one trigger has about a dozen
         if allowed is None:
             allowed = self._allowed[place] = without_tokens(self._middle, self._writing_past(place))
             if len(self._allowed) > max_places:
@@ -121,7 +121,7 @@ class FreeText:
         return allowed
 
     def after(self, place: FreePlace, token_id: int) -> FreePlace | int:
-        """The place after a token, or the number of the trigger that it completes."""
+        """Return the place after a token, or the number of the trigger that the token completes."""
         if token_id in self._by_token:
             return self._by_token[token_id]
         text = self._table.texts[token_id]
@@ -152,7 +152,7 @@ class FreeText:
         return longest
 
     def _writing_past(self, place: FreePlace) -> set[int]:
-        """The tokens that go on past the end of a trigger that the text has begun."""
+        """Return the tokens that complete a trigger that the text has started, and continue past its end."""
         table, tail = self._table, place.tail
         found: set[int] = set()
         for _, trigger in self._triggers:
@@ -168,7 +168,7 @@ class FreeText:
 
 
 class _Opening:
-    """The text of an opening, which may contain blanks outside quotes."""
+    """The text of an opening, which may contain white space outside quotes."""
 
     def __init__(self, text: bytes) -> None:
         self.text = text
@@ -177,7 +177,7 @@ class _Opening:
         self.last_word = text[text[:-1].rfind(b'"') + 1 :]  # with the quote after it
 
     def advance(self, position: int, text: bytes) -> int | None:
-        """How much of the opening matches after more text; None where the text does not match or is longer."""
+        """Return the matched length of the opening after more text; None if the text does not match or is longer."""
         blanks = b" \t\r\n"
         for index in range(len(text)):
             if position == len(self.text):
@@ -189,5 +189,5 @@ class _Opening:
         return position
 
     def ends_within(self, position: int, text: bytes) -> bool:
-        """Whether the opening is complete before the end of the text."""
+        """Return whether the opening is complete before the end of the text."""
         return any(self.advance(position, text[:end]) == len(self.text) for end in range(1, len(text)))

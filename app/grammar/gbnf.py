@@ -1,30 +1,30 @@
-"""llama.cpp's grammars (GBNF) in the subset that the converter to Lark reads as llama.cpp does."""
+"""Rewrites llama.cpp's grammars (GBNF) to the subset that the converter to Lark reads as llama.cpp does."""
 
 from __future__ import annotations
 
 import re
 
-# Comments, texts, classes of characters, numbers of repetitions, names, and what is between them.
+# Matches comments, texts, character classes, repetition counts, names, and single characters between these.
 _PARTS = re.compile(r'#[^\r\n]*|"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|\{[^}]*\}|[\w-]+|.', re.DOTALL)
 _CHARACTER = re.compile(r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})|(\\.)|(.)", re.DOTALL)
 _RULE = re.compile(r"([\w-]+)[ \t]*::=")
 _ROOT = re.compile(r"^\s*root\s*::=", re.MULTILINE)
 _ANY_CHARACTER = "[\\x00-\U0010ffff]"
-# In a class two of them in a row are an operator to the compiler.
+# Two of these characters in a row are an operator for the compiler if they are in a character class.
 _OPERATORS = "&-~"
 
 
 def is_gbnf(text: str) -> bool:
-    """Whether a text has the rule that each of these grammars begins with, which Lark could not read."""
+    """Return whether a text has the rule `root ::=`, which every GBNF grammar has and Lark cannot read."""
     return _ROOT.search(text) is not None
 
 
 def plain_gbnf(text: str) -> str:
-    """The same grammar without what the converter reads otherwise.
+    """Rewrite a grammar without the syntax that the converter and llama.cpp read differently.
 
-    Escapes by number become the character itself. A dot is any character, a line feed too, and two operators in a class
-    are two characters. Rules get names that differ in more than capitals and dashes. Raises ValueError for an escape
-    that is no character.
+    Numeric escapes become the character itself. A dot is any character, including a line feed, and two operators in a
+    class are two characters. Rules get names that differ in more than capitals and dashes. Raises ValueError for an
+    escape that is no character.
     """
     parts = _PARTS.findall(text)
     without_comments = "".join(part if part[0] not in '#"[{' else " " for part in parts)
@@ -47,13 +47,13 @@ def _plain_part(part: str, rules: dict[str, str]) -> str:
 
 
 def _plain_text(written: str) -> str:
-    """A text, in which brackets need no escape in Lark and may have none."""
+    """Rewrite a text. Brackets lose their escapes, which Lark does not allow in a text."""
     characters = (_plain_character(found) for found in _CHARACTER.finditer(written))
     return "".join(each[1] if each in (r"\[", r"\]") else each for each in characters)
 
 
 def _plain_class(written: str) -> str:
-    """A class in which the second of two operators in a row is written by its number; it begins no range there."""
+    """Rewrite a class: the second of two equal operators in a row, which starts no range, becomes a numeric escape."""
     plain = ""
     for found in _CHARACTER.finditer(written):
         character = _plain_character(found)

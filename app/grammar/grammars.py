@@ -1,4 +1,4 @@
-"""The grammars of one model: compiled in threads beside the engine, and cached."""
+"""The grammars of one model, compiled in threads beside the engine and cached."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from functools import cached_property, partial
 
 from llguidance import LLMatcher
 
-from app.child_process import step_back
+from app.child_process import lower_priority
 from app.engine.matcher import Matcher
 from app.engine.request import Grammar, GrammarKind, Request
 from app.errors import EngineStopped, InvalidRequest, InvalidSetup, Overloaded, Unavailable
@@ -31,24 +31,24 @@ from app.grammar.vocabulary import Vocabulary
 logger = logging.getLogger(__name__)
 
 MAX_CACHED_CHARACTERS = 2_000_000  # a large schema compiles to about a hundred times its size
-# A compiled grammar caches what it learns in matching, which only grows: up to 80 MB in a second of CPU. After so much
-# it is compiled anew; and those that learned most are forgotten when all together have had MAX_CACHED_S.
+# The internal cache of a compiled grammar only grows while matching, by up to 80 MB in a second of CPU time. A grammar
+# is compiled again after MAX_MATCHING_S. If all exceed MAX_CACHED_S, those with the most matching time are forgotten.
 MAX_MATCHING_S = 1.0
 MAX_CACHED_S = 5.0
-# Two tenants' grammars are compiled at the same time: one that sends only expensive ones delays no other.
+# The grammars of two tenants are compiled at once, so a tenant with expensive grammars does not delay another tenant.
 _NUM_THREADS = 2
 
-Key = bytes  # a digest: to keep the texts of grammars that are refused would take hundreds of megabytes
+Key = bytes  # a digest, because the texts of refused grammars would take hundreds of megabytes
 
-Begin = Callable[[LLMatcher], GrammarMatcher]  # of one request, with a copy of a matcher at its beginning
-Begun = GrammarMatcher | TaggedMatcher | None  # None: any text
+Begin = Callable[[LLMatcher], GrammarMatcher]  # makes a request's matcher from a copy of a matcher at its start
+Begun = GrammarMatcher | TaggedMatcher | None  # None: any text is allowed
 
 
 @dataclass(slots=True)
 class _Compiled:
     begin: Callable[[Begin], Begun]
-    end_token_ids: tuple[int, ...]  # the model's
-    num_characters: int  # of its text
+    end_token_ids: tuple[int, ...]  # end tokens of the model
+    num_characters: int  # length of the grammar's text
     ignored_keywords: Sequence[str] = ()
     thought: ThoughtText | None = None
     matched: MatchingTime = field(default_factory=MatchingTime)
@@ -56,16 +56,16 @@ class _Compiled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileLimits:
-    """What compiling may cost. Constants: they protect the replica, and no request gets more for a higher one."""
+    """Limits of the cost of compiling. Not settings: the limits protect the replica, and higher values do not help."""
 
-    timeout_s: float = 2.0  # of CPU for one grammar: other requests of its tenant wait for it
-    memory_bytes: int = 1_024_000_000  # of a process that compiles one grammar first, which has no model
-    max_waiting: int = 256  # requests of all tenants, those being compiled too; one call has up to 128 with one grammar
-    max_cached: int = 256  # compiled grammars; `MAX_CACHED_CHARACTERS` bounds their memory
+    timeout_s: float = 2.0  # CPU time for one grammar; other requests of the tenant wait for that grammar
+    memory_bytes: int = 1_024_000_000  # memory of the process that compiles one grammar first and has no model
+    max_waiting: int = 256  # waiting and compiling requests of all tenants; one call has up to 128 with one grammar
+    max_cached: int = 256  # number of compiled grammars; `MAX_CACHED_CHARACTERS` limits their memory
 
 
 class _Tools:
-    """What the threads compile with."""
+    """The vocabulary, the tokenizer and the sandboxes that the threads compile with."""
 
     def __init__(self, vocabulary: Vocabulary, limits: CompileLimits) -> None:
         self.vocabulary = vocabulary
@@ -78,12 +78,12 @@ class _Tools:
 
     @cached_property
     def table(self) -> TokenTable:
-        """The vocabulary as free text needs it."""
+        """The vocabulary, indexed for free text."""
         return TokenTable(self.vocabulary)
 
     @contextmanager
     def sandbox(self) -> Iterator[Sandbox]:
-        """One that no other thread uses. The last one used comes first: its process runs."""
+        """Reserve a sandbox for the block. The last used sandbox is taken first, because its process already runs."""
         sandbox = self._idle.pop()
         try:
             yield sandbox
@@ -92,7 +92,7 @@ class _Tools:
 
 
 class Grammars:
-    """Compiles grammars in two threads of its own, of each tenant one at a time; a cached grammar waits for none."""
+    """Compiles grammars in two threads, one grammar of each tenant at a time. A cached grammar does not wait."""
 
     def __init__(
         self,
@@ -100,27 +100,27 @@ class Grammars:
         *,
         limits: CompileLimits = CompileLimits(),
     ) -> None:
-        """`read_vocabulary` is called once, by `prepare` or for the first grammar; it may raise InvalidSetup."""
+        """`read_vocabulary` is called once, by `prepare` or for the first grammar, and may raise InvalidSetup."""
         self._limits = limits
         self._read_vocabulary = read_vocabulary
         self._tools: _Tools | None = None  # made once
         self._is_unreadable = False
         self._making_tools = threading.Lock()
-        self._compiled: OrderedDict[Key, _Compiled] = OrderedDict()  # the longest unused first; guarded by _lock
-        self._num_characters = 0  # of those
-        self._refused: OrderedDict[Key, str] = OrderedDict()  # why
-        self._queue = CompileQueue(limits.max_waiting)  # guarded by _lock too
+        self._compiled: OrderedDict[Key, _Compiled] = OrderedDict()  # least recently used first; guarded by _lock
+        self._num_characters = 0  # total length of the texts of `_compiled`
+        self._refused: OrderedDict[Key, str] = OrderedDict()  # the reasons
+        self._queue = CompileQueue(limits.max_waiting)  # guarded by _lock
         self._lock = threading.Lock()
         self._is_closed = False
-        begin = step_back if sys.platform == "linux" else None  # only there does a thread have a priority of its own
+        begin = lower_priority if sys.platform == "linux" else None  # only Linux has a priority for each thread
         self._compiling = ThreadPoolExecutor(_NUM_THREADS, "grammars", initializer=begin)
         self._resuming = ThreadPoolExecutor(1, "resumed-grammars", initializer=begin)
 
     def prepare(self) -> None:
-        """Read the vocabulary now, in a thread that has not stepped back, and return at once.
+        """Start to read the vocabulary in a thread with normal priority, and return at once.
 
-        Else the first grammar waits for a process of a second of CPU, which gets next to nothing on busy cores; and
-        `Vocabulary.for_matching` keeps the interpreter from the engine's thread while requests run.
+        Otherwise the first grammar waits for a process that needs a second of CPU time and gets little on busy cores,
+        and `Vocabulary.for_matching` blocks the interpreter for the engine's thread while requests run.
         """
         threading.Thread(target=self._tools_made_once, name="vocabulary", daemon=True).start()
 
@@ -145,7 +145,7 @@ class Grammars:
         return _done(self._begin(known, request, key))
 
     def close(self) -> None:
-        """Stop all threads and sandboxes; requests that wait for them end with EngineStopped. Safe to call twice."""
+        """Stop all threads and sandboxes. Waiting requests end with EngineStopped. May be called twice."""
         with self._lock:
             self._is_closed = True
             left = self._queue.clear()
@@ -164,13 +164,13 @@ class Grammars:
     # ------------------------------------------------------------------ the queue
 
     def _queued(self, new: WaitingRequest) -> Future[Matcher | None]:
-        """The future of a request that waits from now on. Raises RuntimeError when all is closed."""
+        """Add a request to the queue and return the future of its matcher. Raises RuntimeError after `close`."""
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("closed")
             refused = self._queue.add(new)
             num_waiting = len(self._queue)
-        new.matcher.add_done_callback(lambda _: self._discard(new))  # also where its caller has gone
+        new.matcher.add_done_callback(lambda _: self._discard(new))  # runs also after a cancellation
         if refused is not None:
             too_many = f"{num_waiting:,} requests wait for their grammars to be compiled; try again shortly"
             _fail(refused.matcher, Overloaded(too_many, retry_after_s=self._limits.timeout_s))
@@ -183,7 +183,7 @@ class Grammars:
             self._queue.discard(left)
 
     def _compile_waiting(self) -> None:
-        """Compile while there is a turn. A tenant's next turn is taken by the thread that ends its last one."""
+        """Compile while a tenant has a turn. The thread that ends a tenant's turn also takes the tenant's next turn."""
         while True:
             with self._lock:
                 waiting = self._queue.take()
@@ -195,7 +195,7 @@ class Grammars:
             finally:
                 with self._lock:
                     self._queue.end(waiting)
-                del waiting  # an error's traceback has this frame, and the request's future has the error
+                del waiting  # breaks a cycle: an error's traceback has this frame, and the request's future the error
 
     # ------------------------------------------------------------------ the caches, under the lock
 
@@ -211,7 +211,7 @@ class Grammars:
         return found
 
     def _forget_the_largest(self) -> None:
-        """Forget the grammars that have learned most in matching, while all together have learned too much."""
+        """Forget the grammars with the most matching time while all grammars together exceed MAX_CACHED_S."""
         while sum(each.matched.seconds for each in self._compiled.values()) > MAX_CACHED_S:
             self._forget(max(self._compiled, key=lambda key: self._compiled[key].matched.seconds))
 
@@ -231,7 +231,7 @@ class Grammars:
     def _compile(self, request: Request, grammar: Grammar) -> Matcher:
         key = _key(request, grammar)
         with self._lock:
-            known, reason = self._known(key), self._refused.get(key)  # another request may have brought it meanwhile
+            known, reason = self._known(key), self._refused.get(key)  # another request may have compiled it meanwhile
         try:
             if reason is not None:
                 raise Unusable(reason)
@@ -239,11 +239,11 @@ class Grammars:
         except Unusable as unusable:
             self._refuse(key, str(unusable))
             raise _refusal(grammar, str(unusable)) from unusable
-        except WorkerKilled as killed:  # not remembered: the same grammar may pass at another time
+        except WorkerKilled as killed:  # not remembered, because the same grammar may compile at another time
             if self._is_closed:
                 raise _stopped() from killed
             if killed.is_from_outside:
-                raise Unavailable(f"{grammar.param}: {killed}; send it again") from killed
+                raise Unavailable(f"{grammar.param}: {killed}; send the request again") from killed
             raise _refusal(grammar, str(killed)) from killed
 
     def _compile_now(self, grammar: Grammar, key: Key) -> _Compiled:
@@ -260,14 +260,14 @@ class Grammars:
         return compiled
 
     def _form(self, tools: _Tools, grammar: Grammar) -> tuple[Callable[[Begin], Begun], Sequence[str]]:
-        """What begins the output, and the keywords of schemas that it does not keep."""
+        """Compile a grammar; return a function that makes matchers, and the schema keywords that are ignored."""
         if grammar.kind is GrammarKind.TEXT:
             return lambda begin: None, ()
         with tools.sandbox() as sandbox:
             compiled = sandbox.compile(grammar)
         matchers = [new_matcher(tools.tokenizer, lark) for lark in compiled.larks]
         for matcher in matchers:
-            matcher.compute_bitmask()  # the first takes longest, and would else be waited for in a step
+            matcher.compute_bitmask()  # the first mask takes longest, and a step should not wait for it
         if grammar.kind is GrammarKind.TAGS:
             tags = read_tags(grammar.text)
             if tags[0].trigger:
@@ -275,7 +275,7 @@ class Grammars:
         return lambda begin: begin(matchers[0].deep_copy()), compiled.dropped
 
     def _tools_made_once(self) -> _Tools | None:
-        """What grammars are compiled with; None where the tokenizer cannot be used. Any thread may call."""
+        """Return the tools, which the first call makes; None if the tokenizer cannot be used. Any thread may call."""
         with self._making_tools:
             if self._tools is None and not self._is_unreadable:
                 try:
@@ -301,7 +301,7 @@ class Grammars:
         return begun
 
     def _refuse(self, key: Key, reason: str) -> None:
-        max_remembered_refusals, max_length = 1024, 600  # with their keys: well below a megabyte
+        max_remembered_refusals, max_length = 1024, 600  # well below a megabyte, including keys
         with self._lock:
             self._refused[key] = reason[:max_length]
             if len(self._refused) > max_remembered_refusals:
@@ -310,8 +310,7 @@ class Grammars:
     # ------------------------------------------------------------------ any thread
 
     def _begin(self, compiled: _Compiled, request: Request, key: Key) -> Matcher:
-        """A matcher behind the request's generated tokens."""
-
+        """Return a matcher that has consumed the request's generated tokens."""
         assert self._tools is not None, "a grammar has been compiled with them"
         texts = self._tools.vocabulary.tokens
 
@@ -332,8 +331,8 @@ class Grammars:
             begun = ThoughtMatcher(compiled.thought, grammar.thought, begin_output, end_token_ids=ends)
         else:
             begun = begin_output()
-        assert begun is not None, "only behind a thought may be any text"
-        if grammar is not None:  # in its field: equal schemas may come in several
+        assert begun is not None, "only after a thought may any text follow"
+        if grammar is not None:  # names start with the request's field, because fields may have equal schemas
             named = (each if each == CUT_MARK else f"{grammar.param}.{each}" for each in compiled.ignored_keywords)
             begun.ignored_keywords = tuple(named)
         for token_id in request.generated_token_ids:
@@ -342,13 +341,13 @@ class Grammars:
         return begun
 
     def _drop(self, key: Key) -> None:
-        """Forget a grammar when a matcher of it has reached its limits: the next request compiles a new one."""
+        """Forget a grammar after one of its matchers has reached a limit. The next request compiles it again."""
         with self._lock:
             self._forget(key)
 
 
 def _key(request: Request, grammar: Grammar) -> Key:
-    """Of its text and what it is compiled with. Requests that share no prefixes, by their salts, share no grammars."""
+    """Return the digest of a grammar's text and options. Requests with different cache salts share no grammars."""
     end_of_thought = "" if grammar.thought is None else grammar.thought.end
     digest = hashlib.sha256()
     for part in (request.cache_salt, grammar.kind, grammar.text, str(grammar.is_lenient), end_of_thought):
@@ -379,16 +378,16 @@ def _failed(error: Exception) -> Future[Matcher | None]:
 
 
 def _settle(future: Future[Matcher | None], make: Callable[[], Matcher]) -> None:
-    """Give a running future what this function returns or raises."""
+    """Set the result or the error of `make` on a running future."""
     try:
         future.set_result(make())
     except Exception as error:
         future.set_exception(error)
-        del future, make  # as in `_compile_waiting`
+        del future, make  # for the reason in `_compile_waiting`
 
 
 def _fail(future: Future[Matcher | None], error: Exception) -> None:
-    """End a future that nothing has begun; it may have been cancelled just now."""
+    """Set an error on a future that does not run yet. Does nothing if the future was cancelled."""
     if future.set_running_or_notify_cancel():
         future.set_exception(error)
 

@@ -1,4 +1,4 @@
-"""Matchers: the place of one request in its grammar, or in a free text with marked pieces."""
+"""Matchers: the position of one request in its grammar, or in a free text with marked pieces."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from app.grammar.free_text import FreePlace, FreeText
 
 
 class LazyMatcher(ABC):
-    """A `Matcher` that works while the model computes: `advance` only notes a token, `prepare` does the rest."""
+    """A `Matcher` that works while the model computes: `advance` only stores a token, `prepare` consumes it."""
 
     def __init__(self) -> None:
-        self._drawn: list[int] = []  # not consumed yet
-        self._allowed: bytes | None = None  # behind all of them, once it is known
+        self._drawn: list[int] = []  # tokens that are not consumed yet
+        self._allowed: bytes | None = None  # allowed tokens after all drawn tokens; None: not computed yet
         self.ignored_keywords: Sequence[str] = ()  # see `Matcher`
 
     def allowed(self) -> bytes:
@@ -35,7 +35,7 @@ class LazyMatcher(ABC):
             self._find_allowed()
 
     def advance(self, token_id: int) -> None:
-        """Note a drawn token."""
+        """Store a drawn token, to be consumed later."""
         self._drawn.append(token_id)
         self._allowed = None
 
@@ -46,7 +46,7 @@ class LazyMatcher(ABC):
         return other
 
     def copied(self) -> Self:
-        """Another in the same place."""
+        """Return another matcher at the same position."""
         self.catch_up()
         other = copy(self)
         other._drawn = []
@@ -68,10 +68,10 @@ class LazyMatcher(ABC):
 
     @abstractmethod
     def _separate(self) -> None:
-        """Of a copy: share nothing with the original that changes."""
+        """Make a copy share no mutable state with its original."""
 
     def catch_up(self) -> None:
-        """Consume the drawn tokens now, and not in a step."""
+        """Consume the drawn tokens now instead of in a step."""
         drawn, self._drawn = self._drawn, []
         for token_id in drawn:
             self._consume(token_id)
@@ -87,18 +87,18 @@ class LazyMatcher(ABC):
 
     @abstractmethod
     def _compute_allowed(self) -> bytes:
-        """The tokens that may follow all that were consumed."""
+        """Return the tokens that may follow all consumed tokens."""
 
 
 @dataclass(slots=True)
 class MatchingTime:
-    """CPU time of all matchers of one grammar. What they learn in it, they share and keep."""
+    """CPU time of all matchers of one grammar. The matchers share a cache, which grows with this time."""
 
     seconds: float = 0.0
 
 
 class GrammarMatcher(LazyMatcher):
-    """Says which tokens the grammar allows next. End tokens are allowed where the grammar may end, and nowhere else."""
+    """Computes the tokens that the grammar allows next. End tokens are allowed only where the grammar may end."""
 
     def __init__(
         self,
@@ -109,9 +109,9 @@ class GrammarMatcher(LazyMatcher):
         spent: MatchingTime,
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        """`stop_token_ids`: the request's own, beside the model's end tokens, which `matcher` knows.
+        """`stop_token_ids`: stop tokens of the request; `matcher` already has the model's end tokens.
 
-        `texts`: those of the model's tokens. `spent` is increased by what it takes.
+        `texts`: the texts of the model's tokens. The matcher adds its CPU time to `spent`.
         """
         super().__init__()
         self._matcher = matcher
@@ -124,17 +124,17 @@ class GrammarMatcher(LazyMatcher):
 
     @property
     def may_end(self) -> bool:
-        """Whether what is written so far is complete."""
+        """Whether the output so far is complete."""
         self.catch_up()
         return self.failure is None and self._matcher.is_accepting()
 
     @property
     def is_complete(self) -> bool:
-        """Whether it is, and nothing may follow."""
+        """Whether the output is complete and no token may follow."""
         return self.may_end and self._matcher.is_stopped()
 
     def accepts(self, token_id: int) -> bool:
-        """Whether this token may follow."""
+        """Return whether this token may follow."""
         return self.num_allowed([token_id]) == 1
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
@@ -152,11 +152,11 @@ class GrammarMatcher(LazyMatcher):
         return found
 
     def _forced_token(self) -> int | None:
-        """The longest of the tokens that may follow, if the others begin as it does."""
+        """Return the longest allowed token if all other allowed tokens are prefixes of it, else None."""
         self.catch_up()
         if self.failure is not None or not self._matcher.deep_copy().compute_ff_bytes():
-            return None  # it need not be searched for, as there is a choice
-        max_ways = 32  # in which one text may go on, tokens of it: more are not looked at
+            return None  # no bytes are forced, so the next token is a choice
+        max_ways = 32  # limit of the allowed tokens that are compared
         allowed = tokens_of(self.allowed(), at_most=max_ways)
         longest = max(allowed, key=lambda token_id: len(self._texts[token_id]), default=None)
         if longest is None or not all(self._texts[longest].startswith(self._texts[each]) for each in allowed):
@@ -164,17 +164,17 @@ class GrammarMatcher(LazyMatcher):
         return longest
 
     def _separate(self) -> None:
-        """What a draft does to the matcher is no reason to compile the grammar anew."""
+        """See `LazyMatcher`. A copy is for a draft, and a draft's failure must not cause a new compilation."""
         self._matcher = self._matcher.deep_copy()
         self._on_failure = lambda: None
 
     def _consume(self, token_id: int) -> None:
-        """See `LazyMatcher`; behind a stop token nothing comes."""
+        """See `LazyMatcher`. A stop token is not consumed, because no token follows it."""
         if self.failure is None and token_id not in self._stop_token_ids and not self._matcher.consume_token(token_id):
             self._fail(reason_of(self._matcher.get_error()))
 
     def _compute_allowed(self) -> bytes:
-        """See `Matcher`. When it fails, every token is allowed: what is drawn then is not used."""
+        """See `LazyMatcher`. After a failure, every token is allowed, because the drawn token is not used."""
         if self.failure is None:
             began_at = time.thread_time()
             allowed = self._matcher.compute_bitmask()[: self._num_bytes]
@@ -191,26 +191,26 @@ class GrammarMatcher(LazyMatcher):
         return left if any_token(left) else allowed
 
     def _fail(self, reason: str) -> None:
-        self.failure = f"the output cannot go on in the form that was asked for: {reason}"
+        self.failure = f"the output cannot continue in the requested form: {reason}"
         self._on_failure()
 
 
 @dataclass(frozen=True, slots=True)
 class TagContent:
-    """What follows a trigger: a new matcher of it, and whether the output ends with it."""
+    """The content after a trigger: a function that makes its matcher, and whether the output ends after the content."""
 
     begin: Callable[[], GrammarMatcher]
     is_last: bool
 
 
 class TaggedMatcher(LazyMatcher):
-    """Free text until a trigger is complete; then what the content of its tag allows, to the end of that.
+    """Allows free text until a trigger is complete, then the content of the trigger's tag until the content ends.
 
-    Where a piece may end and may go on as well, free text may follow: what cannot belong to the piece is text.
+    If a piece may either end or continue, free text may follow: a token that cannot belong to the piece is free text.
     """
 
     def __init__(self, text: FreeText, pieces: Iterable[TagContent]) -> None:
-        """A piece for each trigger of the text."""
+        """`pieces` has one entry for each trigger of the text."""
         super().__init__()
         self._text = text
         self._pieces = tuple(pieces)
@@ -263,5 +263,5 @@ class TaggedMatcher(LazyMatcher):
 
 
 def either(one: bytes, other: bytes) -> bytes:
-    """The tokens that one of them allows."""
+    """Return the tokens that at least one of the two masks allows."""
     return (int.from_bytes(one) | int.from_bytes(other)).to_bytes(len(one))

@@ -1,4 +1,4 @@
-"""Compiles a grammar in a process of its own first, under limits of CPU time and memory (`sandbox_worker.py`)."""
+"""Compiles a grammar in a separate process, with limits of CPU time and memory (`sandbox_worker.py`)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerKilled(Exception):
-    """A signal ended the worker while it compiled a grammar, and another when it tried again.
+    """A signal ended the worker while it compiled a grammar, and a signal ended the worker of the second attempt.
 
-    `is_from_outside`: the process did not cause the signal itself. The kernel kills a process when memory is short.
+    `is_from_outside`: the process did not cause the signal itself. The kernel kills processes if memory is short.
     """
 
     def __init__(self, signal_number: int) -> None:
@@ -34,10 +34,10 @@ class WorkerKilled(Exception):
 
 
 class Sandbox:
-    """Keeps one worker process, and starts another when that has ended. For one thread."""
+    """Runs one worker process, and starts a new worker if the last one has ended. Use it in one thread."""
 
     def __init__(self, vocabulary: Vocabulary, *, timeout_s: float, memory_bytes: int) -> None:
-        """`timeout_s` of CPU and `memory_bytes`, beside the vocabulary, are for one grammar."""
+        """One grammar may take `timeout_s` of CPU time, and `memory_bytes` beside the vocabulary."""
         self._vocabulary = vocabulary
         self._timeout_s = timeout_s
         self._memory_bytes = memory_bytes
@@ -45,11 +45,11 @@ class Sandbox:
         self._is_interrupted = False
 
     def compile(self, grammar: Grammar) -> Compiled:
-        """The grammar, compiled and tried.
+        """Compile and try a grammar.
 
         Raises:
-            Unusable: it cannot be compiled within the limits.
-            WorkerKilled: a signal ended the worker twice; or once, and the sandbox was interrupted.
+            Unusable: the grammar cannot be used, or cannot be compiled within the limits.
+            WorkerKilled: a signal ended the worker twice, or once after `interrupt`.
             Failure: the worker ended for another reason.
         """
         try:
@@ -57,7 +57,7 @@ class Sandbox:
         except WorkerKilled as killed:
             if self._is_interrupted:
                 raise
-            logger.warning("a grammar is compiled once more: %s", killed)
+            logger.warning("trying to compile a grammar once more: %s", killed)
             return self._compile_once(grammar)
 
     def _compile_once(self, grammar: Grammar) -> Compiled:
@@ -78,20 +78,20 @@ class Sandbox:
         return Compiled(**answer)
 
     def interrupt(self) -> None:
-        """Kill the worker; the grammar that it compiles is not tried again. Any thread may call."""
+        """Kill the worker. The grammar that the worker compiles is not tried again. Any thread may call this method."""
         self._is_interrupted = True
         process = self._process
         if process is not None:
             process.kill()
 
     def close(self) -> None:
-        """Kill the worker and wait for its end."""
+        """Kill the worker, and block until the worker has ended."""
         self.interrupt()
         if self._process is not None:
             self._wait_for(self._process)
 
     def _living(self) -> subprocess.Popen[bytes] | None:
-        """The worker, unless it has ended since the last grammar: the next one did not cause that."""
+        """Return the worker, or None if it has ended since the last grammar, so that the next one is not blamed."""
         if self._process is not None and self._process.poll() is not None:
             self._wait_for(self._process)
         return self._process
@@ -102,26 +102,26 @@ class Sandbox:
             env=child_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # a crash in native code writes lines that would only confuse in the log
+            stderr=subprocess.DEVNULL,  # a crash in native code writes lines that would only confuse the log's readers
         )
         stdin, _ = _pipes_of(process)
         settings = {"timeout_s": self._timeout_s, "memory_bytes": self._memory_bytes}
-        with suppress(BrokenPipeError):  # the first grammar finds the broken pipe
+        with suppress(BrokenPipeError):  # `_compile_once` handles a broken pipe
             stdin.write(json.dumps(settings).encode() + b"\n")
             self._vocabulary.write(stdin)
         return process
 
     def _error_of_end(self, process: subprocess.Popen[bytes]) -> Unusable | WorkerKilled | Failure:
-        """The error for the grammar during which the worker ended."""
+        """Return the error for the grammar that the worker compiled when it ended."""
         code = self._wait_for(process)
-        if code == -signal.SIGPROF:  # its limit of CPU time, which other processes do not shorten
-            return Unusable(f"to compile it takes longer than {self._timeout_s:g} s of CPU; make it simpler")
+        if code == -signal.SIGPROF:  # the limit of CPU time, which does not depend on other processes
+            return Unusable(f"compiling takes longer than {self._timeout_s:g} s of CPU; make it simpler")
         if code < 0:
             return WorkerKilled(-code)
         return Failure(f"the process that compiles grammars has ended with {code}")
 
     def _wait_for(self, process: subprocess.Popen[bytes]) -> int:
-        """Wait for the worker's end; the next grammar gets another. Returns the exit code, below 0 for a signal."""
+        """Block until the worker ends, and forget the worker. Returns the exit code, which is below 0 for a signal."""
         self._process = None
         stdin, stdout = _pipes_of(process)
         with suppress(BrokenPipeError):
@@ -133,7 +133,7 @@ class Sandbox:
 
 
 def _pipes_of(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
-    """Its standard input and output."""
+    """Return the standard input and output of a worker."""
     assert process.stdin is not None, "it is a pipe"
     assert process.stdout is not None, "it is a pipe"
     return process.stdin, process.stdout

@@ -1,6 +1,6 @@
-"""JSON schemas as the compiler keeps them: rewritten where that changes nothing, without keywords that it cannot keep.
+"""Rewrites JSON schemas for the compiler without a change of meaning, and drops keywords that it does not support.
 
-A keyword that is dropped is named by its place, such as `properties.to.pattern`.
+A dropped keyword is named by its place, such as `properties.to.pattern`.
 """
 
 from __future__ import annotations
@@ -13,26 +13,27 @@ from urllib.parse import quote, unquote
 
 from app.json_schema import NAMED_SCHEMAS, SCHEMA_KEYWORDS, Json, Place, changed
 
-ErrorOf = Callable[[Json], str | None]  # why the compiler cannot keep a schema; None: it can
-Drops = dict[Place, str]  # why keywords are dropped, by their places; "" where nobody has asked
+ErrorOf = Callable[[Json], str | None]  # returns the reason why the compiler cannot keep a schema; None: it can
+Drops = dict[Place, str]  # the reasons why keywords are dropped, by place; "" for an unknown reason
 
 _COUNTS = frozenset("maxItems maxLength maxProperties minItems minLength minProperties".split())
 _EXACT = frozenset("const enum exclusiveMaximum exclusiveMinimum maximum minimum multipleOf".split())
 _ASKING = _COUNTS | _EXACT | SCHEMA_KEYWORDS | NAMED_SCHEMAS | {"$ref", "format", "pattern", "required", "type"}
 _MAY_BE_NULL = frozenset(("$defs", "const", "definitions"))
 _TYPES = frozenset("array boolean integer null number object string".split())
-# A question to the compiler takes a millisecond of CPU or more. What is in doubt after so many is dropped.
+# A question to the compiler takes a millisecond of CPU or more. Keywords in doubt after this number are dropped.
 _MAX_QUESTIONS = 256
-_FLOAT_BITS = 63  # of the integers that the compiler writes digit by digit, where a float has them
-# The characters of a pointer that stand for themselves in a reference (RFC 3986, section 3.5).
+_FLOAT_BITS = 63  # the compiler writes integers of up to 63 bits digit by digit, if a float can represent them
+# The characters of a pointer that are not encoded in a reference (RFC 3986, section 3.5).
 _PLAIN_CHARACTERS = "/~!$&'()*+,;=:@-._?"
 
 
 def exact(schema: Json) -> tuple[Json, Drops]:
-    """The schema rewritten for the compiler, without the keywords that it would keep in part or misread.
+    """Rewrite a schema without the keywords that the compiler would misread or keep only in part.
 
-    These are null where a keyword has a value, and integers that no float has: the compiler counts in floats. Counts
-    such as `1.0` become integers, types such as `STRING` are written small, and references are encoded.
+    Dropped are keywords with the value null, and with integers that no float can represent, because the compiler
+    counts in floats. Counts such as `1.0` become integers, types such as `STRING` become lower case, and references are
+    encoded.
     """
     dropped: Drops = {}
 
@@ -42,7 +43,7 @@ def exact(schema: Json) -> tuple[Json, Drops]:
             why = _why_not_exact(name, value)
             if why is not None:
                 dropped[(*place, name)] = why
-            elif not (name == "uniqueItems" and value is False):  # which asks for nothing
+            elif not (name == "uniqueItems" and value is False):  # `uniqueItems: false` has no effect
                 kept[name] = _rewritten(name, value, schema)
             if name in NAMED_SCHEMAS and isinstance(value, dict):
                 wrong = [key for key, inner in value.items() if not isinstance(inner, dict | bool | list)]
@@ -62,7 +63,7 @@ def _why_not_exact(name: str, value: Any) -> str | None:
 
 
 def _inexact(value: Any) -> Iterator[int]:
-    """The integers in a value that no float has, and those that the compiler writes as a float."""
+    """Yield the integers in a value that no float can represent or that the compiler writes as floats."""
     if isinstance(value, list | dict):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _inexact(inner)
@@ -81,7 +82,7 @@ def _rewritten(name: str, value: Any, root: Json) -> Any:
 
 
 def _pointer(ref: str, root: Json) -> str:
-    """The JSON pointer of a reference into its own schema, which some write without encoding it."""
+    """Return the JSON pointer of a reference into its own schema. Some clients do not encode the pointer."""
     decoded, plain = unquote(ref[1:]), ref[1:]
     return plain if not _has(root, decoded) and _has(root, plain) else decoded
 
@@ -99,25 +100,25 @@ def _has(root: Any, pointer: str) -> bool:
 
 
 def shown(place: Place, name: str = "") -> str:
-    """A place as text, for answers and errors: its end, where it is long."""
+    """Return a place as text for answers and errors. Only the end of a long place is shown."""
     text = ".".join(filter(None, (name, *place)))
     max_length = 75
     return text if len(text) <= max_length else f"...{text[3 - max_length :]}"
 
 
 class SchemaKeeper:
-    """Finds what the compiler cannot keep of the schemas of one grammar, by asking it."""
+    """Finds the keywords in one grammar's schemas that the compiler does not support, by trial compilations."""
 
     def __init__(self, error_of: ErrorOf) -> None:
         self._error_of = error_of
         self._num_questions = 0
-        self._is_refused: dict[str, bool] = {}  # parts of schemas, as JSON
+        self._is_refused: dict[str, bool] = {}  # by part of a schema, as JSON
 
     def kept(self, schema: Json) -> tuple[Json, Drops]:
-        """The schema without the keywords that cannot be kept. The result may still match no document.
+        """Return the schema without keywords that cannot be kept. The result may still match no document.
 
-        Each keyword is asked for alone, then, if that is not enough, each schema without those in it. What is left is
-        `oneOf`, which the compiler makes to `anyOf` where it is lenient.
+        Each keyword is tried alone. If that is not enough, the keywords of each schema are tried together, without
+        inner schemas. The last candidate is `oneOf`, which a lenient compiler treats as `anyOf`.
         """
         dropped: Drops = {}
         schema = self._without(schema, self._keywords_alone(schema), dropped)
@@ -167,7 +168,7 @@ class SchemaKeeper:
         return drops | self._refused(units)
 
     def _keywords_together(self, schema: Json) -> Drops:
-        """One keyword or more of each schema whose keywords cannot be kept together, the last first."""
+        """Return keywords to drop, the last first, from each schema with keywords that cannot be kept together."""
         outlines: dict[Place, Json] = {}
 
         def note(one: Json, place: Place) -> Json:
@@ -200,7 +201,7 @@ class SchemaKeeper:
         return too_many
 
     def _alternatives(self, schema: Json) -> Drops:
-        """The `oneOf` whose schemas are not known to exclude one another."""
+        """Return the places of `oneOf` if its schemas are not known to exclude one another."""
         definitions: Json = {name: schema[name] for name in ("$schema", "$defs", "definitions") if name in schema}
         drops: Drops = {}
 
@@ -219,9 +220,9 @@ class SchemaKeeper:
     # ------------------------------------------------------------------ how
 
     def _refused(self, units: dict[Place, Json]) -> Drops:
-        """The places of those that cannot be kept; the first has its reason."""
+        """Return the places of the units that cannot be kept; only the first place has a reason."""
         written = {place: json.dumps(unit, sort_keys=True) for place, unit in units.items()}
-        unknown: dict[str, dict[str, None]] = {}  # each once, those of a keyword together
+        unknown: dict[str, dict[str, None]] = {}  # distinct units without a result, grouped by keyword
         for place, unit in written.items():
             if unit not in self._is_refused:
                 unknown.setdefault(_keyword_of(place), {})[unit] = None
@@ -237,7 +238,7 @@ class SchemaKeeper:
         return drops
 
     def _find_refused(self, units: Sequence[str]) -> None:
-        """Note of each unit whether it can be kept: of a half of them at once, where all of these can."""
+        """Store for each unit whether it can be kept. Bisects the units, and asks for a whole half at once."""
         if self._are_kept(units):
             return
         if len(units) == 1 or self._num_questions >= _MAX_QUESTIONS:
@@ -248,7 +249,7 @@ class SchemaKeeper:
         self._find_refused(units[half:])
 
     def _is_kept(self, unit: Json) -> bool:
-        """Whether it is known that a unit can be kept."""
+        """Return whether a unit can be kept; False if no questions are left."""
         return self._num_questions < _MAX_QUESTIONS and self._are_kept([json.dumps(unit, sort_keys=True)])
 
     def _are_kept(self, units: Sequence[str]) -> bool:
@@ -264,7 +265,7 @@ def _keyword_of(place: Place) -> str:
 
 
 def _all_of(units: Sequence[Json]) -> Json:
-    """A schema that can be kept where all of these can; whether any document matches one of them does not matter."""
+    """Return a schema that can be kept if all units can, even if no document matches one of the units."""
     return {"type": "object", "properties": {str(number): unit for number, unit in enumerate(units)}}
 
 
@@ -274,7 +275,7 @@ def _is_type(value: Any) -> bool:
 
 
 def _outline(name: str, value: Any) -> Any:
-    """A keyword's value with any schema in place of each that is in it: those are asked for by themselves."""
+    """Return a keyword's value with each inner schema replaced by True, because inner schemas are tried separately."""
     if name in SCHEMA_KEYWORDS and isinstance(value, list):
         return [True if isinstance(inner, dict) else inner for inner in value]
     if name in SCHEMA_KEYWORDS and isinstance(value, dict):

@@ -1,17 +1,18 @@
-"""Grammars of the kind TAGS: free text, in which each trigger begins a piece that must match a grammar.
+"""Grammars of the kind TAGS: free text, in which each trigger starts a piece that must match a grammar.
 
-The text of such a grammar is a JSON object of lists. `schemas` has objects with a `schema` and `is_lenient`, `larks`
-objects with a `lark`, which is a grammar; both have the `name` of what they are for. `tags` has objects with
+The text of such a grammar is a JSON object of lists. `schemas` has objects with a `schema` and `is_lenient`. `larks`
+has objects with a `lark`, which is a grammar. Both kinds of objects have a `name`, such as a tool's name. `tags` has
+objects with
 
-    trigger     the text that begins the piece; once it is complete, the rest of the piece must follow. A grammar of one
-                tag may have an empty trigger: then there is no free text
-    is_opening  the piece may only begin the output; white space is allowed outside quotes
-    content     what follows the trigger: a list of parts
+    trigger     the text that starts the piece; after the complete trigger, the rest of the piece must follow. A grammar
+                of one tag may have an empty trigger; such a grammar allows no free text
+    is_opening  the piece may only start the output; white space is allowed outside quotes
+    content     a list of parts that follow the trigger
     is_last     the output ends after the piece; otherwise free text and other pieces may follow
 
 A part is a text, {"pattern": regular expression}, {"schema": number}, {"lark": number}, {"any": [content, …]}, or
-{"repeat": content} (zero or more times). Where a text contains the text of a special token, the token or its text may
-be generated.
+{"repeat": content} (zero or more times). For the text of a special token within a text, the model may generate the
+token or its text.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ WriteRule = Callable[[Json], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tag:
-    """All pieces with one trigger, each with one of the contents."""
+    """All pieces with one trigger. Each piece has one of the contents."""
 
     trigger: str
     is_opening: bool
@@ -37,7 +38,7 @@ class Tag:
 
 
 def read_tags(text: str) -> list[Tag]:
-    """The tags of a grammar's text, one for each trigger."""
+    """Return the tags of a grammar's text, one tag for each trigger."""
     groups: dict[tuple[str, bool], list[Json]] = {}
     for tag in json.loads(text)["tags"]:
         groups.setdefault((tag["trigger"], tag["is_opening"]), []).append(tag)
@@ -55,17 +56,17 @@ def read_tags(text: str) -> list[Tag]:
 def larks_of_tags(
     text: str, special: Mapping[str, int], writers: Mapping[str, WriteRule], *, options: str
 ) -> list[str]:
-    """What follows each trigger, in Lark.
+    """Return a Lark grammar for the content after each trigger.
 
-    `special`: the special tokens by their texts. `writers`: of rules for the objects of `schemas` and `larks`, by the
-    names of their parts. `options` end each grammar.
+    `special`: the ids of special tokens by text. `writers`: functions that write the rules for objects of `schemas` and
+    `larks`, by `"schema"` and `"lark"`. `options` is added to the end of each grammar.
     """
     forms = json.loads(text)
     return [_Lark(forms, special, writers).grammar(tag.contents) + options for tag in read_tags(text)]
 
 
 class _Lark:
-    """Turns contents, and the schemas and grammars that they name, into Lark."""
+    """Converts contents, and the schemas and grammars that they name, to Lark."""
 
     def __init__(self, forms: Json, special: Mapping[str, int], writers: Mapping[str, WriteRule]) -> None:
         self._forms = forms

@@ -1,4 +1,4 @@
-"""Matchers of outputs that begin with a thought: free text between two marks, before what has a form."""
+"""Matchers of outputs that start with a thought: free text between two marks, before the structured output."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from app.engine.request import Thought
 from app.grammar.free_text import FreePlace, FreeText, TokenTable, Trigger
 from app.grammar.matchers import GrammarMatcher, LazyMatcher, TaggedMatcher, either
 
-BeginOutput = Callable[[], GrammarMatcher | TaggedMatcher | None]  # None where it is any text
+BeginOutput = Callable[[], GrammarMatcher | TaggedMatcher | None]  # returns None if the output may be any text
 
 _MAX_BLANKS = 4  # tokens of white space between a thought and the output
 
 
 class _Phase(Enum):
-    BEFORE = auto()  # nothing, or white space and a part of the mark
+    BEFORE = auto()  # no text, or only white space and a start of the first mark
     INSIDE = auto()
-    BEHIND = auto()  # white space at most since its end
+    BEHIND = auto()  # after the thought, with no text or only white space
     OUTPUT = auto()
 
 
 class ThoughtText:
-    """What all matchers of thoughts with the same marks share."""
+    """The state that all matchers of thoughts with the same end mark share."""
 
     def __init__(self, table: TokenTable, thought: Thought) -> None:
         self.table = table
@@ -31,12 +31,12 @@ class ThoughtText:
 
 
 class ThoughtMatcher(LazyMatcher):
-    """A thought, then what the matcher of the output allows; without one, any text."""
+    """Allows a thought, then the output by the output's matcher, or any text without such a matcher."""
 
     def __init__(
         self, text: ThoughtText, thought: Thought, begin_output: BeginOutput, *, end_token_ids: Collection[int]
     ) -> None:
-        """`end_token_ids` may not end the output within its thought, where it has a form."""
+        """`end_token_ids` are not allowed within the thought if the output has a matcher."""
         super().__init__()
         self._table, self._free = text.table, text.free
         self._thought = thought
@@ -44,8 +44,8 @@ class ThoughtMatcher(LazyMatcher):
         self._output = begin_output()
         self._end_token_ids = end_token_ids
         self._phase = _Phase.INSIDE if thought.is_open else _Phase.BEFORE
-        self._written = b""  # before the thought: what may become the mark
-        self._may_be_output = True  # so may that
+        self._written = b""  # text before the thought, which may become the first mark
+        self._may_be_output = True  # `_written` may be output
         self._place = self._free.middle
         self._num_tokens = self._num_blanks = 0
 
@@ -95,7 +95,7 @@ class ThoughtMatcher(LazyMatcher):
                 self._advance_output(token_id)
 
     def _consume_before(self, token_id: int) -> None:
-        """The output may begin as the mark does: until one of them is certain, the token belongs to both."""
+        """Consume a token before the thought. The token belongs to the mark and the output until one is certain."""
         self._written += self._text_of(token_id)
         written = self._written.lstrip()
         if written.startswith(self._begin):
@@ -123,7 +123,7 @@ class ThoughtMatcher(LazyMatcher):
             self._output.advance(token_id)
 
     def _is_blank_between(self, token_id: int) -> bool:
-        """Whether a token of white space belongs to neither the thought nor the output."""
+        """Return whether a token is white space between the thought and the output that the output does not allow."""
         is_blank = self._num_blanks < _MAX_BLANKS and self._table.texts[token_id].isspace()
         return is_blank and not self._is_in_output(token_id)
 
@@ -142,7 +142,7 @@ class ThoughtMatcher(LazyMatcher):
         return self._thought.max_tokens is not None and self._num_tokens >= self._thought.max_tokens
 
     def _ending(self) -> list[int]:
-        """The tokens that write the rest of the mark: the longest that do."""
+        """Return the longest token that writes the rest of the end mark, or a start of that rest, as a list."""
         return self._table.beginning(self._thought.end.encode()[len(self._place.tail) :])[:1]
 
     def _text_of(self, token_id: int) -> bytes:

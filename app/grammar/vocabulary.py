@@ -1,7 +1,7 @@
-"""The bytes of every token, from which grammars are matched.
+"""The bytes of every token, which grammars are matched against.
 
-Reading a large tokenizer blocks a process for a second. So a separate process reads it (`python -m
-app.grammar.vocabulary`) and writes the vocabulary to its standard output.
+Reading a large tokenizer blocks a process for a second. So a separate process (`python -m app.grammar.vocabulary`)
+reads the tokenizer and writes the vocabulary to its standard output.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from llguidance import LLTokenizer, TokenizerWrapper
 from app.child_process import child_command, child_environment
 from app.errors import InvalidSetup
 
-READ_CPU_S = 60.0  # for one tokenizer; the largest take a few seconds
+READ_CPU_S = 60.0  # limit for one tokenizer; the largest tokenizers take a few seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """A model's tokens by their ids; b"" where an id names none."""
+    """The bytes of a model's tokens by id; b"" for an id without a token."""
 
     tokens: tuple[bytes, ...]
     special_token_ids: tuple[int, ...]
     eos_token_ids: tuple[int, ...]
 
     def for_matching(self) -> LLTokenizer:
-        """The same for llguidance. Takes 0.2 s for 128,000 tokens, and no other thread of Python runs meanwhile."""
+        """Return a tokenizer for llguidance. Takes 0.2 s for 128,000 tokens and blocks all other Python threads."""
         return LLTokenizer(_Tokens(self), eos_token=list(self.eos_token_ids))
 
     @property
     def special_texts(self) -> dict[str, int]:
-        """The ids of the special tokens that have a text, by their texts."""
+        """The ids of the special tokens that have a text, by text."""
         found = ((self.tokens[token_id].decode(errors="replace"), token_id) for token_id in self.special_token_ids)
         return {text: token_id for text, token_id in found if text}
 
@@ -65,7 +65,7 @@ class Vocabulary:
 
 
 class _Tokens(TokenizerWrapper):
-    """The interface that llguidance expects of a tokenizer it does not know."""
+    """The interface that llguidance requires from a custom tokenizer."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         # `TokenizerWrapper.__init__` is not called: it requires an encoder.
@@ -82,10 +82,10 @@ class _Tokens(TokenizerWrapper):
 def read_vocabulary(
     location: str, revision: str | None, *, vocab_size: int, eos_token_ids: tuple[int, ...]
 ) -> Vocabulary:
-    """The vocabulary of the tokenizer at a folder or hub id, padded to `vocab_size` ids. Takes a second or more.
+    """Return the vocabulary of the tokenizer in a folder or hub id, padded to `vocab_size` ids. Takes a second or more.
 
     Raises:
-        InvalidSetup: there is no tokenizer that can be read, or it takes too long.
+        InvalidSetup: no tokenizer can be read, or reading the tokenizer takes too long.
     """
     wanted = json.dumps([location, revision, vocab_size, eos_token_ids, READ_CPU_S])
     try:
@@ -98,7 +98,7 @@ def read_vocabulary(
     except OSError as error:
         raise InvalidSetup(f"the tokenizer of {location} cannot be read for grammars: {error}") from error
     if reading.returncode == -signal.SIGPROF:
-        raise InvalidSetup(f"to read the tokenizer of {location} for grammars takes over {READ_CPU_S:g} s of CPU")
+        raise InvalidSetup(f"reading the tokenizer of {location} for grammars takes over {READ_CPU_S:g} s of CPU")
     if reading.returncode != 0:
         reason = reading.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise InvalidSetup(f"the tokenizer of {location} cannot be read for grammars: {reason[:300]}")
@@ -108,9 +108,9 @@ def read_vocabulary(
 def main() -> None:
     """Read a tokenizer and write its vocabulary."""
     location, revision, vocab_size, eos_token_ids, limit_s = json.loads(sys.argv[1])
-    # Of this process: how long it takes depends on what else computes. The signal has no handler.
+    # CPU time of this process, because wall clock time depends on the load of the machine. The signal has no handler.
     signal.setitimer(signal.ITIMER_PROF, limit_s)
-    from transformers import PreTrainedTokenizerFast  # here alone: it takes a second, and other processes import this
+    from transformers import PreTrainedTokenizerFast  # takes a second, and other processes import this module
 
     backend = PreTrainedTokenizerFast.from_pretrained(
         location, revision=revision, trust_remote_code=False

@@ -1,1 +1,1 @@
-"""Offline work: batches of a service and bulk runs, each item answered once. No HTTP, no request handling, no Ray."""
+"""Offline work: service batches and bulk runs, which answer each item once. No HTTP, no request handling, no Ray."""

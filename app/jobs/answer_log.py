@@ -1,8 +1,8 @@
 """The files of answers that are being generated.
 
-Appended bytes wait in memory until they are written. A full disk delays its own answers only: the write is tried again.
-A slow disk blocks the event loop once; after that, a thread writes. Readers get a byte once the file has the byte, so a
-client never reads a token that the death of this process would lose.
+Appended bytes wait in memory until they are written. A full disk delays only the answers on that disk: the write is
+retried. A slow disk blocks the event loop once; after that, a thread writes. Readers get a byte only after the file has
+the byte, so a client never reads a token that would be lost if this process died.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from app.errors import NotFound, Unavailable
 
 logger = logging.getLogger(__name__)
 
-MAX_PENDING_BYTES = 1024 * 1024  # of one answer, in memory because the storage does not take them
-READ_BYTES = 256 * 1024  # of a file at once
+MAX_PENDING_BYTES = 1024 * 1024  # unwritten bytes of one answer; with more, `append` waits until all are written
+READ_BYTES = 256 * 1024  # the most bytes that one read of a file returns
 _TAIL_BYTES = 16 * 1024  # the end of a file stays in memory for readers of a growing file
-# A turn of writes that takes longer is slow. The event loop itself writes to a fast storage: a thread, which must wait
-# for the interpreter's lock after each write, takes twice the time and comes late.
+# A round of writes that takes longer is slow. The event loop itself writes to a fast storage: a thread would have to
+# wait for the interpreter's lock after each write, which doubles the time and delays the readers.
 _SLOW_S = 0.01
 
-Take = Callable[[bytes], bool]  # takes the next bytes of an answer; returns False where it leaves them
+Take = Callable[[bytes], bool]  # receives the next bytes of an answer; returns False to refuse the bytes
 
 
 class _Descriptor:
-    """An open file. It closes when the log and all writes in threads have let go of it."""
+    """An open file, which closes when the log and all writes in threads have dropped their references."""
 
     def __init__(self, path: Path) -> None:
         self.number = os.open(path, os.O_WRONLY)
@@ -45,49 +45,49 @@ class AnswerLog:
     """The file of one answer. Belongs to one event loop."""
 
     def __init__(self, path: Path, writer: LogWriter, num_bytes: int, *, content: bytes = b"") -> None:
-        """The file is there, and begins with `num_bytes` that count. Raises OSError.
+        """Open an existing file, whose first `num_bytes` bytes are valid. Raises OSError.
 
-        Where `content` is all that the file has, readers get a short one from memory.
+        `content`, if given, is the whole content of the file. Readers then get the end of the file from memory.
         """
         self.path = path
-        self.num_bytes = num_bytes  # in the file
+        self.num_bytes = num_bytes  # the valid bytes in the file
         self._file = _Descriptor(path)
         self._writer = writer
         self._pending = bytearray()
         self._tail = bytearray(content[-_TAIL_BYTES:])
         self._end: AnswerEnd | None = None
-        self._failure: Exception | None = None  # ends all reads and writes
-        self._waiting: list[tuple[asyncio.Future[int], Take | None]] = []  # for a change
+        self._failure: Exception | None = None  # raised by all later reads and writes
+        self._waiting: list[tuple[asyncio.Future[int], Take | None]] = []  # readers and writers that await a change
 
     async def append(self, data: bytes) -> None:
-        """Write behind the end, soon. Waits while too much is waiting. Raises Unavailable for a broken storage."""
+        """Queue bytes for writing. Waits if too many bytes are unwritten. Raises Unavailable for a broken storage."""
         self._pending += data
         self._writer.add(self)
         if len(self._pending) > MAX_PENDING_BYTES or self._failure is not None:
             await self.flush()
 
     async def flush(self) -> None:
-        """Returns once all that was appended is in the file. Raises Unavailable for a broken storage."""
+        """Wait until all appended bytes are in the file. Raises Unavailable if the storage is broken."""
         while self._pending and self._failure is None:
             await self._change()
         if self._failure is not None:
             raise self._failure
 
     def sync(self) -> None:
-        """Bring the file to the disk. Blocks. Raises OSError."""
+        """Sync the file to the disk. Blocks. Raises OSError."""
         os.fsync(self._file.number)
 
     def close(self, end: AnswerEnd | None = None, failure: Exception | None = None) -> None:
-        """Nothing more will be appended. Readers get the end, or the failure."""
+        """End the answer, dropping unwritten bytes. Readers get the end or the failure."""
         self._end, self._failure = end, self._failure or failure
         self._pending.clear()
         self._wake()
 
     async def parts(self, offset: int, *, waits: bool, take: Take | None = None) -> AsyncGenerator[AnswerPart, None]:
-        """The bytes from `offset` on, and the end; `waits`: as they come. Raises the failure.
+        """Yield the bytes from `offset` on, then the end; `waits` includes bytes that come later. Raises the failure.
 
-        A reader that waits for the next part gets new bytes by `take`, as long as `take` takes them: to wake the
-        reader for each token would cost several times as much.
+        While a reader waits for the next part, new bytes go to `take` until `take` refuses some: waking the reader for
+        each token would cost several times as much.
         """
         while True:
             if offset < self.num_bytes:
@@ -101,7 +101,7 @@ class AnswerLog:
                 raise self._failure
             elif not waits:
                 return
-            else:  # a reader of the file may be ahead of `num_bytes` for a moment, while a thread writes
+            else:  # while a thread writes, a reader of the file may be ahead of `num_bytes` for a moment
                 offset = max(offset, await self._change(take if offset == self.num_bytes else None))
 
     async def _read(self, offset: int) -> bytes:
@@ -109,19 +109,19 @@ class AnswerLog:
         if in_tail >= 0:
             return bytes(self._tail[in_tail:])
         data = await asyncio.to_thread(read_piece, self.path, offset)
-        return data[: self.num_bytes - offset]  # behind that a write is under way, or has failed half-way
+        return data[: self.num_bytes - offset]  # later bytes belong to a write that is in progress or failed half-way
 
     async def _change(self, take: Take | None = None) -> int:
-        """Wait for a change that `take` leaves. Returns the number of bytes before that change."""
+        """Wait for a change that `take` does not accept. Returns the number of bytes before that change."""
         change: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._waiting.append((change, take))
         return await change
 
     def _wake(self, data: bytes = b"") -> None:
-        """Tell all that wait for a change: `data` was written, or something else has changed."""
+        """Tell all waiting callers that `data` was written, or that something else changed if `data` is empty."""
         waiting, self._waiting = self._waiting, []
         for change, take in waiting:
-            if change.done():  # its reader has left
+            if change.done():  # the reader has left
                 continue
             if data and take is not None and take(data):
                 self._waiting.append((change, take))
@@ -131,11 +131,11 @@ class AnswerLog:
     # The writer calls these methods:
 
     def work(self) -> _Work:
-        """The next write: a file, a place in it, and the bytes."""
+        """Return the next write: the file, the offset in the file, and the bytes."""
         return self._file, self.num_bytes, bytes(self._pending)
 
     def note_written(self, data: bytes) -> bool:
-        """The file has these bytes now. Returns whether there are more bytes to write."""
+        """Note that the file has these bytes now. Returns whether there are more bytes to write."""
         del self._pending[: len(data)]
         self.num_bytes += len(data)
         self._tail += data
@@ -145,7 +145,7 @@ class AnswerLog:
         return bool(self._pending)
 
     def note_broken(self, error: OSError) -> None:
-        """The storage has refused the bytes for good: the answer fails."""
+        """End the answer with a failure, because the storage will not accept the bytes later either."""
         logger.error("the answer %s cannot be stored: %s", self.path.name, error)
         self.close(failure=Unavailable("the server cannot store this answer; its log has the reason"))
 
@@ -154,25 +154,25 @@ _Work = tuple[_Descriptor, int, bytes]
 
 
 class LogWriter:
-    """Writes the appended bytes of all logs, in one turn."""
+    """Writes the appended bytes of all logs together."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` gives seconds. It decides whether a storage is slow."""
+        """`clock` returns seconds, which decide whether the storage is slow."""
         self._clock = clock
-        self.is_slow = False  # the storage was, the last time
+        self.is_slow = False  # whether the last round of writes was slow
         self._waiting: dict[AnswerLog, None] = {}
-        self._put_off: dict[AnswerLog, asyncio.TimerHandle] = {}  # the storage of these logs is full or gone
+        self._put_off: dict[AnswerLog, asyncio.TimerHandle] = {}  # logs whose storage is full or gone at the moment
         self._writing: asyncio.Task[None] | None = None
 
     def add(self, log: AnswerLog) -> None:
-        """A log has something to write."""
+        """Schedule the pending bytes of a log to be written."""
         if log not in self._put_off:
             self._waiting[log] = None
             if self._writing is None:
                 self._writing = asyncio.create_task(self._write())
 
     async def close(self) -> None:
-        """Finish the writes that have begun, and begin no other."""
+        """Cancel all retries and finish the queued writes."""
         for timer in self._put_off.values():
             timer.cancel()
         if self._writing is not None:
@@ -208,7 +208,7 @@ class LogWriter:
 
 
 def _write_all(work: Sequence[_Work]) -> list[OSError | None]:
-    """The error of each write, or None."""
+    """Make all writes. Returns the error of each write, or None."""
     errors: list[OSError | None] = []
     for file, offset, data in work:
         try:
@@ -220,10 +220,10 @@ def _write_all(work: Sequence[_Work]) -> list[OSError | None]:
 
 
 def _write_at(file: int, offset: int, data: bytes) -> None:
-    """Write all of `data` to a place in a file. After an error the same call may be made again. Raises OSError."""
+    """Write all of `data` at an offset in a file. The call may be repeated after an error. Raises OSError."""
     view = memoryview(data)
     while view:
-        num_written = os.pwrite(file, view, offset)  # a disk that becomes full may take a part
+        num_written = os.pwrite(file, view, offset)  # a disk that becomes full may accept only a part
         view, offset = view[num_written:], offset + num_written
 
 
@@ -238,7 +238,7 @@ def create_file(path: Path, content: bytes) -> None:
 
 
 def read_piece(path: Path, offset: int) -> bytes:
-    """The next bytes of a file; empty behind its end. Blocks. Raises NotFound where there is no such file any more."""
+    """Return up to `READ_BYTES` bytes from `offset` on; none after the end. Blocks. Raises NotFound and OSError."""
     try:
         file = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -250,7 +250,7 @@ def read_piece(path: Path, offset: int) -> bytes:
 
 
 async def pieces_of(path: Path, offset: int = 0) -> AsyncGenerator[bytes, None]:
-    """A file from a byte on, read in a thread. Raises NotFound and OSError."""
+    """Yield the content of a file from `offset` on, read in a thread. Raises NotFound and OSError."""
     while piece := await asyncio.to_thread(read_piece, path, offset):
         yield piece
         offset += len(piece)

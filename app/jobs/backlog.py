@@ -1,7 +1,7 @@
-"""Which items wait, which are on which engine, and what becomes of those that lose their engine. Plain bookkeeping.
+"""The items of a run that wait or are on an engine, and the items that lost their engine. Plain bookkeeping.
 
-An item is suspected after each death of an engine that had it. From the second death on it runs alone, after all
-others, so that the item at fault is found without its neighbours. An item that has lost its engine four times, twice
+When an engine dies, each item on the engine is suspected. From the second death on, a suspect runs alone, after all
+other items, so that its neighbours are not blamed. An item that has lost its engine four times, the last two times
 alone, is given up.
 """
 
@@ -20,7 +20,7 @@ MAX_DEATHS = 4
 
 
 class WaitingItem(Protocol):
-    """An item that can be computed, in whatever form: `Item` for a service, `PreparedItem` for an engine."""
+    """An item that can be computed: an `Item` for a service, or a `PreparedItem` for an engine."""
 
     @property
     def number(self) -> int: ...
@@ -41,19 +41,19 @@ class _OnEngine(Generic[ItemT]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """What the death of an engine comes to."""
+    """The consequences of the death of an engine."""
 
-    given_up: tuple[InvalidItem, ...]  # items that are not tried again
-    begun: tuple[int, ...]  # items that had begun and are tried again
+    given_up: tuple[InvalidItem, ...]  # items that are not retried
+    begun: tuple[int, ...]  # items that had begun and are retried
 
 
 class Backlog(Generic[ItemT]):
-    """The items of a run between the input and their results. One event loop uses it."""
+    """The items of a run that were read from the input and have no result yet. For use in one event loop."""
 
     def __init__(self, ended: ItemSet, deaths: Mapping[int, int] | None = None) -> None:
-        """`ended` are the items that have a result; the caller adds to it, this class only asks.
+        """`ended` has the items with a result; only the caller adds items to the set.
 
-        `deaths` says how often something died with an item before; by default, nothing has.
+        `deaths` gives, for each item, how many earlier processes died with the item.
         """
         self._ended = ended
         self._waiting: deque[ItemT] = deque()
@@ -72,21 +72,21 @@ class Backlog(Generic[ItemT]):
 
     @property
     def num_suspects(self) -> int:
-        """Waiting until nothing else is left."""
+        """Items that wait until no other item is left."""
         return len(self._suspects)
 
     @property
     def num_known(self) -> int:
-        """Waiting or on an engine."""
+        """Items that wait or are on an engine."""
         return len(self._known)
 
     @property
     def is_empty(self) -> bool:
-        """Neither waiting nor on an engine."""
+        """Whether no item waits or is on an engine."""
         return not self._known
 
     def add(self, items: Iterable[ItemT]) -> list[InvalidItem]:
-        """Items from the input; one that has ended or is known already is passed over. Returns those to give up."""
+        """Add items from the input, except items that have ended or were added before. Returns the items to give up."""
         given_up = []
         for item in items:
             if item.number in self._ended or item.number in self._known:
@@ -99,17 +99,17 @@ class Backlog(Generic[ItemT]):
         return given_up
 
     def items_on(self, engine: int) -> KeysView[int]:
-        """The items that an engine has and has not given back."""
+        """Return the items that are on an engine."""
         return self._on(engine).items.keys()
 
     def has_items_for(self, engine: int, *, input_is_over: bool) -> bool:
-        """Whether `take` would give an engine with room any items."""
+        """Return whether `take` would return items for an engine with room."""
         on_engine = self._on(engine)
         takes_suspect = input_is_over and bool(self._suspects) and not on_engine.items
         return not on_engine.is_alone and (bool(self._waiting) or takes_suspect)
 
     def take(self, engine: int, *, room: int, input_is_over: bool) -> list[ItemT]:
-        """The next items for an engine that has room for so many; a suspect only for an empty engine, and alone."""
+        """Return at most `room` items, or one suspect if no other item is left, and note that the engine has them."""
         if not self.has_items_for(engine, input_is_over=input_is_over):
             return []
         on_engine = self._on(engine)
@@ -121,15 +121,15 @@ class Backlog(Generic[ItemT]):
         return taken
 
     def is_alone(self, engine: int) -> bool:
-        """Whether it has a suspect, and nothing else."""
+        """Return whether the only item on an engine is a suspect."""
         return self._on(engine).is_alone
 
     def begin(self, engine: int, items: Iterable[int]) -> None:
-        """These items have their first token."""
+        """Note that these items have begun."""
         self._on(engine).begun.update(items)
 
     def settle(self, engine: int, items: Iterable[int]) -> None:
-        """These items have come back from the engine."""
+        """Remove items that have ended on the engine."""
         on_engine = self._on(engine)
         for number in items:
             del on_engine.items[number]
@@ -138,9 +138,9 @@ class Backlog(Generic[ItemT]):
         on_engine.is_alone = on_engine.is_alone and bool(on_engine.items)
 
     def give_back(self, engine: int, item: int) -> bool:
-        """The item waits again, behind the others, so that one which is refused often holds up none.
+        """Move an item from the engine to the end of the queue, where an item that is refused often delays no other.
 
-        Returns whether it had begun.
+        Returns whether the item had begun.
         """
         on_engine = self._on(engine)
         had_begun = item in on_engine.begun
@@ -150,7 +150,7 @@ class Backlog(Generic[ItemT]):
         return had_begun
 
     def lose(self, engine: int) -> Loss:
-        """The engine is dead: its items wait again, those that were there first first."""
+        """Move a dead engine's items to the front of the queue in their order, except suspects and items given up."""
         on_engine = self._engines.pop(engine, _OnEngine())
         given_up, again = [], []
         for number, item in on_engine.items.items():

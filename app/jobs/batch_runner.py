@@ -1,8 +1,7 @@
-"""Works batches off: from `validating` to their end, from wherever a crash has left them.
+"""Runs batches from `validating` to their end, and resumes batches after a crash.
 
-A storage that fails or is nearly full pauses a batch, and so does an owner's share that is used up: it is tried again
-until it works, and no result is deleted meanwhile. What is done by then, or by the batch's expiry, is in its output
-file.
+A batch pauses while the storage fails or is nearly full, and while its owner's share is used up. The runner retries
+until the storage works or the batch expires, and deletes no result. Results that exist by then are in the output file.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ from app.jobs.space import RESERVE_OF_WORK, shortage_of_disk, shortage_of_share
 logger = logging.getLogger(__name__)
 
 SPACE_LOOK_EVERY_S = 1.0
-# Parts of the disk's reserve that stay free. A batch that is paused for a full disk still finds room for its files.
+# The part of the disk's reserve that output files leave free. A batch paused by a full disk can still write its files.
 _RESERVE_OF_FILES = 0.25
 
-# What a batch becomes at its end, by what it was when its items stopped.
+# The final state of a batch, by its state when its items stopped.
 _ENDS = {
     JobState.FINALIZING: JobState.COMPLETED,
     JobState.CANCELLING: JobState.CANCELLED,
@@ -49,7 +48,7 @@ _ENDS = {
 
 
 class BatchRunner:
-    """One task for each batch that has not ended."""
+    """Runs one task for each batch that has not ended."""
 
     def __init__(
         self,
@@ -63,9 +62,9 @@ class BatchRunner:
         clock: Callable[[], float],
         on_end: Callable[[], None],
     ) -> None:
-        """`catalog` is used in `thread` only; stores of results are folders in `folder`, by the batches' ids.
+        """`catalog` is used in `thread` only. `folder` has one folder of results for each batch, named by the batch id.
 
-        `clock` gives seconds since 1970. `on_end` is called at each end of a batch.
+        `clock` returns seconds since 1970. `on_end` is called when a batch ends.
         """
         self._catalog = catalog
         self._files = files
@@ -76,56 +75,56 @@ class BatchRunner:
         self._config = config
         self._clock = clock
         self._on_end = on_end
-        self._rates: dict[str, RecentRate] = {}  # of output tokens, by owner
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._owners: dict[str, str] = {}  # by the batch's id, as all here
-        # By owner: reading or writing whole files takes seconds of a thread, and all owners share the threads.
+        self._rates: dict[str, RecentRate] = {}  # the rate of output tokens, by owner
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by batch id, like most dicts below
+        self._owners: dict[str, str] = {}
+        # One lock for each owner: reading or writing whole files takes a thread seconds, and all owners share threads.
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._stops: dict[str, asyncio.Event] = {}
         self._pauses: dict[str, ItemError] = {}
-        self._logged_at: dict[tuple[type, int | None], float] = {}  # failures of the storage, by kind
-        self._results: dict[str, ResultStore] = {}  # of batches that have begun and not ended
-        self._counted: dict[str, asyncio.Event] = {}  # set once the counts of a batch are known, or cannot be now
-        self.num_completed = 0  # items of this process, and with an error
-        self.num_failed = 0
+        self._logged_at: dict[tuple[type, int | None], float] = {}  # times of logged storage failures, by kind
+        self._results: dict[str, ResultStore] = {}  # stores of the batches that have begun and not ended
+        self._counted: dict[str, asyncio.Event] = {}  # set when the counts of a batch are known, or cannot be read
+        self.num_completed = 0  # items that this process completed without an error
+        self.num_failed = 0  # items that this process ended with an error
 
     @property
     def num_batches(self) -> Counter[str]:
-        """Batches that have not ended, by owner."""
+        """The number of batches that have not ended, by owner."""
         return Counter(self._owners.values())
 
     def stored_bytes(self) -> Counter[str]:
-        """What files, and the results of batches that have not ended, take on the disk, by owner."""
+        """Return the bytes of each owner's files, responses and results of batches that have not ended."""
         taken = Counter(self._catalog.bytes_by_owner)
         for job_id, results in self._results.items():
             taken[self._owners[job_id]] += results.num_bytes
         return taken
 
     def pause(self, job_id: str) -> ItemError | None:
-        """Why a batch that has not ended waits for the storage; None when it does not."""
+        """Return why a batch is paused, or None if the batch is not paused."""
         return self._pauses.get(job_id)
 
     @property
     def num_paused(self) -> int:
-        """Batches that wait for the storage."""
+        """The number of paused batches."""
         return len(self._pauses)
 
     def tokens_per_s(self, owner: str) -> float:
-        """How fast an owner's output tokens have come in the last minute."""
+        """Return an owner's output tokens per second over the last minute."""
         return self._rates[owner].per_second(self._clock()) if owner in self._rates else 0.0
 
     def counts(self, job_id: str) -> Counts | None:
-        """What has come of a batch that has begun and not ended."""
+        """Return the counts of a batch that has begun and not ended, or None for any other batch."""
         results = self._results.get(job_id)
         return None if results is None else results.counts
 
     async def sweep(self) -> list[Job]:
-        """Remove the results of batches that have ended: they are in their output files. For use before any work.
+        """Remove the results of ended batches, which are in the output files. Call before any batch starts.
 
-        Those of a batch that was given up without files stay as long as the catalog knows it. Returns the batches that
-        have not ended.
+        The results of a batch that was given up without files stay until the catalog forgets the batch. Returns the
+        batches that have not ended.
         """
-        # What is there before what is kept: nothing of a process that has taken the folder since can be removed.
+        # List the folder before asking the catalog: another process that has opened the folder since loses nothing.
         there = {path.name for path in await asyncio.to_thread(lambda: [*self._folder.glob("*")])}
         unfinished = await self._thread.run(self._catalog.unfinished)
         given_up = await self._thread.run(self._catalog.given_up_ids)
@@ -134,30 +133,30 @@ class BatchRunner:
         return unfinished
 
     async def resume(self, jobs: Sequence[Job]) -> None:
-        """Go on with batches of an earlier process. Returns once their counts are known: no client sees fewer items."""
+        """Resume batches of an earlier process. Returns when the counts are known, so that no client sees them fall."""
         for job in jobs:
             self.start(job)
         begun = [job.id for job in jobs if job.status is not JobState.VALIDATING]
         await asyncio.gather(*(self._counted[job_id].wait() for job_id in begun))
 
     def start(self, job: Job) -> None:
-        """Work off a batch that the catalog knows."""
+        """Start the task of a batch that is in the catalog."""
         job_id = job.id
         self._owners[job_id] = job.owner
         self._stops[job_id] = asyncio.Event()
         self._counted[job_id] = asyncio.Event()
-        # In a context of its own: a batch is no part of the request that began it. Ray Serve keeps a request's id in
-        # the context; calls with the same id, waiting for a replica at the same time, displace one another.
+        # The task gets a new context, because Ray Serve stores the id of the request that created the batch in the
+        # current one. Calls with the same id that wait for a replica at the same time displace one another.
         task = self._tasks[job_id] = asyncio.create_task(self._run(job_id), context=Context())
         task.add_done_callback(lambda _: self._ended(job_id))
 
     def stop(self, job_id: str) -> None:
-        """The batch was set to `cancelling`: its items in flight are aborted."""
+        """Abort the items in flight of a batch whose status was set to `cancelling`."""
         if job_id in self._stops:
             self._stops[job_id].set()
 
     async def close(self) -> None:
-        """Stop all work. What was not done is as after a crash: it goes on when the folder is opened again."""
+        """Stop all batches. Unfinished batches resume when the folder is opened again, as after a crash."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -203,7 +202,7 @@ class BatchRunner:
             await self._finish(job, JobState.FAILED, errors=(_SERVER_ERROR,))
 
     async def _give_up(self, job_id: str) -> None:
-        """End a batch without files: they cannot be written, for another reason than the storage. Its results stay."""
+        """End a batch whose files cannot be written, for a reason other than the storage. The results stay."""
         logger.error("batch %s: ends without files; what was done stays in %s", job_id, self._folder / job_id)
         failed = {"status": JobState.FAILED, "failed_at": self._now(), "errors": (_SERVER_ERROR,)}
         await self._thread.run(self._catalog.end_job, job_id, [], **failed)
@@ -225,12 +224,12 @@ class BatchRunner:
         )
 
     async def _work(self, job: Job) -> Job:
-        """Work items off until all have ended, the batch is cancelled or its time is over."""
+        """Compute items until all have ended, the batch is cancelled, or the batch expires."""
         results = await self._open_results(job)
         with closing(results):
             if results.counts.num_items:
                 logger.info(
-                    "batch %s goes on: %d of %d items have ended", job.id, results.counts.num_items, job.num_items
+                    "batch %s resumes: %d of %d items have ended", job.id, results.counts.num_items, job.num_items
                 )
             is_done = await self._run_until_stopped(job, results)
             await asyncio.to_thread(results.sync)
@@ -239,7 +238,7 @@ class BatchRunner:
         return await self._thread.run(self._catalog.job, job.id)
 
     async def _run_until_stopped(self, job: Job, results: ResultStore) -> bool:
-        """Whether every item has ended. While there is no room for results nothing runs."""
+        """Compute items, except while there is no room for results. Returns whether every item has ended."""
         is_done = results.is_complete
         stopped = asyncio.create_task(self._stops[job.id].wait())
         try:
@@ -256,9 +255,9 @@ class BatchRunner:
     async def _run_while_room(
         self, job: Job, results: ResultStore, stopped: asyncio.Task[Any], timeout_s: float
     ) -> bool:
-        """Whether every item has ended before there is no room, or the batch is stopped, or the time is over.
+        """Compute items until there is no room, the batch stops or time runs out. Returns whether every item has ended.
 
-        Without room no item begins, and those under way end: computed again, they would be paid twice.
+        Without room no item begins, but items under way run to their end: computing them again would cost twice.
         """
         is_full = asyncio.Event()
         run = asyncio.create_task(self._compute(job, results, is_full))
@@ -275,7 +274,7 @@ class BatchRunner:
             await asyncio.gather(run, full, return_exceptions=True)
 
     async def _until_full(self, job: Job, results: ResultStore, is_full: asyncio.Event) -> None:
-        """Set `is_full` when there is no room, or the look for it fails."""
+        """Set `is_full` when there is no room, or when the check for room fails."""
         try:
             shortage = None
             while shortage is None:
@@ -295,7 +294,7 @@ class BatchRunner:
         was_paused = self._pauses.pop(job_id, None) is not None
         if shortage is None:
             if was_paused:
-                logger.info("batch %s goes on: there is room again", job_id)
+                logger.info("batch %s resumes: there is room again", job_id)
             return False
         self._pauses[job_id] = ItemError(code="storage_full", message=shortage)
         if not was_paused:
@@ -304,13 +303,11 @@ class BatchRunner:
 
     def _log_failure(self, job_id: str, error: Exception) -> None:
         kind, now = (type(error), getattr(error, "errno", None)), time.monotonic()
-        storage_log_every_s = 60.0  # of the same failure: many batches meet it, each again and again
+        storage_log_every_s = 60.0  # for one kind of failure, which many batches meet again and again
         if now >= self._logged_at.get(kind, -math.inf) + storage_log_every_s:
             self._logged_at[kind] = now
             reason = described(error)
-            logger.error(
-                "batch %s: the storage failed, and is tried again every %g s: %s", job_id, STORAGE_PAUSE_S, reason
-            )
+            logger.error("batch %s: the storage failed; trying again every %g s: %s", job_id, STORAGE_PAUSE_S, reason)
 
     async def _compute(self, job: Job, results: ResultStore, is_full: asyncio.Event) -> None:
         async def unfinished() -> AsyncGenerator[list[Item], None]:
@@ -364,7 +361,7 @@ class BatchRunner:
             await asyncio.sleep(STORAGE_PAUSE_S)
 
     async def _delete_unknown(self, job: Job, files: Sequence[StoredFile]) -> None:
-        """Delete files of a batch that the catalog does not name: they are written again, or were by another."""
+        """Delete files of a batch that the catalog does not name: a retry writes new files, or another process did."""
         ended = await self._thread.run(self._catalog.job, job.id)
         for file in files:
             if file.id not in (ended.output_file_id, ended.error_file_id):
@@ -398,4 +395,4 @@ class BatchRunner:
 
 _SERVER_ERROR = ItemError(code="server_error", message="the server failed on this batch; its log has the reason")
 
-_STORAGE_FAILED = ItemError(code="storage_failed", message="the server cannot use its storage now, and tries again")
+_STORAGE_FAILED = ItemError(code="storage_failed", message="the server cannot use its storage now; it keeps trying")

@@ -1,9 +1,9 @@
-"""What is known of files, batches, webhooks and usage, in SQLite: every change is one transaction, then on disk.
+"""The SQLite database of files, batches, responses, webhooks and usage. Each change is one transaction, synced to disk.
 
-One writer: use it in one thread. The results of batches are not here, see `app/jobs/results.py`.
+The catalog has one writer: use it in one thread. The results of batches are elsewhere, see `app/jobs/results.py`.
 
-The folder may be on storage of several machines. So there is no WAL, which needs memory that all processes share, and
-every opening takes a new generation: a process that has lost the folder's lock without noticing can change nothing.
+Several machines may share the storage of the folder, so the database uses no WAL, which needs memory that all processes
+share. Each opening takes a new generation, so a process that has lost the folder's lock unnoticed can change nothing.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _FILE_COLUMNS = tuple(field.name for field in fields(StoredFile))
 _RESPONSE_COLUMNS = tuple(field.name for field in fields(StoredResponse))
 _JOB_COLUMNS = tuple(field.name for field in fields(Job))
 _ENDED = tuple(status.value for status in JobState if status.has_ended)
-_RUNS = f"status IN {RESPONSE_RUNS}"  # a response
+_RUNS = f"status IN {RESPONSE_RUNS}"  # selects responses that have not ended
 _NOT_ENDED = f"status NOT IN ({', '.join(map(repr, _ENDED))})"
 
-_VERSION = 6  # of the tables below; a change of theirs needs another
-# Tables of these versions are extended. Stored responses of version 5 have another form, and are removed.
+_VERSION = 6  # the version of the tables below; a change to the tables needs a new version
+# Tables of these versions are extended. Stored responses of version 5 have a different format, and are removed.
 _EXTENDED = (4, 5)
 
 
-# The number is the order of creation. Where a column has no type SQLite keeps what it gets.
+# The number is the order of creation. A column without a type stores values as SQLite receives them.
 _SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS files (number INTEGER PRIMARY KEY AUTOINCREMENT, {", ".join(_FILE_COLUMNS)}, UNIQUE (id));
 CREATE TABLE IF NOT EXISTS batches (number INTEGER PRIMARY KEY AUTOINCREMENT, {", ".join(_JOB_COLUMNS)}, UNIQUE (id));
@@ -61,22 +61,22 @@ PRAGMA user_version = {_VERSION};
 """
 
 
-# What a batch has at its end, and can be added up.
+# The columns that a batch gets at its end and that can be added up over batches.
 _COUNTS = ("num_items", "num_completed", "num_failed", "num_input_tokens", "num_cached_tokens", "num_output_tokens")
 
 
 class Superseded(OSError):
-    """Another process has opened the folder since: this one changes nothing more in it."""
+    """Another process has opened the folder since this one did, so this process can change nothing any more."""
 
 
 class Catalog:
     """The database of one folder. Every change raises Superseded once another process has opened it."""
 
     def __init__(self, folder: Path) -> None:
-        """Make it where there is none.
+        """Open the database, or create a new one.
 
-        Raises InvalidSetup for one that a version with other tables has made, and for one that is damaged or gone:
-        what it no longer names would be swept away.
+        Raises InvalidSetup if another version made the tables, or if the database is damaged or missing: files that it
+        does not name would be deleted as leftovers.
         """
         self._path = folder / "batches.sqlite3"
         self._connection = self._connect()
@@ -87,19 +87,20 @@ class Catalog:
             raise
         self._connection.execute("PRAGMA journal_mode = TRUNCATE")
         self._connection.execute("PRAGMA synchronous = FULL")  # a commit is on disk when it returns
-        self._connection.execute("PRAGMA secure_delete = FAST")  # a secret that is forgotten is not in the file
+        self._connection.execute("PRAGMA secure_delete = FAST")  # a deleted secret does not stay in the file
         self._connection.executescript(_SCHEMA)
         self._generation = self._take_generation()
         self.outbox = WebhookOutbox(self._connection, self._transaction)
         self.ledger = usage_ledger.UsageLedger(self._connection, self._transaction)
-        self.bytes_by_owner: Mapping[str, int] = self._bytes_by_owner()  # replaced, never changed: any thread reads it
+        # The mapping is replaced, never changed, because any thread may read it.
+        self.bytes_by_owner: Mapping[str, int] = self._bytes_by_owner()
 
     def close(self) -> None:
-        """Close it; what was committed stays."""
+        """Close the database. Committed changes stay."""
         self._connection.close()
 
     def check_generation(self) -> None:
-        """Raise Superseded when another process has opened the folder since this one did."""
+        """Raise Superseded if another process has opened the folder since this one did."""
         [generation] = self._connection.execute("SELECT generation FROM service").fetchone()
         if generation != self._generation:
             raise Superseded(f"{self._path} was opened by another process; this one, number {self._generation}, stops")
@@ -107,13 +108,13 @@ class Catalog:
     # Files
 
     def add_file(self, file: StoredFile) -> None:
-        """Make a kept file known."""
+        """Add a file whose content is in the file store."""
         with self._transaction():
             self._insert("files", asdict(file))
         self._charge(file.owner, max(file.bytes, MIN_CHARGED_BYTES))
 
     def file(self, owner: str, file_id: str, now: float) -> StoredFile:
-        """Raises NotFound when the owner has none, or no longer."""
+        """Return a file. Raises NotFound if the owner has no such file or the file has expired."""
         query = "SELECT * FROM files WHERE id = ? AND owner = ? AND ifnull(expires_at, ?) >= ?"
         row = self._row(query, (file_id, owner, now, now))
         if row is None:
@@ -121,25 +122,25 @@ class Catalog:
         return _stored_file(row)
 
     def files(self, page: PageOf, now: float) -> list[StoredFile]:
-        """The files of a page, and one more when there are more. Raises NotFound for an `after` that there is not."""
+        """Return the files of a page, and one more if there are more. Raises NotFound if `page.after` is unknown."""
         rows = self._page(
             "files", page, "ifnull(expires_at, ?) >= ? AND purpose = ifnull(?, purpose)", (now, now, page.purpose)
         )
         return [_stored_file(row) for row in rows]
 
     def file_ids(self) -> list[str]:
-        """Of all files. Raises Superseded."""
+        """Return the ids of all files. Raises Superseded."""
         ids = [row["id"] for row in self._connection.execute("SELECT id FROM files")]
         self.check_generation()
         return ids
 
     def readers(self, file_id: str) -> list[str]:
-        """The batches that have not ended and read this file."""
+        """Return the ids of the batches that read this file and have not ended."""
         query = f"SELECT id FROM batches WHERE input_file_id = ? AND {_NOT_ENDED}"
         return [row["id"] for row in self._connection.execute(query, (file_id,))]
 
     def remove_file(self, file_id: str) -> None:
-        """Forget a file."""
+        """Delete a file's row. The content stays."""
         with self._transaction():
             removed = self._row("SELECT owner, bytes FROM files WHERE id = ?", (file_id,))
             self._connection.execute("DELETE FROM files WHERE id = ?", (file_id,))
@@ -147,7 +148,7 @@ class Catalog:
             self._charge(removed["owner"], -max(removed["bytes"], MIN_CHARGED_BYTES))
 
     def expired_file_ids(self, now: float) -> list[str]:
-        """Files that have expired and that no batch reads."""
+        """Return the ids of expired files that no unfinished batch reads."""
         query = f"""SELECT id FROM files WHERE expires_at < ? AND id NOT IN
                     (SELECT input_file_id FROM batches WHERE {_NOT_ENDED})"""
         return [row["id"] for row in self._connection.execute(query, (now,))]
@@ -155,14 +156,14 @@ class Catalog:
     # Batches
 
     def add_job(self, job: Job, *, has_message: bool = False, receiver: WebhookReceiver | None = None) -> None:
-        """Make a batch known, and the message about its end, to `receiver` or the default one, if it `has_message`."""
+        """Add a batch. `has_message` adds a message about the end, to `receiver` or the default one if None."""
         with self._transaction():
             self._insert("batches", {name: _value(getattr(job, name)) for name in _JOB_COLUMNS})
             if has_message:
                 self.outbox.add(job.id, receiver)
 
     def job(self, job_id: str, owner: str | None = None) -> Job:
-        """Raises NotFound when there is none, or the owner has none where one is named."""
+        """Return a batch of `owner`, or of any owner if None. Raises NotFound."""
         query = "SELECT * FROM batches WHERE id = ? AND owner = ifnull(?, owner)"
         row = self._row(query, (job_id, owner))
         if row is None:
@@ -170,29 +171,29 @@ class Catalog:
         return _job(row)
 
     def jobs(self, page: PageOf) -> list[Job]:
-        """The batches of a page, and one more when there are more. Raises NotFound for an `after` that there is not."""
+        """Return the batches of a page, and one more if there are more. Raises NotFound if `page.after` is unknown."""
         return [_job(row) for row in self._page("batches", page, "true", ())]
 
     def unfinished(self) -> list[Job]:
-        """The batches that have not ended, the oldest first. Raises Superseded."""
+        """Return the batches that have not ended, the oldest first. Raises Superseded."""
         rows = self._connection.execute(f"SELECT * FROM batches WHERE {_NOT_ENDED} ORDER BY number").fetchall()
         self.check_generation()
         return [_job(row) for row in rows]
 
     def given_up_ids(self) -> list[str]:
-        """Batches that began and ended without files: what was done is in their results only."""
+        """Return the ids of batches that began, failed and have no files: only their results show the work done."""
         query = """SELECT id FROM batches WHERE status = ? AND in_progress_at IS NOT NULL
                    AND output_file_id IS NULL AND error_file_id IS NULL"""
         return [row["id"] for row in self._connection.execute(query, (JobState.FAILED.value,))]
 
     def change_job(self, job_id: str, was: JobState, **changes: Any) -> Job:
-        """Change a batch if it still has the status `was`; the batch as it is then."""
+        """Change a batch if the batch still has the status `was`. Returns the current batch in either case."""
         with self._transaction():
             self._update(job_id, was, changes)
         return self.job(job_id)
 
     def end_job(self, job_id: str, new_files: Sequence[StoredFile], **changes: Any) -> None:
-        """End a batch: its files become known, its message is due."""
+        """End a batch, add its files and make its message due."""
         with self._transaction():
             for file in new_files:
                 self._insert("files", asdict(file))
@@ -201,7 +202,7 @@ class Catalog:
             self._charge(file.owner, max(file.bytes, MIN_CHARGED_BYTES))
 
     def _update(self, job_id: str, was: JobState | None, changes: Mapping[str, Any]) -> None:
-        """Change a batch, if it still has the status `was` where one is named; at its end its message is due."""
+        """Change a batch if the status is still `was` (None: any). If the batch ends, make its message due."""
         columns, status = ", ".join(f"{name} = ?" for name in changes), changes["status"]
         changed = self._connection.execute(
             f"UPDATE batches SET {columns} WHERE id = ? AND status = ifnull(?, status)",
@@ -211,11 +212,11 @@ class Catalog:
             self.outbox.batch_ended(job_id, status.value, changes[f"{status.value}_at"])
 
     def forget_ended(self, before: float) -> int:
-        """Forget batches, some at a time, that ended `before`, when their files are gone and their messages have ended.
+        """Delete batches that ended `before`, whose files are gone and whose messages have ended. Returns their number.
 
-        How many they were.
+        One call deletes at most 1,000 batches.
         """
-        most_forgotten = 1000  # batches in one transaction: what others wait for is short
+        most_forgotten = 1000  # keeps the transaction short, because other work waits for the thread
         query = f"""SELECT id FROM batches WHERE NOT ({_NOT_ENDED})
                     AND coalesce(completed_at, failed_at, expired_at, cancelled_at) < ?
                     AND NOT EXISTS (SELECT 1 FROM files WHERE files.id IN (output_file_id, error_file_id))
@@ -229,14 +230,14 @@ class Catalog:
         return len(ids)
 
     def ended_counts(self, owner: str) -> list[tuple[Job, int]]:
-        """The owner's batches that have ended: for each status their sums, and how many they are."""
+        """Return the sums of the owner's ended batches for each status, with the number of batches."""
         sums = ", ".join(f"sum({name}) AS {name}" for name in _COUNTS)
         query = f"""SELECT status, count(*) AS number, {sums} FROM batches
                     WHERE owner = ? AND NOT ({_NOT_ENDED}) GROUP BY status"""
         return [(_sums(row), int(row["number"])) for row in self._connection.execute(query, (owner,))]
 
     def together(self, changes: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Make several changes in one transaction: one wait for the disk. Returns the results."""
+        """Make several changes in one transaction, which waits for the disk only once. Returns the results."""
         try:
             with self._transaction():
                 return [change() for change in changes]
@@ -247,7 +248,7 @@ class Catalog:
     # Responses
 
     def add_response(self, response: StoredResponse, now: float) -> None:
-        """Make a response known. Raises InvalidRequest for one that continues a response that its owner has not."""
+        """Add a response. Raises InvalidRequest if it continues a response that its owner does not have."""
         if response.previous is not None:
             try:
                 self.stored_response(response.owner, response.previous, now)
@@ -258,7 +259,7 @@ class Catalog:
         self._charge(response.owner, max(response.num_bytes, MIN_CHARGED_BYTES))
 
     def stored_response(self, owner: str, response_id: str, now: float) -> StoredResponse:
-        """Raises NotFound when the owner has none, or no longer."""
+        """Return a response. Raises NotFound if the owner has no such response, or if it was deleted or has expired."""
         query = "SELECT * FROM answers WHERE id = ? AND owner = ? AND NOT is_deleted AND ifnull(expires_at, ?) >= ?"
         row = self._row(query, (response_id, owner, now, now))
         if row is None:
@@ -266,9 +267,9 @@ class Catalog:
         return StoredResponse(**row)
 
     def continued_response(self, owner: str, response_id: str) -> StoredResponse:
-        """One that a response of the same owner continues, though it may be deleted or expired.
+        """Return a response that another one of the same owner continues, even if it is deleted or expired.
 
-        Raises InvalidRequest.
+        Raises InvalidRequest if the owner has no such response.
         """
         row = self._row("SELECT * FROM answers WHERE id = ? AND owner = ?", (response_id, owner))
         if row is None:
@@ -276,25 +277,25 @@ class Catalog:
         return StoredResponse(**row)
 
     def response_ids(self) -> list[str]:
-        """Of all responses. Raises Superseded."""
+        """Return the ids of all responses. Raises Superseded."""
         ids = [row["id"] for row in self._connection.execute("SELECT id FROM answers")]
         self.check_generation()
         return ids
 
     def unended_responses(self) -> list[StoredResponse]:
-        """Those that have not ended. Raises Superseded."""
+        """Return the responses that have not ended, the oldest first. Raises Superseded."""
         rows = self._connection.execute(f"SELECT * FROM answers WHERE {_RUNS} ORDER BY created_at").fetchall()
         self.check_generation()
         return [StoredResponse(**row) for row in rows]
 
     def count_response_attempt(self, response_id: str, *, by: int = 1) -> None:
-        """Count one more attempt. by=-1 takes it back when the process stops cleanly, so that this is not a death."""
+        """Count one more attempt. `by=-1` takes the count back when the process stops cleanly, which is no death."""
         with self._transaction():
             query = "UPDATE answers SET num_attempts = num_attempts + ? WHERE id = ?"
             self._connection.execute(query, (by, response_id))
 
     def end_response(self, response_id: str, end: AnswerEnd, num_bytes: int) -> AnswerEnd:
-        """End a response, unless it has ended; `num_bytes`: of its file. Returns how it has ended, now or before."""
+        """End a response whose file has `num_bytes`. Returns the earlier end if the response has one, or `end`."""
         with self._transaction():
             row = self._row("SELECT owner, num_bytes, end FROM answers WHERE id = ?", (response_id,))
             if row is None or row["end"]:
@@ -305,9 +306,9 @@ class Catalog:
         return end
 
     def remove_responses(self, response_ids: Sequence[str]) -> list[str]:
-        """Forget responses in one transaction; the ids of those whose files may go.
+        """Delete responses in one transaction. Returns the ids of the responses whose files may be deleted.
 
-        A response that another one continues stays for that one's sake, though nobody can read it by its id any more.
+        A response that another response continues is only marked as deleted, because the other one needs its text.
         """
         with self._transaction():
             removed = [row for response_id in response_ids for row in self._remove_unused(response_id)]
@@ -316,7 +317,7 @@ class Catalog:
         return [row["id"] for row in removed]
 
     def _remove_unused(self, response_id: str) -> list[sqlite3.Row]:
-        """Delete a response, and those before it that were only there for its sake."""
+        """Delete a response and the deleted responses before it that no other response continues."""
         removed: list[sqlite3.Row] = []
         self._connection.execute("UPDATE answers SET is_deleted = 1 WHERE id = ?", (response_id,))
         unused: str | None = response_id
@@ -327,7 +328,7 @@ class Catalog:
         return removed
 
     def _unused(self, response_id: str) -> sqlite3.Row | None:
-        """A response that is deleted and that no other one continues."""
+        """Return the row of a response if it is marked as deleted and no other response continues it."""
         return self._row(
             """SELECT id, owner, num_bytes, previous FROM answers WHERE id = ? AND is_deleted
                AND NOT EXISTS (SELECT 1 FROM answers AS next WHERE next.previous = answers.id)""",
@@ -335,13 +336,13 @@ class Catalog:
         )
 
     def expired_response_ids(self, now: float) -> list[str]:
-        """Some of those that have expired, do not run, and are not removed yet."""
+        """Return the ids of up to 1,000 responses that have ended and expired and are not removed yet."""
         most_at_once = 1000
         query = f"""SELECT id FROM answers WHERE expires_at < ? AND NOT is_deleted AND NOT {_RUNS}
                     LIMIT {most_at_once}"""
         return [row["id"] for row in self._connection.execute(query, (now,))]
 
-    # What files and responses take
+    # The disk space of files and responses
 
     def _charge(self, owner: str, num_bytes: int) -> None:
         now = self.bytes_by_owner.get(owner, 0) + num_bytes
@@ -356,7 +357,7 @@ class Catalog:
     # SQL
 
     def _connect(self) -> sqlite3.Connection:
-        # Only one thread at a time uses it, but not always the one that made it. No hidden transactions.
+        # One thread at a time uses the connection, but not always the thread that made it. No implicit transactions.
         connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
         connection.row_factory = sqlite3.Row
         return connection
@@ -371,12 +372,12 @@ class Catalog:
             raise self._lost(f"it is damaged: {error}") from error
         if problem != "ok":
             raise self._lost(f"it is damaged: {problem}")
-        if version not in (0, *_EXTENDED, _VERSION):  # none yet, or this one
+        if version not in (0, *_EXTENDED, _VERSION):  # 0: a new database
             raise InvalidSetup(
                 f"{self._path} has tables of version {version}; this Carousel reads {_VERSION}: set batches.path to "
                 f"another folder, or run the version that made it until its batches have ended"
             )
-        # Processes that send requests may have begun to count before.
+        # The folder of usage journals does not count: processes that send requests may have made it before.
         if version == 0 and any(path.parent.name != JOURNALS for path in self._path.parent.glob("*/*")):
             raise self._lost("it is empty, and the folder is not")
 
@@ -393,7 +394,7 @@ class Catalog:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """Inside of another it is a part of that."""
+        """Begin a transaction, or join the one that is open. Raises Superseded."""
         if self._connection.in_transaction:
             yield
             return
@@ -420,7 +421,7 @@ class Catalog:
         if page.after is not None:
             cursor = self._row(f"SELECT number FROM {table} WHERE id = ? AND owner = ?", (page.after, page.owner))
             if cursor is None:
-                raise NotFound(f"there is nothing with the id {page.after[:100]!r} to go on after", param="after")
+                raise NotFound(f"there is nothing with the id {page.after[:100]!r} to continue after", param="after")
             condition += f" AND number {'>' if page.is_ascending else '<'} ?"
             beyond = (cursor["number"],)
         order = "ASC" if page.is_ascending else "DESC"

@@ -1,7 +1,7 @@
-"""The rows of a CSV stream, each with its place in the file.
+"""The rows of a CSV stream, each with its position in the file.
 
-Python's csv reads them. pyarrow's reader does not give the places of rows: with line ends inside quotes, it would have
-to read a file from the beginning again for each piece.
+Python's `csv` module reads the rows. The reader of pyarrow does not report the positions of rows. Because quoted cells
+may contain line ends, it would have to read a file from the start again for each piece.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Border(NamedTuple):
     """A border between two lines of a file."""
 
     offset: int = 0  # the bytes before the border
-    line: int = 1  # the number of the line behind the border, from 1
+    line: int = 1  # the number of the line after the border, from 1
 
 
 START = Border()
@@ -30,11 +30,11 @@ START = Border()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CsvRow:
-    """The header, or a row with a cell that is not empty."""
+    """The header, or a row with at least one cell that is not empty."""
 
     cells: list[str]
     begin: Border
-    end: Border  # a cell in quotes may have line ends
+    end: Border  # may be several lines after `begin`, because a quoted cell may contain line ends
 
 
 def read_csv_rows(
@@ -45,17 +45,17 @@ def read_csv_rows(
     begin: Border = START,
     on_bytes: Callable[[bytes], object] = lambda _: None,
 ) -> Iterator[CsvRow]:
-    """The rows of a stream of UTF-8, in order, the header as well.
+    """Yield the rows of a UTF-8 stream in order, including the header.
 
-    `begin` is the position of the stream in the file, a border between two rows. `on_bytes` is called with the bytes of
-    each line. `name` names the file in errors.
+    `begin` is the position of the stream in the file, which must be between two rows. `on_bytes` is called with the
+    bytes of each line. Errors name the file by `name`.
 
     Raises:
-        InvalidSetup: text that is no UTF-8, a line or a cell that no request has room for, or quotes that leave the
-            beginning of the next row uncertain.
+        InvalidSetup: the text is not UTF-8, a line or a cell is larger than a request may be, or wrong quotes make it
+            uncertain where the next row begins.
     """
     lines = _Lines(stream, name, begin, on_bytes)
-    csv.field_size_limit(MAX_REQUEST_BYTES)  # of the process; 131,072 characters without it
+    csv.field_size_limit(MAX_REQUEST_BYTES)  # for the whole process; the default is 131,072 characters
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     while True:
         begin = lines.place
@@ -79,13 +79,13 @@ def read_csv_rows(
 
 
 class _Lines:
-    """The lines of a stream with their ends, and how far they were read."""
+    """Yields the lines of a stream with their line ends, and knows the position of the next line."""
 
     def __init__(self, stream: BinaryIO, name: str, begin: Border, on_bytes: Callable[[bytes], object]) -> None:
         self._stream = stream
         self._name = name
         self._on_bytes = on_bytes
-        self.place = begin  # of the next line
+        self.place = begin  # the border before the next line
 
     def __iter__(self) -> _Lines:
         return self
@@ -96,8 +96,8 @@ class _Lines:
             raise StopIteration
         if len(data) > MAX_REQUEST_BYTES:
             raise InvalidSetup(
-                f"{self._name}:{self.place.line}: the line has more than {MAX_REQUEST_BYTES:,} bytes, which is what "
-                f"one may have; a line ends with \\n or \\r\\n"
+                f"{self._name}:{self.place.line}: the line has more than {MAX_REQUEST_BYTES:,} bytes, the most that a "
+                f"line may have; a line ends with \\n or \\r\\n"
             )
         try:
             text = (data.removeprefix(BOM_UTF8) if self.place.offset == 0 else data).decode()

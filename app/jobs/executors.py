@@ -1,6 +1,6 @@
-"""The batches of a service on its own replicas, in their lowest class. Here a batch item is sent, and tried again.
+"""Computes a service's batches on the service's own replicas, in the lowest class. Sends and retries the batch items.
 
-The other executor, a pool of engines, is in `deployments/bulk/pool.py`: it needs Ray.
+The other executor, a pool of engines, is in `deployments/bulk/pool.py`, because it needs Ray.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 
-from app.batches import Answer, Answered, ItemOrigin
+from app.batches import Answer, ItemOrigin, ItemResponse
 from app.errors import EngineStopped, Overloaded, Unavailable
 from app.fair import FairQueue
 from app.jobs.job import Item, ItemResult, Job
@@ -20,27 +20,28 @@ from app.jobs.results import ResultStore
 from app.jobs.runner import Executor, JobRun, Source
 
 TICK_S = 0.1
-BEGUN_AFTER_S = 1.0  # an item that was not refused by then is computed
-FAILURE_PAUSE_S = 2.0  # before an item that the server failed on is sent again
-UNAVAILABLE_PAUSE_S = 2.0  # it may be one model of several, and the items of the others go on
-MAX_PAUSE_S = 30.0  # a full fleet is asked again after at most so long
+BEGUN_AFTER_S = 1.0  # an item that is not refused for this long has begun
+FAILURE_PAUSE_S = 2.0  # the pause before an item that the server failed on is sent again
+UNAVAILABLE_PAUSE_S = 2.0  # short, because one model may be unavailable while items of other models are served
+MAX_PAUSE_S = 30.0  # the longest pause before a full fleet is asked again
 TRY_EVERY_S = 0.2
-LARGE_LINE_BYTES, MAX_LARGE_LINES = 256 * 1024, 32  # so many lines of more bytes are in memory to be computed
+LARGE_LINE_BYTES, MAX_LARGE_LINES = 256 * 1024, 32  # at most 32 items with lines over 256 KiB are computed at once
 FIRST_LIMIT = 32  # items that a batch sends before it knows how many slots are idle
-_FLEET = 0  # the one engine that the backlog of a `FleetExecutor` knows
+_FLEET = 0  # the only engine in the backlog of a `FleetExecutor`
 
 
 class FleetExecution:
-    """What all batches of a service share: the slots, the turn of large lines, the place of one suspect."""
+    """The limits that all batches of a service share: for items in flight, large lines, and suspects."""
 
     def __init__(self, answer: Answer, *, max_in_flight: int) -> None:
-        """As many items are in flight at once over all batches as `max_in_flight` says. Owners have equal shares; the
-        batches of an owner take turns.
+        """At most `max_in_flight` items are in flight over all batches. Owners share the slots equally.
+
+        The batches of one owner take turns.
         """
         self.answer = answer
         self.max_in_flight = max_in_flight
         self.slots = OwnerSlots(max_in_flight)
-        self.turn = asyncio.Lock()  # a large answer's line takes some ten times its memory
+        self.turn = asyncio.Lock()  # one at a time: writing a large answer's line takes about ten times its memory
         self.one_suspect = asyncio.Lock()
         self.large_lines = asyncio.Semaphore(MAX_LARGE_LINES)
 
@@ -53,9 +54,9 @@ class FleetExecution:
         on_tokens: Callable[[int], None],
         is_paused: asyncio.Event,
     ) -> None:
-        """Return when every item has ended; once `is_paused`, when those under way have. Cancelled, it aborts these.
+        """Compute a batch. Returns when every item has ended, or when `is_paused` is set and no item is in flight.
 
-        What has not ended is left to a later run.
+        Cancelling the call aborts the items in flight. A later run computes the items that have not ended.
         """
         form = BatchFormat(job.id)
         run = JobRun[Item](results, form.invalid, on_results=on_results, on_tokens=on_tokens, deaths=results.deaths)
@@ -63,22 +64,22 @@ class FleetExecution:
 
 
 class FleetExecutor(Executor[Item]):
-    """One batch on the fleet: as many items are under way as the fleet has idle slots, found out by trying."""
+    """Computes one batch on the fleet. Learns the number of idle slots by sending items until some are refused."""
 
     def __init__(
         self, run: JobRun[Item], shared: FleetExecution, job: Job, form: BatchFormat, is_paused: asyncio.Event
     ) -> None:
-        """A batch waits for one of the shared slots at a time, so that the batches of an owner take turns."""
+        """A batch waits for only one of the shared slots at a time, so that the batches of an owner take turns."""
         super().__init__(run)
         self._shared = shared
         self._slots = shared.slots
         self._window = Window(shared.max_in_flight)
         self._job = job
         self._form = form
-        self._is_paused = is_paused  # no item is sent any more
-        self._sent_at: dict[int, float] = {}  # items under way
+        self._is_paused = is_paused  # when set, no more items are sent
+        self._sent_at: dict[int, float] = {}  # when the items in flight were sent
         self._num_failures: dict[int, int] = {}  # by item
-        self._next_slot: asyncio.Task[None] | None = None  # that waits for one, or has one that is not used yet
+        self._next_slot: asyncio.Task[None] | None = None  # waits for a slot, or has a slot that is not used yet
         self._looked_at = 0.0
 
     def parts(self) -> Sequence[Coroutine[Any, Any, None]]:
@@ -86,7 +87,7 @@ class FleetExecutor(Executor[Item]):
 
     @property
     def num_wanted(self) -> int:
-        min_read_ahead, max_read_ahead = 16, 32  # items, each may have megabytes
+        min_read_ahead, max_read_ahead = 16, 32  # items, which may have megabytes each
         return min(max(min_read_ahead, self._window.limit), max_read_ahead)
 
     @property
@@ -98,7 +99,7 @@ class FleetExecutor(Executor[Item]):
         return super()._is_over or (self._is_paused.is_set() and not self._num_under_way)
 
     async def _send(self) -> None:
-        """Until nothing is left to do."""
+        """Send items until none is left."""
         self._run.ready()
         try:
             async with asyncio.TaskGroup() as group:
@@ -132,7 +133,7 @@ class FleetExecutor(Executor[Item]):
 
     async def _has_slot(self) -> bool:
         if self._next_slot is None and not self._slots.locked():
-            await self._slots.acquire(self._job.owner)  # at once
+            await self._slots.acquire(self._job.owner)  # returns at once
             return True
         if self._next_slot is None:
             self._next_slot = asyncio.create_task(self._take_slot())
@@ -154,7 +155,7 @@ class FleetExecutor(Executor[Item]):
                 self._slots.release(self._job.owner)
 
     async def _wait(self) -> None:
-        # Not `wait_for`: in Python 3.11 it loses a cancellation that comes together with what it waits for.
+        # Not `wait_for`, which in Python 3.11 loses a cancellation that arrives together with the result.
         with suppress(TimeoutError):
             async with self._changed, asyncio.timeout(TICK_S):
                 await self._changed.wait()
@@ -164,7 +165,7 @@ class FleetExecutor(Executor[Item]):
             await self._ask(item)
 
     async def _ask(self, item: Item) -> None:
-        """Send an item; refused or failed it waits again, else its answer is its end."""
+        """Send an item. An item that was refused or failed waits again; any other ends with the answer."""
         try:
             answered = await self._answer(item)
         except Overloaded as error:
@@ -179,7 +180,7 @@ class FleetExecutor(Executor[Item]):
                 await self._end(item, answered)
         await self.has_changed()
 
-    async def _answer(self, item: Item) -> Answered:
+    async def _answer(self, item: Item) -> ItemResponse:
         async with self._shared.large_lines if item.num_bytes > LARGE_LINE_BYTES else nullcontext():
             self._sent_at[item.number] = time.monotonic()
             try:
@@ -192,14 +193,14 @@ class FleetExecutor(Executor[Item]):
         self._take_back(item)
         self._window.refused(time.monotonic(), self._num_under_way, retry_after_s=retry_after_s)
 
-    def _is_to_be_tried_again(self, item: Item, answered: Answered) -> bool:
+    def _is_to_be_tried_again(self, item: Item, answered: ItemResponse) -> bool:
         if answered.status_code < 500:
             return False
         num_failures = self._num_failures[item.number] = self._num_failures.get(item.number, 0) + 1
-        item_attempts = 3  # of an item that the server fails on; the fleet has isolated a poisonous request by then
+        item_attempts = 3  # by then the fleet has isolated a request that kills its replica
         return num_failures < item_attempts
 
-    async def _end(self, item: Item, answered: Answered) -> None:
+    async def _end(self, item: Item, answered: ItemResponse) -> None:
         self._num_failures.pop(item.number, None)
         if answered.is_large:
             async with self._shared.turn:
@@ -215,10 +216,10 @@ class FleetExecutor(Executor[Item]):
 
 
 class Window:
-    """`limit` items may be under way. It grows while they are, the faster the longer none is refused. No clock here.
+    """The limit for items in flight, which grows ever faster while it is reached and no item is refused. Has no clock.
 
-    A service that has no idle slot refuses at once. So an item that has not been refused is computed, and a refusal
-    gives the exact number of those; there is nothing to halve, as TCP must, which learns of a full queue by its losses.
+    A service without an idle slot refuses at once, so all items that were not refused are being computed. A refusal
+    therefore shows the exact capacity. TCP has to halve its window, because a loss only shows that some queue is full.
     """
 
     def __init__(self, max_limit: int) -> None:
@@ -228,7 +229,7 @@ class Window:
         self._grows_at = 0.0
 
     def grow(self, now: float, num_under_way: int) -> None:
-        """Called now and then, when there are items to send. Times are in seconds of one clock."""
+        """Raise the limit if it is reached and the pause is over. Call often while items wait. `now` is in seconds."""
         if num_under_way < self.limit or now < self._grows_at:
             return
         self.limit = min(self.limit + self._increase, self._max_limit)
@@ -236,16 +237,16 @@ class Window:
         self._grows_at = now + TRY_EVERY_S
 
     def refused(self, now: float, num_under_way: int, *, retry_after_s: float) -> None:
-        """One was refused, and so many others were not: the service has room for those and should be asked later."""
+        """Lower the limit to the `num_under_way` items that were not refused, and do not raise it for a while."""
         self.limit = min(self.limit, num_under_way)
         self._increase = 1
         self._grows_at = max(self._grows_at, now + max(retry_after_s, TRY_EVERY_S))
 
 
 class OwnerSlots:
-    """Slots that owners share: one that is free goes to the owner that has the fewest, in turns where that is the same.
+    """Slots that owners share. A free slot goes to the waiting owner with the fewest slots; equal owners take turns.
 
-    Without shares an owner with many batches would have nearly all of them.
+    Without shares, an owner with many batches would get nearly all slots.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -253,27 +254,27 @@ class OwnerSlots:
         self._queue: FairQueue[asyncio.Future[None]] = FairQueue()
 
     def locked(self) -> bool:
-        """Whether `acquire` would wait."""
+        """Return whether `acquire` would wait."""
         return not self._num_free
 
     def num_held(self, owner: str) -> int:
-        """How many the owner has."""
+        """Return the number of slots that an owner has."""
         return self._queue.num_running(owner)
 
     async def acquire(self, owner: str) -> None:
-        """Returns when the owner has one more."""
+        """Wait for a slot for an owner."""
         slot = asyncio.get_running_loop().create_future()
         self._queue.push(owner, slot)
         self._give()
         try:
             await slot
         except asyncio.CancelledError:
-            if not slot.cancelled():  # it came in the same moment
+            if not slot.cancelled():  # the slot arrived at the same moment
                 self.release(owner)
             raise
 
     def release(self, owner: str) -> None:
-        """The owner has one less."""
+        """Free one of the owner's slots."""
         self._queue.end(owner)
         self._num_free += 1
         self._give()
@@ -281,7 +282,7 @@ class OwnerSlots:
     def _give(self) -> None:
         while self._num_free and (taken := self._queue.take()) is not None:
             owner, slot = taken
-            if slot.done():  # it was cancelled
+            if slot.done():  # the waiting call was cancelled
                 self._queue.end(owner)
             else:
                 slot.set_result(None)

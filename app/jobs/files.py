@@ -1,4 +1,4 @@
-"""Files under names that we make, whole or not at all. Blocks: call it in a thread."""
+"""Stores files, whole or not at all, under names that we make. Blocks: call it in a thread."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ from app.jobs.job import StoredFile, new_file_id
 
 
 class FileStore:
-    """The drafts and contents of all files. Only ids that `FileDraft` made are ever names in it."""
+    """The drafts and contents of all files. All names in the folder are ids that `FileDraft` made."""
 
     def __init__(self, folder: Path) -> None:
-        """Create the folders where they are missing; only this user may look into them.
+        """Create missing folders, which only this user may read.
 
-        Raises InvalidSetup for a folder whose contents a former version has kept behind a URL.
+        Raises InvalidSetup if an earlier version stored the contents of this folder's files at a URL.
         """
         elsewhere = folder / "files-name"
         if elsewhere.exists():
             raise InvalidSetup(
-                f"{folder}: a former version has kept its files at the URL of batches.files, below "
-                f"{elsewhere.read_text(encoding='ascii')}/; this one keeps them in {folder / 'files'}: copy them "
-                f"there, and remove {elsewhere}"
+                f"{folder}: an earlier version stored its files at the URL of batches.files, below "
+                f"{elsewhere.read_text(encoding='ascii')}/; this version stores files in {folder / 'files'}: copy the "
+                f"files to that folder, and remove {elsewhere}"
             )
         self._drafts, self._contents = folder / "drafts", folder / "files"
         for each in (folder, self._drafts, self._contents):
             each.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def draft(self) -> FileDraft:
-        """Begin a file that is in no list until it is kept."""
+        """Begin a file, which appears in no list before `FileDraft.keep`."""
         return FileDraft(self._drafts, self._contents)
 
     def open(self, file_id: str) -> BinaryIO:
-        """A file's content, from its beginning. The id must be one that the catalog knows: it becomes a path."""
+        """Open a file's content. The id must come from the catalog, because it becomes part of a path."""
         return (self._contents / file_id).open("rb")
 
     def read(self, file_id: str, offset: int, num_bytes: int) -> bytes:
-        """A piece of a file's content that begins before its end; the id as for `open`. Raises FileNotFoundError."""
+        """Return a piece of a file's content. The id must come from the catalog. Raises FileNotFoundError."""
         with self.open(file_id) as file:
             file.seek(offset)
             return file.read(num_bytes)
 
     def delete(self, file_id: str) -> None:
-        """Remove a file's content, if it is there."""
+        """Remove a file's content, if the content exists."""
         (self._contents / file_id).unlink(missing_ok=True)
 
     def sweep(self, known: Callable[[], Iterable[str]]) -> None:
-        """Remove what a crash has left: drafts, and files that the catalog does not know. For use before any work.
+        """Remove the leftovers of a crash: drafts, and files that are not in the catalog. Call before any other work.
 
-        `known` is called once it is clear what may be removed, and raises where this process may not remove it.
+        `known` is called after the folders are listed. It raises if this process may not remove files.
         """
         drafts, file_ids = list(self._drafts.iterdir()), [each.name for each in self._contents.iterdir()]
         kept = set(known())
@@ -86,12 +86,12 @@ class FileDraft:
             self.abandon()
 
     def write(self, data: bytes) -> None:
-        """Add to its end."""
+        """Append data."""
         self._file.write(data)
         self.num_bytes += len(data)
 
     def keep(self) -> None:
-        """Make it a file that survives a crash of the machine."""
+        """Sync the draft to disk and move it to the files, where it survives a crash of the machine."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -100,7 +100,7 @@ class FileDraft:
         sync_folder(self._content.parent)
 
     def described(self, owner: str, filename: str, purpose: str, now: int, keep_s: int | None) -> StoredFile:
-        """The file as it is listed from `now` on, until it expires `keep_s` later; None: never."""
+        """Return the catalog's row of the file. The file is created `now` and expires `keep_s` later (None: never)."""
         expires_at = None if keep_s is None else now + keep_s
         return StoredFile(
             id=self.id, owner=owner, bytes=self.num_bytes, created_at=now, expires_at=expires_at, filename=filename,
@@ -108,8 +108,8 @@ class FileDraft:
         )  # fmt: skip
 
     def abandon(self) -> None:
-        """Remove it, and what `keep` has made of it, whole or in part."""
-        with suppress(OSError):  # on a full disk what is buffered cannot be written, and need not be
+        """Remove the draft, and the file that `keep` has made, even if `keep` failed half-way."""
+        with suppress(OSError):  # a full disk refuses the buffered bytes, which are not needed
             self._file.close()
         self._path.unlink(missing_ok=True)
         if self._is_written:

@@ -1,8 +1,7 @@
-"""The files of a run: found, looked through once before anything runs, and read again piece by piece.
+"""Finds the input files of a bulk run, scans the files once before the run starts, and reads rows in pieces.
 
-A look-through keeps 8 bytes a row (a hash of its id) and gives what the rest needs: how many rows there are, a
-fingerprint by which a resumed run knows its input, and pieces that can be read apart from each other, with the numbers
-of their rows.
+The scan keeps 8 bytes for each row (a hash of the row's id). It returns the number of rows, a fingerprint by which a
+resumed run recognizes its input, and the pieces. Each piece can be read independently and has the numbers of its rows.
 """
 
 from __future__ import annotations
@@ -53,34 +52,34 @@ FORMATS = {
     ".parquet": "parquet",
     ".pq": "parquet",
 }
-HIDDEN = (".", "_")  # how the names of files begin that no folder and no pattern means
+HIDDEN = (".", "_")  # a folder or a pattern does not include files whose names begin with one of these
 ROWS_IN_A_PIECE = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputFile:
-    """One file: where it lies, what its rows are called by, how it is written."""
+    """One input file."""
 
     uri: str
-    name: str
+    name: str  # relative to the common folder of all input files; the first part of the ids of rows without ids
     format: str  # jsonl, csv, tsv, parquet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputPiece:
-    """Neighbouring rows of one file, as one task reads them."""
+    """Consecutive rows of one file that one task reads."""
 
     file: InputFile
-    first_number: int  # of its first row in the whole input
+    first_number: int  # the number of the piece's first row in the whole input
     num_rows: int
-    first_line: int  # in its file, from 1; in Parquet a row is a line
-    offset: int = 0  # JSONL, CSV: byte of the file where it begins
-    row_group: int = 0  # Parquet
+    first_line: int  # the line in the file, from 1; in Parquet a row counts as a line
+    offset: int = 0  # for JSONL and CSV: the byte of the file where the piece begins
+    row_group: int = 0  # for Parquet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputRows:
-    """What was found by looking through all files."""
+    """The result of a scan of all files."""
 
     files: tuple[InputFile, ...]
     pieces: tuple[InputPiece, ...]
@@ -89,14 +88,14 @@ class InputRows:
 
 
 def find_files(pattern: str) -> tuple[InputFile, ...]:
-    """The files that a path, a folder or a glob pattern means, in the order of their names.
+    """Return the files of a path, a folder or a glob pattern, sorted by name.
 
-    Local paths and whatever pyarrow (and so Ray Data) opens by a URI: s3://, gs://, abfs://, hdfs://. A folder is read
-    with its sub-folders. A folder or a pattern does not mean hidden files, as in pyarrow and Ray Data: those whose
-    name, or whose sub-folder's name, begins with "." or "_". A line of the log names input that is left out.
+    `pattern` is a local path, or a URI that pyarrow (and so Ray Data) can open: s3://, gs://, abfs://, hdfs://. A
+    folder includes its sub-folders. As in pyarrow and Ray Data, a folder or a pattern does not include hidden files:
+    files whose name, or whose sub-folder's name, begins with "." or "_". A log line names input that is left out.
 
     Raises:
-        InvalidSetup: there is none, or the name of one does not show its format.
+        InvalidSetup: no file was found, or the name of a file does not show the format.
     """
     try:
         uris = _remote(pattern) if "://" in pattern else _local(pattern)
@@ -109,12 +108,12 @@ def find_files(pattern: str) -> tuple[InputFile, ...]:
 
 
 def look_through(files: Sequence[InputFile], settings: RowSettings) -> InputRows:
-    """Read everything once.
+    """Scan all files.
 
     Raises:
-        InvalidSetup: there are no rows, two have the same id (their lines are named), no row asks anything, or a file
-            is not what its name says: a JSON array over several lines, UTF-16, a table without a header, or none of
-            its rows can be read.
+        InvalidSetup: the input has no rows, two rows have the same id (the error names their lines), no row has a
+            question, or a file does not have the format that its name says: it is a JSON array over several lines,
+            UTF-16, or a table without a header, or none of its rows can be read.
     """
     digest, id_hashes = hashlib.blake2b(digest_size=16), array("Q")
     pieces: list[InputPiece] = []
@@ -147,14 +146,14 @@ def look_through(files: Sequence[InputFile], settings: RowSettings) -> InputRows
 
 
 def read_piece(piece: InputPiece) -> Iterator[Row]:
-    """The rows of a piece, in order; a line that cannot be read is a row with an error."""
+    """Return the rows of a piece in order. A line that cannot be read becomes a row with an error."""
     if piece.file.format == "parquet":
         return _read_parquet(piece)
     return _read_csv(piece) if piece.file.format in DELIMITERS else _read_lines(piece)
 
 
 def _pieces(file: InputFile, *, first_number: int, digest: hashlib.blake2b) -> Iterator[InputPiece]:
-    """The pieces of a file; its bytes go into the digest on the way."""
+    """Yield the pieces of a file, and add the file's bytes to the digest."""
     digest.update(file.name.encode() + b"\0")
     if file.format == "parquet":
         with _open(file) as stream:
@@ -173,7 +172,7 @@ def _line_pieces(file: InputFile, first_number: int, digest: hashlib.blake2b) ->
 
 
 def _ends_of_lines(stream: BinaryIO, digest: hashlib.blake2b) -> Iterator[Border]:
-    """The places behind the lines that are rows."""
+    """Yield the border after each line that is a row."""
     offset = 0
     for line_number, line in enumerate(stream, start=1):
         digest.update(line)
@@ -183,7 +182,7 @@ def _ends_of_lines(stream: BinaryIO, digest: hashlib.blake2b) -> Iterator[Border
 
 
 def _pieces_between(file: InputFile, first_number: int, begin: Border, ends: Iterable[Border]) -> Iterator[InputPiece]:
-    """The pieces of a file of text from the places behind its rows; the first row begins at `begin` or later."""
+    """Yield the pieces of a text file from the ends of its rows. The first row begins at `begin` or later."""
     num_rows = 0
     for end in ends:
         num_rows += 1
@@ -218,7 +217,7 @@ def _names(header: CsvRow) -> list[str]:
 
 
 def _check_header(file: InputFile, names: Sequence[str]) -> None:
-    """Raise InvalidSetup for a table whose columns cannot be told by their names. One without a name is left alone."""
+    """Raise InvalidSetup if the names do not identify the columns. A column without a name is allowed."""
     if len(names) == 1 and any(separator in names[0] for separator in ",;\t|"):
         raise InvalidSetup(
             f"{file.uri}: the header is one column, {names[0][:200]!r}; separate the cells by commas in .csv, by tabs "
@@ -226,7 +225,7 @@ def _check_header(file: InputFile, names: Sequence[str]) -> None:
         )
     twice = [name for name, times in Counter(filter(None, names)).items() if times > 1]
     if twice:
-        raise InvalidSetup(f"{file.uri}: columns stand twice in the header: {', '.join(twice)[:200]}; make each unique")
+        raise InvalidSetup(f"{file.uri}: the header names columns twice: {', '.join(twice)[:200]}; make each unique")
     if not any(names):
         raise InvalidSetup(f"{file.uri}: the header has no names; the first row has to name the columns")
 
@@ -283,14 +282,14 @@ def _read_parquet(piece: InputPiece) -> Iterator[Row]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Parquet gives every row all fields that any row has; those without a value were not given."""
+    """Remove null fields. A Parquet row has all fields of the table, with null for the fields that were not given."""
     if isinstance(value, dict):
         return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _check_is_readable(file: InputFile, first_error: str, *, has_readable_row: bool) -> None:
-    """Raise InvalidSetup if a file, in which some line cannot be read as a row, is not of its format at all."""
+    """Raise InvalidSetup if a file with an unreadable line has a format other than its name says."""
     if file.format in DELIMITERS:
         if not has_readable_row:
             raise InvalidSetup(f"{file.uri}: has no row that can be read; the first error: {first_error}")
@@ -298,14 +297,14 @@ def _check_is_readable(file: InputFile, first_error: str, *, has_readable_row: b
     with _open(file) as stream:
         lines = (without_bom(line, number) for number, line in enumerate(stream, start=1))
         first_line = next(filter(_is_row, lines)).strip()
-    # The last line of an array may well be a row, if each of its elements has a line.
+    # If each element of an array is on a line of its own, the last line may be readable as a row.
     is_open_array = first_line.startswith(b"[") and not first_line.endswith(b"]")
     if not has_readable_row or is_open_array:
         raise InvalidSetup(f"{file.uri}: {_kind_of(first_line, file, first_error)}")
 
 
 def _kind_of(first_line: bytes, file: InputFile, first_error: str) -> str:
-    """The kind of a file that begins with this line and is no JSONL, and the command that makes JSONL of it."""
+    """Return why a file with this first line is not JSONL, and the command that converts it."""
     name, target = _quoted(file), _target(file, "jsonl")
     if kind := _kind_in_bytes(first_line, file):
         return kind
@@ -322,12 +321,12 @@ def _quoted(file: InputFile) -> str:
 
 
 def _target(file: InputFile, format_: str) -> str:
-    """A name, for a shell, of a file that is made of this one: another name than that of this one."""
+    """Return a new name, quoted for a shell, for a file that is converted from this one."""
     return shlex.quote(f"{Path(file.uri).name.partition('.')[0]}.converted.{format_}")
 
 
 def _kind_in_bytes(start: bytes, file: InputFile) -> str:
-    """The kind of a file that begins with bytes that no text of UTF-8 has, and the way out; empty for others."""
+    """Return the format of a file whose first bytes are not UTF-8 text, and the remedy, or an empty text."""
     name, target, ours = _quoted(file), _target(file, file.format), file.format
     if start.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) or b"\0" in start[:2]:
         return f"is UTF-16, and {ours.upper()} is UTF-8; convert it: iconv -f UTF-16 -t UTF-8 {name} > {target}"
@@ -339,7 +338,7 @@ def _kind_in_bytes(start: bytes, file: InputFile) -> str:
 
 
 def _check_ids(pieces: Sequence[InputPiece], id_hashes: array[int]) -> None:
-    """Raise InvalidSetup when two rows have the same id. Only those with equal hashes are looked at twice."""
+    """Raise InvalidSetup if two rows have the same id. Reads the rows again only if some hashes are equal."""
     hashes = numpy.sort(numpy.frombuffer(id_hashes, dtype=numpy.uint64))
     twice = {int(value) for value in hashes[1:][hashes[1:] == hashes[:-1]]}
     if not twice:
@@ -355,7 +354,7 @@ def _check_ids(pieces: Sequence[InputPiece], id_hashes: array[int]) -> None:
         shown = list(duplicates.items())[:max_named_duplicates]
         named = "; ".join(f"{row_id!r} in {', '.join(where[:4])}" for row_id, where in shown)
         more = f"; and {len(duplicates) - len(shown):,} more" if len(duplicates) > len(shown) else ""
-        raise InvalidSetup(f"{len(duplicates):,} ids stand for more than one row: {named}{more}; make each unique")
+        raise InvalidSetup(f"{len(duplicates):,} ids belong to more than one row: {named}{more}; make each unique")
 
 
 def _hash(row_id: str) -> int:
@@ -375,7 +374,7 @@ def _local(pattern: str) -> list[str]:
 
 
 def _names_below(folder: Path) -> Iterator[str]:
-    """The files in a folder and its sub-folders, relative to it, and the links to folders, which may lead back."""
+    """Yield the relative paths of files below a folder, and of links to folders, which may loop if followed."""
     for place, folders, files in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(place, name))]
         for name in (*files, *links):
@@ -402,11 +401,11 @@ def _remote(pattern: str) -> list[str]:
 
 
 def _read_of(pattern: str, names: Iterable[str]) -> list[str]:
-    """The names in a folder that are input, sorted. If none is, the names of other formats, which are refused later."""
+    """Return the sorted names in a folder that are input, or, if none is, the other names, which are refused later."""
     all_names = sorted(names)
     visible = _not_hidden(pattern, all_names)
     run_folders = {PurePosixPath(name).parent for name in visible if PurePosixPath(name).name == MANIFEST}
-    run_folders.discard(PurePosixPath("."))  # the results of a run may be the input of another, if they are asked for
+    run_folders.discard(PurePosixPath("."))  # a run folder that was asked for by its name is input
     there = [name for name in visible if not run_folders.intersection(PurePosixPath(name).parents)]
     read = [name for name in there if PurePosixPath(name).suffix.lower() in FORMATS]
     _check_copies(pattern, read)
@@ -417,20 +416,20 @@ def _read_of(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def _check_copies(pattern: str, names: Iterable[str]) -> None:
-    """Raise InvalidSetup for a table that is there in two formats: each row would be answered twice."""
+    """Raise InvalidSetup for a table in two formats, because each row would be answered twice."""
     formats: dict[PurePosixPath, list[str]] = {}
     for name in names:
         formats.setdefault(PurePosixPath(name).with_suffix(""), []).append(name)
     for alike in formats.values():
         if len(alike) > 1 and any(FORMATS[PurePosixPath(name).suffix.lower()] in DELIMITERS for name in alike):
             raise InvalidSetup(
-                f"--input {pattern}: {' and '.join(alike)} have one name, so they may have the same rows; choose some "
+                f"--input {pattern}: {' and '.join(alike)} have one name, so they may have the same rows; choose files "
                 f"by a pattern, such as '*{PurePosixPath(alike[-1]).suffix}'"
             )
 
 
 def _matched(pattern: str, names: Sequence[str]) -> Sequence[str]:
-    """The names that match a pattern, without hidden ones unless its last part asks for them."""
+    """Return the names without hidden files, unless the last part of the pattern begins with "." or "_"."""
     return names if PurePosixPath(pattern).name.startswith(HIDDEN) else _not_hidden(pattern, names)
 
 

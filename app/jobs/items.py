@@ -1,6 +1,6 @@
-"""Items from what users send: lines of an upload, rows of files, lists of prompts. The validator of an item is here.
+"""Reads and validates items from the lines of an upload and the rows of files.
 
-Uploads are read line by line in bounded memory, for files of hundreds of megabytes. Blocks: call it in a thread.
+Uploads may have hundreds of megabytes and are read line by line in bounded memory. Blocks: call it in a thread.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from app.json_input import read_json
 
 OpenFile = Callable[[], BinaryIO]
 
-_URLS_WITHOUT_TEXT = ("/v1/decisions", "/v1/classify")  # of which no text is drawn
-ENGINE_URLS = (CHATS_PATH, COMPLETIONS_PATH, *_URLS_WITHOUT_TEXT)  # what engines can answer without the API's others
+_URLS_WITHOUT_TEXT = ("/v1/decisions", "/v1/classify")  # endpoints that generate no text
+ENGINE_URLS = (CHATS_PATH, COMPLETIONS_PATH, *_URLS_WITHOUT_TEXT)  # endpoints that engines can answer without the API
 MAX_ID_LENGTH = 512
 MAX_LISTED_ERRORS = 100
 
-# Columns of a plain row that mean what they mean in a body; any other column is the user's own and left alone.
+# Columns of a plain row that have the same meaning as in a request body. Any other column is ignored.
 SAMPLING_COLUMNS = (
     "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop",
     "stop_token_ids", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "ignore_eos",
     "response_format", "structured_outputs", "allowed_token_ids", "bad_words", "thinking_token_budget",
     "reasoning_effort",
 )  # fmt: skip
-# Those that may be texts. In CSV, where every cell is a text, the cells of the others are JSON: numbers, true, objects.
+# Sampling columns that may have texts. CSV cells of the remaining sampling columns are JSON: numbers, true, objects.
 TEXT_COLUMNS = ("stop", "reasoning_effort")
 
 
@@ -41,7 +41,7 @@ TEXT_COLUMNS = ("stop", "reasoning_effort")
 
 
 class NotAnItem(Exception):
-    """What is wrong with an item."""
+    """A line or a row is not a valid item. `error` says why."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -49,9 +49,9 @@ class NotAnItem(Exception):
 
 
 def batch_line(value: Mapping[str, Any], urls: Sequence[str]) -> tuple[str, str, dict[str, Any]]:
-    """(custom_id, url, body) of a line of OpenAI's batches. Raises NotAnItem for the first thing wrong with it.
+    """Return (custom_id, url, body) of a line of an OpenAI batch. Raises NotAnItem for the first error.
 
-    What the body asks for is checked when it runs.
+    The content of the body is checked when the item runs.
     """
     for param in ("custom_id", "method", "url", "body"):
         if value.get(param) is None:
@@ -73,16 +73,16 @@ def batch_line(value: Mapping[str, Any], urls: Sequence[str]) -> tuple[str, str,
 
 
 def without_bom(line: bytes, line_number: int) -> bytes:
-    """A line of a file, without the byte order mark that Windows programs write before the first line."""
+    """Remove the byte order mark that Windows programs write before the first line of a file."""
     return line.removeprefix(BOM_UTF8) if line_number == 1 else line
 
 
 def json_object(line: bytes) -> dict[str, Any]:
-    """The object in a line of JSON. Raises NotAnItem."""
+    """Return the JSON object in a line. Raises NotAnItem."""
     try:
         value = read_json(line)
     except ValueError as error:
-        place = str(error).replace(" at line 1 column ", " at column ")  # of this line, not of the file
+        place = str(error).replace(" at line 1 column ", " at column ")  # line 1 of this text is not line 1 of the file
         raise NotAnItem("invalid_json_line", f"the line is not valid JSON: {place}") from None
     if not isinstance(value, dict):
         raise NotAnItem("invalid_json_line", "the line should be a JSON object")
@@ -94,7 +94,7 @@ def json_object(line: bytes) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputRules:
-    """What the lines of an upload must have in common, and how much of it there may be."""
+    """The endpoint that all lines of an upload must have, and the limits of an upload."""
 
     endpoint: str
     max_items: int
@@ -103,7 +103,7 @@ class InputRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """What is known of a file that was read to its end, or to its hundredth error."""
+    """The result of checking a file to its end, to its hundredth error, or to the first line over the limit."""
 
     num_items: int
     model: str | None
@@ -111,8 +111,8 @@ class Checked:
 
 
 def check(open_file: OpenFile, rules: InputRules) -> Checked:
-    """Read the whole file and say what is wrong with it. Any error means that nothing of it may run."""
-    first_lines: dict[bytes, int] = {}  # by a hash of the custom id
+    """Check the whole file and return its errors. If there is any error, no item of the file may run."""
+    first_lines: dict[bytes, int] = {}  # the first line with a custom id, by a hash of the custom id
     models: set[object] = set()
     errors: list[ItemError] = []
     num_items = 0
@@ -138,7 +138,7 @@ def check(open_file: OpenFile, rules: InputRules) -> Checked:
 
 
 def read_items(open_file: OpenFile, rules: InputRules) -> Generator[Item, None, None]:
-    """The items of a file that `check` has found no error in. Close it when you stop before its end."""
+    """Yield the items of a file in which `check` found no error. Close the generator if you stop before its end."""
     with closing(_read_lines(open_file, rules)) as lines:
         for _, read in lines:
             assert isinstance(read, Item), "a batch in progress has a valid input file"
@@ -146,21 +146,21 @@ def read_items(open_file: OpenFile, rules: InputRules) -> Generator[Item, None, 
 
 
 def pieces_of(items: Iterator[Item]) -> Generator[list[Item], None, None]:
-    """The items some at a time."""
-    items_at_once = 16  # a thread reads so many before it returns; each may have megabytes
+    """Yield the items in lists of at most 16."""
+    items_at_once = 16  # a thread reads this many items before it returns, and an item may have megabytes
     while some := list(islice(items, items_at_once)):
         yield some
 
 
 def _read_lines(open_file: OpenFile, rules: InputRules) -> Generator[tuple[int, Item | ItemError], None, None]:
-    """(line number, item) of the lines that are not blank, in order, or the first thing wrong with each."""
+    """Yield the line number and the item, or the first error, of each line that is not blank, in order."""
     with open_file() as file:
         line_number = number = 0
         while raw := file.readline(rules.max_line_bytes + 1):
             line_number += 1
             if len(raw) > rules.max_line_bytes and not raw.endswith(b"\n"):
                 _skip_rest(file)
-                message = f"the line has more than {rules.max_line_bytes:,} bytes, which is what one may have"
+                message = f"the line has more than {rules.max_line_bytes:,} bytes, the most that a line may have"
                 yield line_number, ItemError(code="line_too_long", line=line_number, message=message)
                 continue
             text = without_bom(raw, line_number)
@@ -187,7 +187,7 @@ def _duplicate(item: Item, line_number: int, first: int) -> ItemError:
         code="duplicate_custom_id",
         line=line_number,
         param="custom_id",
-        message=f"custom_id {shown(item.id)} is that of line {first:,} too; every line needs its own",
+        message=f"custom_id {shown(item.id)} is also the id of line {first:,}; every line needs its own",
     )
 
 
@@ -196,16 +196,16 @@ def _duplicate(item: Item, line_number: int, first: int) -> ItemError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSettings:
-    """How rows are read: the same for a whole run."""
+    """The settings by which a whole run reads its rows."""
 
     prompt_column: str | None = None
     messages_column: str | None = None
-    max_tokens: int | None = None  # where a row has none
-    temperature: float | None = None  # where a row has none
+    max_tokens: int | None = None  # the default for rows without a limit
+    temperature: float | None = None  # the default for rows without a temperature
 
     @property
     def wanted_column(self) -> str:
-        """In words, what a plain row must have."""
+        """The column that a plain row must have, in words."""
         if self.messages_column is not None:
             return f"a column {self.messages_column!r}"
         return f"a column {self.prompt_column!r}" if self.prompt_column is not None else "a prompt or messages column"
@@ -213,18 +213,18 @@ class RowSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A row as it was read. `fields` is None when it could not be, and `error` says why."""
+    """A row of an input file. If the row cannot be read, `fields` is None and `error` says why."""
 
-    number: int  # in the whole input, from 0
+    number: int  # the position in the whole input, from 0
     id: str
-    place: str  # file and line
+    place: str  # the file and the line
     fields: Mapping[str, Any] | None
     error: str = ""
-    has_cells: bool = False  # its fields are the texts of CSV, which `item_of` gives their types
+    has_cells: bool = False  # the fields are CSV texts, which `item_of` converts to their types
 
 
 def row_from_line(line: bytes, *, number: int, place: str) -> Row:
-    """The row in a line of JSON. `place` (file and line) is the id of a row that has none of its own."""
+    """Return the row of a JSON line. A row without an id gets `place` (file and line) as its id."""
     try:
         return row_from_fields(json_object(line), number=number, place=place)
     except NotAnItem as problem:
@@ -232,12 +232,12 @@ def row_from_line(line: bytes, *, number: int, place: str) -> Row:
 
 
 def row_from_fields(fields: Mapping[str, Any], *, number: int, place: str) -> Row:
-    """The row in a mapping of columns."""
+    """Return a row from its columns. A row without an id gets `place` as its id."""
     return Row(number=number, id=own_id(fields) or place, place=place, fields=fields)
 
 
 def row_from_cells(names: Sequence[str], cells: Sequence[str], *, number: int, place: str) -> Row:
-    """The row in a row of CSV below a header with these names. An empty cell was not given."""
+    """Return a row from its CSV cells and the names in the header. An empty cell counts as not given."""
     if len(cells) != len(names):
         hint = "; a cell with a delimiter in it needs quotes" if len(cells) > len(names) else ""
         error = f"{place}: the row has {len(cells):,} cells, and the header has {len(names):,}{hint}"
@@ -247,10 +247,10 @@ def row_from_cells(names: Sequence[str], cells: Sequence[str], *, number: int, p
 
 
 def own_id(fields: Mapping[str, Any]) -> str | None:
-    """The row's `custom_id` or `id` when it is a text or a whole number, also as a float; else None."""
+    """Return the `custom_id` or `id` of a row, or None if neither is a text, a whole number or a whole float."""
     for name in ("custom_id", "id"):
         value = fields.get(name)
-        if isinstance(value, float) and value.is_integer():  # as pandas writes whole numbers beside missing ones
+        if isinstance(value, float) and value.is_integer():  # pandas writes integers as floats if any is missing
             value = int(value)
         if isinstance(value, str | int) and not isinstance(value, bool) and 0 < len(str(value)) <= MAX_ID_LENGTH:
             return str(value)
@@ -258,7 +258,7 @@ def own_id(fields: Mapping[str, Any]) -> str | None:
 
 
 def has_question(row: Row, settings: RowSettings) -> bool:
-    """Whether there is anything to answer in it; whether it can be answered is another question."""
+    """Return whether a row has a question. The question may still be invalid."""
     if row.fields is None:
         return False
     names = [name for name in (settings.messages_column, settings.prompt_column) if name] or ["prompt", "messages"]
@@ -266,7 +266,7 @@ def has_question(row: Row, settings: RowSettings) -> bool:
 
 
 def item_of(row: Row, settings: RowSettings) -> Item | InvalidItem:
-    """The item that means the same as a row: an OpenAI batch line, or a plain row with a prompt or messages column."""
+    """Return the item of a row, which is an OpenAI batch line or a plain row with a prompt or messages column."""
     if row.fields is None:
         return InvalidItem(number=row.number, id=row.id, reason=row.error)
     try:
@@ -293,7 +293,7 @@ def _is_batch_line(row: Row) -> bool:
 
 
 def _typed(cells: Mapping[str, str], settings: RowSettings) -> dict[str, Any]:
-    """The cells of CSV as values: the columns of sampling by what they declare, a list of messages, texts."""
+    """Return the values of CSV cells: JSON in sampling columns, a list of messages or of texts if it looks like one."""
     json_columns = set(SAMPLING_COLUMNS).difference(TEXT_COLUMNS, [settings.prompt_column, settings.messages_column])
     values: dict[str, Any] = dict(cells)
     for name in json_columns & cells.keys():
@@ -322,7 +322,7 @@ def _with_defaults(body: Mapping[str, Any], row_id: str, settings: RowSettings) 
         given.setdefault("max_tokens", settings.max_tokens)
     if settings.temperature is not None:
         given.setdefault("temperature", settings.temperature)
-    # It follows from the id: computed again after a crash, the item says the same.
+    # The seed follows from the id, so that the item has the same answer if it is computed again after a crash.
     given.setdefault("seed", int.from_bytes(hash_of_id(row_id), "big") & ((1 << 63) - 1))
     return given
 
@@ -332,7 +332,7 @@ def _plain_row(fields: Mapping[str, Any], settings: RowSettings) -> tuple[str, d
     has_messages = settings.prompt_column is None and fields.get("messages") is not None
     if settings.messages_column is not None or has_messages:
         messages = _column(fields, settings.messages_column or "messages")
-        if isinstance(messages, str):  # one turn of a user
+        if isinstance(messages, str):  # a text is one turn of a user
             messages = [{"role": "user", "content": messages}]
         return CHATS_PATH, sampling | {"messages": messages}
     prompt = _column(fields, settings.prompt_column or "prompt")
@@ -348,5 +348,5 @@ def _column(fields: Mapping[str, Any], name: str) -> Any:
 
 
 def hash_of_id(text: str, num_bytes: int = 8) -> bytes:
-    """The same in every process."""
+    """Return a hash of a text that is the same in every process."""
     return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=num_bytes).digest()

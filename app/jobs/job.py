@@ -1,4 +1,4 @@
-"""The nouns of offline work: an item, its result; the batch and the files as clients read them."""
+"""The data types of offline work: items, results, batches, files and responses, and the API objects made from them."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ OUTPUT_PURPOSE = "batch_output"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """One request of a job, as its body would be sent over HTTP."""
+    """One request of a job. `body` is the body that a client would send to `url` over HTTP."""
 
-    number: int  # in the whole input, from 0; blank lines have no number
+    number: int  # the position in the whole input, from 0; blank lines do not count
     id: str
     url: str
     body: Mapping[str, Any]
-    num_bytes: int = 0  # of its line
+    num_bytes: int = 0  # the size of the item's line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemError:
-    """Why an item, or a whole input file, cannot run. Clients read all of it but `number` and `id`."""
+    """Why an item, a whole input file or a batch cannot run. Clients read all fields."""
 
     code: str
     message: str
-    line: int | None = None  # of its file, from 1
+    line: int | None = None  # the line of the input file, from 1
     param: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InvalidItem:
-    """An item of a job that is not run: it ends with this reason."""
+    """An item of a job that does not run and ends with this reason."""
 
     number: int
     id: str
     reason: str
-    code: str = "line_failed"  # as clients of batches read it
+    code: str = "line_failed"  # the error code for clients of batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemOutput:
-    """What an engine has made of an item. With an `error` there is no text and no finish reason."""
+    """The output of an engine for an item. With an `error`, the text and the finish reason are None."""
 
     number: int
     id: str
@@ -61,17 +61,17 @@ class ItemOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOutput:
-    """What has come of an engine's items since it was last asked. Crosses processes."""
+    """The progress of an engine's items since the previous report. Crosses processes."""
 
-    outputs: tuple[ItemOutput, ...]  # of items that have ended
-    begun: tuple[int, ...]  # items that have their first token
-    token_ids: Mapping[int, tuple[int, ...]]  # by item, of those that have not ended
-    num_tokens: int  # generated, of items that have not ended too
+    outputs: tuple[ItemOutput, ...]  # the outputs of items that have ended
+    begun: tuple[int, ...]  # items that have got their first token
+    token_ids: Mapping[int, tuple[int, ...]]  # the new tokens of items that have not ended, by item
+    num_tokens: int  # generated tokens, including the tokens of items that have not ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemResult:
-    """How an item has ended: one line of an output file."""
+    """The result of an item that has ended, as one line of an output file."""
 
     number: int
     is_error: bool
@@ -83,7 +83,7 @@ class ItemResult:
 
 @dataclass(slots=True)
 class Counts:
-    """Sums over results."""
+    """Sums over the results of items."""
 
     num_items: int = 0
     num_failed: int = 0
@@ -92,7 +92,7 @@ class Counts:
     num_output_tokens: int = 0
 
     def add(self, result: ItemResult) -> None:
-        """Count one more."""
+        """Add a result to the sums."""
         self.num_items += 1
         self.num_failed += result.is_error
         self.num_input_tokens += result.num_input_tokens
@@ -105,38 +105,38 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredResponse:
-    """A stored response, as the catalog knows it. Its request and its deltas are in a file with its id as name."""
+    """The catalog's row of a stored response. A file named by the id has the request and the deltas."""
 
     id: str
     owner: str
     created_at: int
     expires_at: int | None  # None: never
     status: str
-    previous: str | None = None  # the id of the response that it continues
-    end: str = ""  # an `AnswerEnd` as JSON; "": it has not ended
-    num_attempts: int = 0  # in processes that did not end cleanly, and in the one that runs it
-    num_bytes: int = 0  # of its file
-    is_deleted: int = 0  # its owner has deleted it; a response that continues it still needs its text
+    previous: str | None = None  # the id of the response that this one continues
+    end: str = ""  # an `AnswerEnd` as JSON; "" if the response has not ended
+    num_attempts: int = 0  # attempts in processes that did not end cleanly, plus one in the process that runs it now
+    num_bytes: int = 0  # the size of its file
+    is_deleted: int = 0  # 1 if the owner deleted the response while another response that continues it needs its text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
-    """A file as it is listed. Its name on disk is its id; the client's name for it is never part of a path."""
+    """The catalog's row of a file. The name on disk is the id; the client's file name is never part of a path."""
 
     id: str
     owner: str
     bytes: int
-    created_at: int  # seconds since 1970, as all times here
-    expires_at: int | None
+    created_at: int  # seconds since 1970, like all times in this module
+    expires_at: int | None  # None: never
     filename: str
     purpose: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A batch: the items of one uploaded file. A time is None until it has come.
+    """A batch, which has the items of one uploaded file. The time of a state that was not reached is None.
 
-    The counts are those at the job's end; until then the store of its results has them.
+    The counts are filled in when the job ends. Until then, the job's `ResultStore` has the counts.
     """
 
     id: str
@@ -155,7 +155,7 @@ class Job:
     expired_at: int | None = None
     cancelling_at: int | None = None
     cancelled_at: int | None = None
-    model: str | None = None  # when all items name the same
+    model: str | None = None  # the model, if all items name the same one
     errors: Sequence[ItemError] = ()
     output_file_id: str | None = None
     error_file_id: str | None = None
@@ -168,7 +168,7 @@ class Job:
 
 
 def counted(counts: Counts) -> dict[str, Any]:
-    """The counting fields of a `Job`."""
+    """Return the counts as fields of a `Job`."""
     return {
         "num_completed": counts.num_items - counts.num_failed,
         "num_failed": counts.num_failed,
@@ -190,13 +190,13 @@ _SHOWN_OF_FILE = [each.name for each in fields(StoredFile) if each.name != "owne
 
 
 def file_object(file: StoredFile) -> Json:
-    """The `file` of OpenAI's API."""
+    """Return the `file` object of OpenAI's API."""
     shown = {name: getattr(file, name) for name in _SHOWN_OF_FILE}
     return shown | {"object": "file", "status": "processed", "status_details": None}
 
 
 def batch_object(job: Job) -> Json:
-    """The `batch` of OpenAI's API."""
+    """Return the `batch` object of OpenAI's API."""
     completion_window = "24h"
     return {
         "id": job.id,
@@ -231,10 +231,10 @@ def batch_object(job: Job) -> Json:
 
 
 def stats_object(jobs: Sequence[tuple[Job, int]], num_running: int, tokens_per_second: float) -> Json:
-    """What an owner's batches have to do and have done: batches by status, requests by what became of them, tokens.
+    """Return the statistics of an owner's batches: batches by status, requests by state, tokens.
 
-    `jobs` are sums over batches of the same status, with how many they are. A batch that is still validated has no
-    requests.
+    Each entry of `jobs` has the sums over some batches of one status, and the number of the batches. A batch counts no
+    requests before it is validated.
     """
     unfinished = sum(job.num_items - job.num_completed - job.num_failed for job, _ in jobs if not job.status.has_ended)
     return {

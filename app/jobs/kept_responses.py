@@ -1,8 +1,8 @@
 """Generates the responses, chats and completions that are stored.
 
 A stored answer does not depend on its connection or its ingress. The catalog has a row for an answer before the client
-gets its id, and the end of the answer before a client reads the end. The request and the deltas are records in a file.
-When this process dies, the next process generates the answer again with the same prompt and seed, and skips the tokens
+gets the id, and the end of the answer before a client reads the end. The request and the deltas are records in a file.
+If this process dies, the next process generates the answer again with the same prompt and seed, and skips the tokens
 that the file already has.
 """
 
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from app.batches import AnswerEnd, AnswerKept, AnswerPart, KeptAnswer, NewResponse
+from app.batches import AnswerEnd, AnswerPart, AnswerRecorder, NewResponse, PrepareStoredAnswer
 from app.disk import STORAGE_FAILURES, STORAGE_PAUSE_S, OneThread, sync_folder
 from app.errors import (
     CarouselError,
@@ -42,9 +42,9 @@ from app.records import RecordReader, record, whole_bytes
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-RETRY_S = 1.0  # after a refusal that names no time
-LOOK_EVERY_BYTES = 256 * 1024  # of an answer: then there is a look for room
-REFUSAL_KEPT_S = 60.0  # for the client that waits for the response
+RETRY_S = 1.0  # the pause after a refusal that names no time
+LOOK_EVERY_BYTES = 256 * 1024  # after this many bytes of an answer, the disk is checked for room
+REFUSAL_KEPT_S = 60.0  # how long the client of a refused response can read the reason
 _encode = msgspec.msgpack.Encoder().encode
 _decode_new = msgspec.msgpack.Decoder(NewResponse).decode
 _decode_end = msgspec.json.Decoder(AnswerEnd).decode
@@ -55,21 +55,21 @@ class _Running:
     """An answer that has not ended."""
 
     new: NewResponse
-    log: AnswerLog | None = None  # once it is accepted
-    has_counted: bool = False  # this attempt, in the catalog
-    num_charged: int = MIN_CHARGED_BYTES  # bytes of its file that the catalog counts until it ends
+    log: AnswerLog | None = None  # None until the answer is accepted
+    has_counted: bool = False  # whether the catalog counts this attempt
+    num_charged: int = MIN_CHARGED_BYTES  # bytes of the file that the catalog counts until the answer ends
     task: asyncio.Task[None] | None = None
 
 
-class KeptResponses:
-    """The responses of one folder, while this process holds it."""
+class StoredResponses:
+    """The responses of one folder, while this process holds the folder."""
 
     def __init__(
         self,
         folder: Path,
         catalog: Catalog,
         thread: OneThread,
-        answer: AnswerKept,
+        answer: PrepareStoredAnswer,
         *,
         admit: Callable[[str, int, Callable[[], Counter[str]]], Awaitable[None]],
         shortage: Callable[[str], Awaitable[str | None]],
@@ -77,12 +77,12 @@ class KeptResponses:
         keep_s: int | None,
         wait_s: float,
     ) -> None:
-        """`folder` has the files, `thread` is the catalog's.
+        """`folder` has the files of the answers. `thread` is the catalog's thread.
 
-        `admit` raises when an owner has no space left for that many bytes, or has too many running answers; its last
-        argument counts the running answers of each owner. `shortage` is asked while an answer grows: it says why the
-        disk can take no more now, or None, and raises when the owner has no space left. An answer waits for room on a
-        replica for at most `wait_s`. It is deleted after `keep_s`.
+        `admit` raises if an owner has no space left for a number of bytes, or has too many running answers; its last
+        argument counts the running answers of each owner. While an answer grows, `shortage` returns why the disk has
+        no room at the moment, or None, and raises if the owner has no space left. An answer waits for room on a
+        replica for at most `wait_s` seconds and is deleted after `keep_s` seconds (None: never).
         """
         self._folder = folder
         self._catalog = catalog
@@ -95,10 +95,10 @@ class KeptResponses:
         self._wait_s = wait_s
         self._writer = LogWriter()
         self._running: dict[str, _Running] = {}
-        self._tasks: set[asyncio.Task[None]] = set()  # of running answers, and of refused ones that are being deleted
+        self._tasks: set[asyncio.Task[None]] = set()  # tasks of running answers, and of refused ones until deleted
         self._changes: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
-        self._writing: asyncio.Task[None] | None = None  # while there are changes
-        # Of responses that never began, for their clients, by owner and id.
+        self._writing: asyncio.Task[None] | None = None  # writes changes until none is left
+        # By owner and id: the ends of accepted responses that were refused before the first token.
         self._refusals: dict[tuple[str, str], AnswerEnd] = {}
         self._closing = asyncio.Event()
 
@@ -113,9 +113,9 @@ class KeptResponses:
             self._start(running, self._continue(running, stored.num_attempts))
 
     async def close(self) -> None:
-        """Stop. Answers that have not ended are continued when the folder is opened again.
+        """Stop all work. Unfinished answers are continued when the folder is opened again.
 
-        Calls that are under way end too. One that waits for the storage raises Unavailable.
+        All calls in progress end. A call that waits for the storage raises Unavailable.
         """
         self._closing.set()
         tasks = [*self._tasks]
@@ -130,11 +130,11 @@ class KeptResponses:
             await self._writing
         counted = [response_id for response_id, running in self._running.items() if running.has_counted]
         uncount = partial(self._catalog.count_response_attempt, by=-1)
-        with suppress(*STORAGE_FAILURES):  # then this end counts as a death
+        with suppress(*STORAGE_FAILURES):  # if the storage fails, this stop counts as a death
             await self._thread.run(self._catalog.together, [partial(uncount, each) for each in counted])
 
     def growing_bytes(self) -> Counter[str]:
-        """Bytes of running answers that the catalog does not count yet, by owner."""
+        """Return the bytes of running answers that the catalog does not count yet, by owner."""
         grown: Counter[str] = Counter()
         for running in self._running.values():
             if running.log is not None:
@@ -142,7 +142,7 @@ class KeptResponses:
         return grown
 
     async def create(self, new: NewResponse) -> None:
-        """Begin a response. Raises what its body would be refused with, and Overloaded."""
+        """Begin a response. Raises Overloaded, and every error with which the request can be refused."""
         await self._admit(new.owner, len(new.body), self._owners)
         if self._closing.is_set():
             raise _ends()
@@ -154,7 +154,7 @@ class KeptResponses:
     async def follow(
         self, owner: str, response_id: str, offset: int, *, waits: bool, is_continued: bool, take: Take | None = None
     ) -> AsyncGenerator[AnswerPart, None]:
-        """The parts of one response, see `LocalBatchService.follow_response`."""
+        """Return the parts of one response, see `LocalBatchService.follow_response`."""
         running = self._of(owner, response_id)
         if running is not None:
             assert running.log is not None, "it is accepted"
@@ -177,7 +177,7 @@ class KeptResponses:
         running = self._of(owner, response_id)
         if running is not None:
             await self._stop(running)
-            if response_id in self._running:  # it has not ended before
+            if response_id in self._running:  # otherwise the response ended before the task was cancelled
                 await self._end(running, AnswerEnd("cancelled"))
         stored = await self._stored(owner, response_id)
         if stored.status != "cancelled":
@@ -197,7 +197,7 @@ class KeptResponses:
     async def remove_expired(self) -> None:
         """Delete the responses that have expired."""
         expired = await self._thread.run(self._catalog.expired_response_ids, self._clock())
-        at_once = 100  # in one transaction: others wait for the catalog's thread
+        at_once = 100  # responses in one transaction, because other work waits for the catalog's thread
         for at in range(0, len(expired), at_once):
             await self._forget(expired[at : at + at_once])
 
@@ -206,7 +206,7 @@ class KeptResponses:
             await asyncio.to_thread((self._folder / unused).unlink, missing_ok=True)
 
     async def _write(self, change: Callable[[], T]) -> T:
-        """Change the catalog, together with the changes that come while an earlier one is on its way to the disk."""
+        """Change the catalog. Changes that arrive while an earlier change is being written share one transaction."""
         written: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._changes.append((change, written))
         if self._writing is None:
@@ -218,7 +218,7 @@ class KeptResponses:
             while self._changes:
                 changes, self._changes = self._changes, []
                 for (_, written), outcome in zip(changes, await self._outcomes_of(changes), strict=True):
-                    if written.done():  # nothing waits for it any more
+                    if written.done():  # the waiting call was cancelled
                         continue
                     if isinstance(outcome, Exception):
                         written.set_exception(outcome)
@@ -228,7 +228,7 @@ class KeptResponses:
             self._writing = None
 
     async def _outcomes_of(self, changes: Sequence[tuple[Callable[[], Any], asyncio.Future[Any]]]) -> list[Any]:
-        """Make changes in one transaction, or, when one of them fails, each in its own. Returns results and errors."""
+        """Make changes in one transaction or, if one of them fails, one by one. Returns their results or errors."""
         try:
             return await self._thread.run(self._catalog.together, [change for change, _ in changes])
         except Exception as error:
@@ -248,17 +248,17 @@ class KeptResponses:
         running.task.add_done_callback(partial(self._task_ended, running))
 
     def _task_ended(self, running: _Running, task: asyncio.Task[None]) -> None:
-        """Whatever ends the task of an answer, its readers hear of it."""
+        """If the task of an answer has failed, give its readers the failure."""
         self._tasks.discard(task)
         if task.cancelled() or task.exception() is None:
             return
         error = task.exception()
-        assert isinstance(error, Exception), "others end the process"
+        assert isinstance(error, Exception), "any other error ends the process"
         logger.error("response %s cannot be finished: %s", running.new.response_id, traceback_of(error))
         self._leave(running, failure=Unavailable("the server cannot finish this answer now; read it again later"))
 
     async def _begin(self, running: _Running, accepted: asyncio.Future[None]) -> None:
-        """Generate a response, which is `accepted` once the catalog knows it."""
+        """Generate a response. Sets `accepted` when the catalog has the response."""
         try:
             end = await self._generate(running, accepted)
         except Exception as error:
@@ -273,10 +273,10 @@ class KeptResponses:
         else:
             await self._end(running, end)
         finally:
-            accepted.cancel()  # where it is not done, this process ends
+            accepted.cancel()  # has an effect only if this process ends
 
     async def _continue(self, running: _Running, num_attempts: int) -> None:
-        """Generate the rest of a response whose process has died."""
+        """Generate the rest of a response that an earlier process began."""
         path = self._folder / running.new.response_id
         try:
             await self._until_stored(partial(self._open, running, path), path.name)
@@ -295,13 +295,13 @@ class KeptResponses:
         await self._end(running, await self._generate(running, None))
 
     async def _open(self, running: _Running, path: Path) -> None:
-        """Take up the file of a response, without the record that the process left torn. Raises Failure."""
+        """Open the file of a response and cut off a torn last record. Raises Failure."""
         running.new, num_bytes = await asyncio.to_thread(_taken_up, path)
         running.log = AnswerLog(path, self._writer, num_bytes)
-        logger.info("response %s is continued behind %d bytes", path.name, num_bytes)
+        logger.info("response %s is continued after %d bytes", path.name, num_bytes)
 
     async def _generate(self, running: _Running, accepted: asyncio.Future[None] | None) -> AnswerEnd:
-        """Generate a response and return how it has ended. One that `may_wait` is tried again until a replica has room.
+        """Generate a response and return its end. Retries a response that `may_wait` until a replica has room.
 
         Raises the error that refuses the response before its first token.
         """
@@ -316,7 +316,7 @@ class KeptResponses:
                         accepted.set_result(None)
                     log = running.log
                     assert log is not None, "it is accepted"
-                    num_bytes = 0  # since the last look for room
+                    num_bytes = 0  # bytes since the last check for room
                     async with aclosing(answer.records(self._known(log))) as records:
                         async for content in records:
                             num_new += 1
@@ -337,7 +337,7 @@ class KeptResponses:
                 return _ended_by(error, new.response_id)
 
     async def _room(self, new: NewResponse) -> None:
-        """Wait until the disk has room for more of a running answer. Raises InvalidRequest for a share that is full."""
+        """Wait until the disk has room for more of a running answer. Raises InvalidRequest if the share is full."""
         has_logged = False
         while (shortage := await self._shortage(new.owner)) is not None:
             if not has_logged:
@@ -348,8 +348,8 @@ class KeptResponses:
     def _may_wait_for(self, seconds: float, new: NewResponse) -> bool:
         return self._clock() + seconds < new.created_at + self._wait_s
 
-    async def _accept(self, running: _Running, answer: KeptAnswer) -> None:
-        """Make a response last: its request in a file, then its row in the catalog."""
+    async def _accept(self, running: _Running, answer: AnswerRecorder) -> None:
+        """Store a response: write the request to a file, then add the row to the catalog."""
         new, path = running.new, self._folder / running.new.response_id
         head = record(_encode(new)) + record(answer.facts)
         stored = StoredResponse(
@@ -364,7 +364,7 @@ class KeptResponses:
         )
         try:
             await asyncio.to_thread(_create, path, head)
-            # Before the row, which nothing would end without a log.
+            # Open the log before adding the row: without a log, nothing would end the response.
             log = AnswerLog(path, self._writer, len(head), content=head)
             await self._write(partial(self._catalog.add_response, stored, self._clock()))
             running.log, running.has_counted = log, True
@@ -374,7 +374,7 @@ class KeptResponses:
             raise
 
     async def _known(self, log: AnswerLog) -> AsyncGenerator[bytes, None]:
-        """The contents of all records behind the head that the file has."""
+        """Yield the contents of all records in the file after the first two, which are the head."""
         reader, num_head = RecordReader(), 2
         async for part in log.parts(0, waits=False):
             for content in reader.feed(part.data):
@@ -386,7 +386,7 @@ class KeptResponses:
     async def _read_turn(
         self, running: _Running, response_id: str, is_continued: bool
     ) -> AsyncGenerator[AnswerPart, None]:
-        """See `ReadAnswer`. An accepted answer continues a response that may be deleted or expired since."""
+        """See `ReadAnswer`. After an answer is accepted, the response that it continues may be deleted or expire."""
         stored = await self._found(running.new.owner, response_id, is_continued or running.log is not None)
         async for part in self._stored_parts(stored, 0):
             yield part
@@ -398,7 +398,7 @@ class KeptResponses:
         return stored
 
     async def _end(self, running: _Running, end: AnswerEnd) -> None:
-        """The catalog knows the end before a client reads of it."""
+        """Store the end of a response in the catalog, then give the end to the readers."""
         log = running.log
         assert log is not None, "it is accepted"
         with suppress(Unavailable):  # the storage is broken; the file keeps its whole records
@@ -415,9 +415,9 @@ class KeptResponses:
         return await self._write(partial(self._catalog.end_response, response_id, end, num_bytes))
 
     async def _until_stored(self, store: Callable[[], Awaitable[T]], response_id: str) -> T:
-        """Call `store` until the storage accepts the change, and return its result.
+        """Call `store` until the storage accepts the change, and return the result of `store`.
 
-        Raises Superseded, and Unavailable when this process ends before.
+        Raises Superseded, and Unavailable if this process closes first.
         """
         while True:
             try:
@@ -451,7 +451,7 @@ class KeptResponses:
         return refusal
 
     def _of(self, owner: str, response_id: str) -> _Running | None:
-        """A response that has not ended. Raises Unavailable while its file is being opened."""
+        """Return a response that has not ended, or None. Raises Unavailable while the file is being opened."""
         running = self._running.get(response_id)
         if running is None or running.new.owner != owner:
             return None
@@ -490,7 +490,7 @@ def _create(path: Path, head: bytes) -> None:
 
 
 def _taken_up(path: Path) -> tuple[NewResponse, int]:
-    """The request of a response, and the bytes of its file that count. Raises Failure where it has no request."""
+    """Cut off a torn last record of a response's file. Returns the request and the size. Raises Failure."""
     try:
         data = path.read_bytes()
         num_bytes = whole_bytes(data)

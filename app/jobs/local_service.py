@@ -1,4 +1,4 @@
-"""Files and batches kept by this process: the lock on its folder, the catalog, the runner, unfinished uploads."""
+"""The batch service of the process that holds the folder: its lock, the catalog, the runner, unfinished uploads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from app.batches import (
-    AnswerKept,
     AnswerPart,
     BatchLimits,
     BatchService,
@@ -25,6 +24,7 @@ from app.batches import (
     NewFile,
     NewResponse,
     PageOf,
+    PrepareStoredAnswer,
     list_object,
 )
 from app.config import BatchesConfig
@@ -45,7 +45,7 @@ from app.jobs.catalog import Catalog, Superseded
 from app.jobs.executors import FleetExecution
 from app.jobs.files import FileDraft, FileStore
 from app.jobs.job import INPUT_PURPOSE, Job, StoredFile, batch_object, counted, file_object, new_job_id, stats_object
-from app.jobs.kept_responses import KeptResponses
+from app.jobs.kept_responses import StoredResponses
 from app.jobs.space import MIN_CHARGED_BYTES, RESERVE_OF_WORK, room_left, shortage_of_disk, shortage_of_share
 from app.json_pieces import Json
 from app.usage import UsageAnswer, UsageQuery, UsageReport
@@ -61,12 +61,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 LOCK_RETRY_S = 0.5
-OPENING_RETRY_S = 5.0  # after a failure of the storage
+OPENING_RETRY_S = 5.0  # the pause after the storage fails while the folder is being opened
 HOUSEKEEPING_S = 60.0
-GENERATION_CHECK_S = 1.0  # how long a process that has lost the folder may go on computing lines
-UPLOAD_TIMEOUT_S = 600.0  # without a piece
+GENERATION_CHECK_S = 1.0  # how long a process that has lost the folder may still compute items
+UPLOAD_TIMEOUT_S = 600.0  # how long an upload may wait for its next piece
 RETRY_AFTER_S = 5.0
-LOCK = "lock"  # in `path`, as all below
+LOCK = "lock"  # the name of the lock file in `path`
 
 
 @dataclass(slots=True, eq=False)
@@ -78,34 +78,34 @@ class _Upload:
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """What there is while this process holds the folder."""
+    """The parts that exist while this process holds the folder."""
 
     catalog: Catalog
     files: FileStore
     runner: BatchRunner
     dispatcher: WebhookDispatcher
-    responses: KeptResponses
+    responses: StoredResponses
 
 
 class LocalBatchService(BatchService):
-    """`BatchService` on a folder. Only one process at a time has it; another waits, and answers Unavailable."""
+    """`BatchService` on a folder. One process at a time holds the folder; others wait for it and raise Unavailable."""
 
     def __init__(
         self,
         path: Path,
         config: BatchesConfig,
         execution: FleetExecution,
-        answer: AnswerKept,
+        answer: PrepareStoredAnswer,
         *,
         clock: Callable[[], float] = time.time,
         limits: BatchLimits = BatchLimits(),  # noqa: B008 - frozen
         client: WebhookClient | None = None,
         retries: RetrySchedule = RetrySchedule(),  # noqa: B008 - frozen
     ) -> None:
-        """`path` is the folder, which is made where there is none; `clock` gives seconds since 1970.
+        """`path` is the folder, which is created if missing. `clock` returns seconds since 1970.
 
-        `execution` computes items, `answer` responses that are kept. `client` sends webhooks to their receivers; by
-        default as the settings say. `retries` says when they are sent again.
+        `execution` computes items, and `answer` computes stored responses. `client` sends webhooks; the default client
+        follows `config`. `retries` says when failed webhooks are sent again.
         """
         self._path = path
         self._config = config
@@ -118,15 +118,15 @@ class LocalBatchService(BatchService):
         self._thread = OneThread()
         self._open: _Open | None = None
         self._uploads: dict[str, _Upload] = {}
-        self._finishing: set[_Upload] = set()  # on their way into the catalog
-        self._admission = asyncio.Lock()  # from the look at what there is until one more is there
-        self._begun: set[asyncio.Task[Any]] = set()  # what goes to its end though its caller may go
+        self._finishing: set[_Upload] = set()  # uploads that are being added to the catalog
+        self._admission = asyncio.Lock()  # held from the check of a limit until the new upload or batch is counted
+        self._begun: set[asyncio.Task[Any]] = set()  # tasks that finish even if their caller is cancelled
         self._shares = Shares(time.monotonic)
         self._life: asyncio.Task[None] | None = None
         self._opened = asyncio.Event()
 
     async def __aenter__(self) -> LocalBatchService:
-        """Returns once the folder is this process's."""
+        """Start, and wait until this process holds the folder."""
         self.start()
         await self.opened()
         return self
@@ -135,11 +135,11 @@ class LocalBatchService(BatchService):
         await self.close()
 
     def start(self) -> None:
-        """Open the folder as soon as it is free, and go on with the batches in it. Needs a running loop."""
+        """Start a task that opens the folder when it is free and resumes its batches. Needs a running event loop."""
         self._life = asyncio.create_task(self._live())
 
     async def opened(self) -> None:
-        """Returns once the folder is this process's and work goes on; raises what keeps it from that."""
+        """Wait until this process holds the folder and has resumed the work. Raises the error that prevents it."""
         assert self._life is not None, "it was started"
         opening = asyncio.create_task(self._opened.wait())
         try:
@@ -149,12 +149,12 @@ class LocalBatchService(BatchService):
         self.check_health()
 
     def check_health(self) -> None:
-        """Raises what has ended the work, if something has."""
+        """Raise the error that has ended the work, if any."""
         if self._life is not None and self._life.done():
             self._life.result()
 
     async def counts(self) -> dict[str, int]:
-        """What this process has done since it opened the folder, and how many messages are still to arrive."""
+        """Return counts of the work since this process opened the folder, pending webhooks and paused batches."""
         opened = self._open
         if opened is None:
             return {}
@@ -170,7 +170,7 @@ class LocalBatchService(BatchService):
         }
 
     async def close(self) -> None:
-        """Stop working. Batches go on when the folder is opened again."""
+        """Stop all work. Batches resume when the folder is opened again."""
         if self._life is not None:
             self._life.cancel()
             await asyncio.gather(self._life, return_exceptions=True)
@@ -181,8 +181,8 @@ class LocalBatchService(BatchService):
         await self._thread.run(partial(self._path.mkdir, mode=0o700, parents=True, exist_ok=True))
         lock = take_lock(self._path / LOCK)
         if lock is None:
-            logger.warning("the batches folder %s is another process's; waiting for it", self._path)
-        while lock is None:  # the system does not report that another process lets go
+            logger.warning("another process holds the batches folder %s; waiting for it", self._path)
+        while lock is None:  # poll, because the system does not report that another process releases the lock
             await asyncio.sleep(LOCK_RETRY_S)
             lock = take_lock(self._path / LOCK)
         try:
@@ -203,12 +203,12 @@ class LocalBatchService(BatchService):
         dispatcher = WebhookDispatcher(
             catalog.outbox, thread, self._client, config.webhooks, self._retries, self._clock, random.Random()
         )
-        results_folder = "jobs"  # a store of results for each batch that has not ended
+        results_folder = "jobs"  # has a `ResultStore` for each batch that has not ended
         results = self._path / results_folder
         runner = BatchRunner(
             catalog, files, results, thread, self._execution, self._limits, config, self._clock, dispatcher.wake
         )
-        responses = KeptResponses(
+        responses = StoredResponses(
             self._path / "responses", catalog, thread, self._answer,
             admit=self._admit_response, shortage=self._shortage_for_response,
             clock=self._clock, keep_s=config.keep_s, wait_s=self._limits.window_s,
@@ -216,7 +216,7 @@ class LocalBatchService(BatchService):
         try:
             unfinished = await runner.sweep()
             for job in unfinished:
-                logger.info("batch %s goes on: %s", job.id, job.status.value)
+                logger.info("batch %s resumes: %s", job.id, job.status.value)
             await runner.resume(unfinished)
             await responses.resume()
             self._open = opened = _Open(catalog, files, runner, dispatcher, responses)
@@ -238,22 +238,22 @@ class LocalBatchService(BatchService):
             await thread.run(catalog.close)
 
     async def _stop_when_superseded(self, catalog: Catalog) -> None:
-        """Raise Superseded when another process has the folder: a lock can be lost without a sign of it."""
+        """Raise Superseded if another process opens the folder, because a process can lose its lock unnoticed."""
         while True:
             await asyncio.sleep(GENERATION_CHECK_S)
             try:
                 await self._thread.run(catalog.check_generation)
             except Superseded:
-                logger.error("the batches folder %s is another process's now; this one stops", self._path)
+                logger.error("another process holds the batches folder %s now; this process stops", self._path)
                 raise
             except STORAGE_FAILURES as error:
                 logger.error("the generation of the batches folder could not be read: %s", described(error))
 
     async def _keep_house(self, opened: _Open) -> None:
-        """Remove files that have expired, uploads that are not continued, and batches that ended long ago."""
+        """Remove expired files and responses, abandoned uploads, batches that ended long ago, and old usage."""
         late = time.monotonic() - UPLOAD_TIMEOUT_S
-        batch_kept_s = 30 * 86_400.0  # after its end, and as long as it has files: as long as files are kept by default
-        usage_kept_s = 400 * 86_400.0  # a year, and the month that is compared with it
+        batch_kept_s = 30 * 86_400.0  # after the end of a batch; files are stored for the same time by default
+        usage_kept_s = 400 * 86_400.0  # a year, and the month that is compared with the same month of the year before
         try:
             for upload_id in [key for key, upload in self._uploads.items() if upload.touched_at < late]:
                 await self._thread.run(self._uploads.pop(upload_id).draft.abandon)
@@ -307,7 +307,7 @@ class LocalBatchService(BatchService):
             self._finishing.discard(upload)
 
     async def _keep(self, opened: _Open, draft: FileDraft, file: StoredFile) -> None:
-        """Not in the catalog's thread: a large file on its way to a storage elsewhere would hold up all others."""
+        """Store a file and add it to the catalog. The slow sync does not run in the catalog's thread."""
         try:
             await asyncio.to_thread(draft.keep)
         except STORAGE_FAILURES:
@@ -320,7 +320,7 @@ class LocalBatchService(BatchService):
             raise
 
     async def _delete_content(self, opened: _Open, file_id: str) -> None:
-        """Of a file that the catalog does not know; when it fails it is swept away at the next start."""
+        """Delete the content of a file that is not in the catalog. If this fails, the next start deletes it."""
         try:
             await asyncio.to_thread(opened.files.delete, file_id)
         except OSError as error:
@@ -350,7 +350,7 @@ class LocalBatchService(BatchService):
         return {"id": file_id, "object": "file", "deleted": True}
 
     async def _delete(self, opened: _Open, file_id: str) -> None:
-        # The catalog first: after a crash between the two the content is swept away.
+        # Change the catalog first: after a crash between the two steps, the next start deletes the content.
         await self._run(_forget_unread, opened.catalog, file_id)
         await self._delete_content(opened, file_id)
 
@@ -402,7 +402,7 @@ class LocalBatchService(BatchService):
     async def _cancel(self, opened: _Open, owner: str, batch_id: str) -> Job:
         job = await self._run(_cancel, opened.catalog, owner, batch_id, self._now())
         if job.status not in (JobState.CANCELLING, JobState.CANCELLED):
-            raise InvalidRequest(f"the batch is {job.status.value}; only one that has lines to do can be cancelled")
+            raise InvalidRequest(f"the batch is {job.status.value}; only one with unfinished lines can be cancelled")
         opened.runner.stop(batch_id)
         return job
 
@@ -421,7 +421,7 @@ class LocalBatchService(BatchService):
         is_continued: bool = False,
         take: Take | None = None,
     ) -> AsyncGenerator[AnswerPart, None]:
-        """See `BatchService`. `take` gets bytes of a growing answer in place of a part, see `AnswerLog.parts`."""
+        """See `BatchService`. `take` receives bytes of a growing answer instead of a part, see `AnswerLog.parts`."""
         follow = self._opened_now().responses.follow
         try:
             async with aclosing(
@@ -449,7 +449,7 @@ class LocalBatchService(BatchService):
         self._check_share(owner, 0)
         try:
             return await asyncio.to_thread(shortage_of_disk, self._path, share_of_reserve=RESERVE_OF_WORK)
-        except OSError:  # a write finds out more
+        except OSError:  # the next write reports the error
             return None
 
     async def stats(self, owner: str) -> Json:
@@ -488,13 +488,13 @@ class LocalBatchService(BatchService):
     def _upload(self, upload_id: str) -> _Upload:
         upload = self._uploads.get(upload_id)
         if upload is None:
-            raise Unavailable("this upload was broken off by the server; send the file again")
+            raise Unavailable("the server has ended this upload; send the file again")
         return upload
 
     def _check_place(self, what: str, total: int, used: Counter[str], owner: str) -> None:
         if room_left(total, used, owner) >= 1:
             return
-        share = f", {used[owner]} of them this key's; one key has as many as stay free for others" if owner else ""
+        share = f", {used[owner]} of them of this key, which may have as many as it leaves free" if owner else ""
         raise Overloaded(
             f"{used.total()} of at most {total} {what}{share}; try again later", retry_after_s=RETRY_AFTER_S
         )
@@ -518,14 +518,14 @@ class LocalBatchService(BatchService):
         return await self._translated(self._thread.run(function, *args, **kwargs))
 
     async def _to_its_end(self, steps: Coroutine[Any, Any, T]) -> T:
-        """What the steps give. They are done or fail together, though the client may go between two of them."""
+        """Run the steps in a task and return their result. Cancelling the caller does not stop the steps half-way."""
         task = asyncio.create_task(steps)
         self._begun.add(task)
         task.add_done_callback(self._begun.discard)
         return await asyncio.shield(task)
 
     async def _translated(self, call: Awaitable[T]) -> T:
-        """The call's result; the storage's own errors in words that are meant for clients."""
+        """Return the call's result. Errors of the storage become an error that clients may see."""
         try:
             return await call
         except STORAGE_FAILURES as error:
@@ -540,7 +540,7 @@ def _unusable(error: Exception) -> Unavailable:
     return Unavailable("the server cannot use its storage now; its log has the reason; try again")
 
 
-# In the catalog's thread, each in one go:
+# The catalog's thread runs each of these functions in one piece:
 
 
 def _open_folder(path: Path) -> tuple[Catalog, FileStore]:
@@ -569,7 +569,7 @@ def _write(path: Path, draft: FileDraft, data: bytes) -> None:
 def _forget_unread(catalog: Catalog, file_id: str) -> None:
     readers = catalog.readers(file_id)
     if readers:
-        raise InvalidRequest(f"the file is read by {', '.join(readers)}; delete it when that has ended, or cancel that")
+        raise InvalidRequest(f"the file is read by {', '.join(readers)}; wait for the batch to end, or cancel it")
     catalog.remove_file(file_id)
 
 

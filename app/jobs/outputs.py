@@ -1,8 +1,8 @@
-"""What users read: the line of each result, and the output files that are made of them.
+"""The output that users read: one line for each result, and the output files that are made of the lines.
 
-`BatchFormat` writes the lines of OpenAI's output and error files, `RecordFormat` the records of a bulk run. A text that
-UTF-8 cannot encode (a lone surrogate) has question marks in its place: it costs no other item anything.
-Blocks: call `write_batch_files` and `write_records` in a thread.
+`BatchFormat` writes the lines of OpenAI's output and error files, `RecordFormat` the records of a bulk run. Characters
+that UTF-8 cannot encode (lone surrogates) become question marks, so that one such text does not fail other items.
+`write_batch_files` and `write_records` block: call them in a thread.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from app.batches import Answered, ItemOrigin, JobState
+from app.batches import ItemOrigin, ItemResponse, JobState
 from app.disk import replaced
 from app.jobs.files import FileStore
 from app.jobs.job import OUTPUT_PURPOSE, InvalidItem, Item, ItemOutput, ItemResult, Job, StoredFile
 from app.jobs.results import ResultStore
 from app.json_pieces import Json, json_pieces, one_line
 
-# A record's columns in their order; `row` is the item's number.
+# The columns of a record, in order. `row` is the item's number.
 COLUMNS = ("row", "id", "text", "finish_reason", "prompt_tokens", "completion_tokens", "error")
 
 
@@ -33,7 +33,7 @@ def _encode(value: Any, fallback: Callable[[Any], Any]) -> bytes:
 
 _WHY_UNFINISHED = {
     JobState.CANCELLED: ("batch_cancelled", "the batch was cancelled before this line was done"),
-    JobState.EXPIRED: ("batch_expired", "the batch's time was over before this line was done"),
+    JobState.EXPIRED: ("batch_expired", "the batch expired before this line was done"),
 }
 
 
@@ -41,18 +41,18 @@ _WHY_UNFINISHED = {
 
 
 class BatchFormat:
-    """Lines as OpenAI's batches have them. Anything but a 200 belongs into the error file."""
+    """Makes the lines of OpenAI's batches. Every status but 200 belongs in the error file."""
 
     def __init__(self, job_id: str) -> None:
         self._job_id = job_id
 
-    def answered(self, item: Item, answered: Answered) -> ItemResult:
-        """The result of a response over HTTP, or one that HTTP would have given."""
+    def answered(self, item: Item, answered: ItemResponse) -> ItemResult:
+        """Return the result of an item that was answered as over HTTP."""
         request_id = ItemOrigin(self._job_id, item.number).request_id
         response = {"status_code": answered.status_code, "request_id": request_id, "body": answered.body}
         try:
             line = _batch_line(item.id, response, None)
-        except (ValueError, RecursionError) as error:  # NaN, or nested too deeply: the answer of this item alone
+        except (ValueError, RecursionError) as error:  # NaN or too deep nesting fails only this item
             line = _batch_line(item.id, None, {"code": "server_error", "message": f"not JSON: {error}"})
             return ItemResult(number=item.number, is_error=True, line=line)
         usage = answered.body.get("usage") or {}
@@ -62,14 +62,14 @@ class BatchFormat:
             number=item.number,
             is_error=answered.status_code != 200,
             line=line,
-            # Of /v1/responses they have other names than of completions. Of /v1/messages cached ones are beside others.
+            # /v1/responses names the counts differently; /v1/messages counts cached tokens apart from the input tokens.
             num_input_tokens=usage.get("prompt_tokens", usage.get("input_tokens", 0)) + num_read_from_cache,
             num_cached_tokens=details.get("cached_tokens", num_read_from_cache),
             num_output_tokens=usage.get("completion_tokens", usage.get("output_tokens", 0)),
         )
 
     def invalid(self, item: InvalidItem) -> ItemResult:
-        """The result of an item that cannot run, or is given up."""
+        """Return the result of an item that cannot run or is given up."""
         line = _batch_line(item.id, None, {"code": item.code, "message": item.reason})
         return ItemResult(number=item.number, is_error=True, line=line)
 
@@ -81,7 +81,7 @@ def _batch_line(custom_id: str, response: Json | None, error: Json | None) -> by
 
 @dataclass(frozen=True, slots=True)
 class BatchFiles:
-    """Both files of a batch, which the catalog does not know yet; none where there are no lines for it."""
+    """The two files of a batch before they are added to the catalog. A file without lines is None."""
 
     output: StoredFile | None
     errors: StoredFile | None
@@ -97,9 +97,9 @@ def write_batch_files(
     now: int,
     keep_s: int | None,
 ) -> BatchFiles:
-    """Write every item of a batch that is about to `end`: into one of both files, once. Raises OSError.
+    """Write each item of a batch that is about to reach the state `end` to one of two files, once. Raises OSError.
 
-    The files expire `keep_s` after `now`; None: never.
+    The files expire `keep_s` seconds after `now` (None: never).
     """
     with ExitStack() as stack:
         output, errors = (stack.enter_context(files.draft()) for _ in range(2))
@@ -122,10 +122,10 @@ def write_batch_files(
 
 
 class RecordFormat:
-    """Records with one text each: see COLUMNS."""
+    """Makes records with one text each, see `COLUMNS`."""
 
     def generated(self, output: ItemOutput) -> ItemResult:
-        """The result of what an engine has made."""
+        """Return the result of an engine's output."""
         columns = {"row": output.number} | asdict(output)
         record = {name: columns[name] for name in COLUMNS}
         return ItemResult(
@@ -137,12 +137,12 @@ class RecordFormat:
         )
 
     def invalid(self, item: InvalidItem) -> ItemResult:
-        """The result of an item that cannot run, or is given up."""
+        """Return the result of an item that cannot run or is given up."""
         return self.generated(ItemOutput(number=item.number, id=item.id, error=item.reason))
 
 
 def write_records(results: ResultStore, path: Path, output_format: str) -> None:
-    """Write all records into a file, whole or not at all: as JSONL, or as Parquet. Raises OSError."""
+    """Write all records to a file as JSONL or Parquet. If writing fails, `path` stays as it was. Raises OSError."""
     with replaced(path) as temporary:
         if output_format == "parquet":
             _write_parquet(results, temporary)
@@ -152,10 +152,10 @@ def write_records(results: ResultStore, path: Path, output_format: str) -> None:
 
 
 def _write_parquet(results: ResultStore, path: Path) -> None:
-    import pyarrow  # here, as the service's processes have no use for it
+    import pyarrow  # imported here, because the processes of a service do not use it
     from pyarrow import parquet
 
-    counting_columns = ("row", "prompt_tokens", "completion_tokens")  # whole numbers; the others are texts or null
+    counting_columns = ("row", "prompt_tokens", "completion_tokens")  # integers; all other columns are texts or null
     schema = pyarrow.schema(
         [pyarrow.field(name, pyarrow.int64() if name in counting_columns else pyarrow.string()) for name in COLUMNS]
     )
@@ -163,7 +163,7 @@ def _write_parquet(results: ResultStore, path: Path) -> None:
         records: list[dict[str, Any]] = []
         for result in results.results():
             records.append(json.loads(result.line))
-            if len(records) == 10_000:  # rows of a group
+            if len(records) == 10_000:  # the size of a row group
                 writer.write_table(pyarrow.Table.from_pylist(records, schema=schema))
                 records = []
         writer.write_table(pyarrow.Table.from_pylist(records, schema=schema))

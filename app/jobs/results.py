@@ -1,18 +1,18 @@
-"""The store of a job's results: one folder with an append-only journal, in which each item ends once.
+"""The store of a job's results: one folder with append-only journals, in which each item ends once.
 
     journal         one line for each item that has ended: a checksum, the item's number, its counts, its output line;
-                    each opening writes to a journal of its own, `journal.1`, `journal.2` and so on
-    begun.bits      which items have been begun, one bit each, kept by the kernel when this process is killed
+                    each opening writes to a new journal: `journal.1`, `journal.2` and so on
+    begun.bits      one bit for each item that has begun; survives a kill of this process, because the kernel writes it
     partial.tokens  the tokens of items that have begun and not ended
-    recovery.json   what deaths of processes have cost so far
+    recovery.json   the work lost to deaths of processes and engines so far
     deaths.json     how often the process died while it had an item that has not ended
 
-A line is in the journal when `append` returns: the death of the process cannot take it back. `sync` makes the same true
-for the death of the machine. Opening the store reads all journals, each up to its first torn line, and finds the items
-that have ended. Nothing here deletes a result; output files are made from the journals, see `app/jobs/outputs.py`.
+When `append` returns, the lines are in the journal and survive the death of the process. After `sync`, the lines also
+survive the death of the machine. Opening the store reads each journal up to its first torn line, and so finds the items
+that have ended. Only `delete` removes results. Output files are made from the journals, see `app/jobs/outputs.py`.
 
-One process at a time has a folder. One that has lost it without noticing writes to its own journal only: it takes
-nothing from the next process, and an item that both have ended counts once.
+One process at a time holds a folder. A process that has lost the folder unnoticed writes only to its own journal, so it
+cannot damage the next process's results. An item that ended in both processes counts once.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _PARTIAL_HEAD_BYTES = 8
 
 
 class ResultsUnwritable(OSError):
-    """The store cannot be written now. What it has stays."""
+    """The store cannot be written now. Stored results stay."""
 
 
 class ItemSet:
-    """Which of the items 0 to num_items - 1 are in it, in one bit each: a million items take 125 kB."""
+    """A set of items from 0 to num_items - 1. Each item takes one bit: a million items take 125 kB."""
 
     def __init__(self, num_items: int, bits: bytearray | mmap.mmap | None = None) -> None:
         self._bits = bytearray(_num_bytes(num_items)) if bits is None else bits
@@ -51,15 +51,15 @@ class ItemSet:
 
     @classmethod
     def in_file(cls, path: Path, num_items: int) -> ItemSet:
-        """A set that lives in a file: what was added is there after the death of this process, however it came."""
+        """Open or create a set in a memory-mapped file. Added items survive any death of this process."""
         with path.open("a+b") as file:
-            # Given its blocks now: a write into a hole of a mapped file on a full disk kills the process.
+            # Allocate all blocks now: on a full disk, a write to a hole in a mapped file would kill the process.
             os.posix_fallocate(file.fileno(), 0, _num_bytes(num_items))
             return cls(num_items, mmap.mmap(file.fileno(), _num_bytes(num_items)))
 
     @classmethod
     def from_bytes(cls, bits: bytes) -> ItemSet:
-        """What `to_bytes` was called on."""
+        """Return the set that `to_bytes` has turned into `bits`."""
         return cls(8 * len(bits), bytearray(bits))
 
     def to_bytes(self) -> bytes:
@@ -85,25 +85,25 @@ class ItemSet:
         self._count = 0
 
     def has_all(self, first: int, num_items: int) -> bool:
-        """Whether so many items from `first` on are all in it."""
+        """Return whether the `num_items` items from `first` on are all in the set."""
         return all(item in self for item in range(first, first + num_items))
 
     def minus(self, other: ItemSet) -> Iterator[int]:
-        """The items that are in this set and not in the other, in order."""
+        """Yield the items that are in this set and not in the other, in order."""
         for place, (mine, others) in enumerate(zip(self.to_bytes(), other.to_bytes(), strict=True)):
             if left := mine & ~others & 0xFF:
                 yield from (8 * place + bit for bit in range(8) if left >> bit & 1)
 
 
 class PartialOutputs:
-    """The tokens of items that have begun and not ended, so that another engine, or another run, continues after them.
+    """The tokens of items that have begun and not ended. Another engine, or another run, continues after these tokens.
 
-    A token is a function of the item, its seed and the tokens before it, so these are all the state there is. They are
-    in memory, and in a file that is renewed as a whole: after a crash it holds what was known a moment before.
+    A token is a function of the item, its seed and the tokens before it, so an item has no other state. The tokens are
+    in memory and in a file that is replaced as a whole. After a crash, the file lacks only the most recent tokens.
     """
 
     def __init__(self, path: Path) -> None:
-        """Take up what an earlier run left in the file; nothing if it is torn."""
+        """Read the tokens that an earlier run left in the file. A torn file counts as empty."""
         self._path = path
         self._token_ids = dict(_read_partial(path))
         self._has_changed = False
@@ -113,21 +113,21 @@ class PartialOutputs:
         return item in self._token_ids
 
     def token_ids(self, item: int) -> tuple[int, ...]:
-        """What is known of an item."""
+        """Return the known tokens of an item."""
         return tuple(self._token_ids.get(item, ()))
 
     def add(self, token_ids: Mapping[int, Sequence[int]]) -> None:
-        """Items have got further tokens."""
+        """Append new tokens to items."""
         self._has_changed = self._has_changed or bool(token_ids)
         for item, more in token_ids.items():
             self._token_ids.setdefault(item, array("q")).extend(more)
 
     def drop(self, item: int) -> None:
-        """The item has ended."""
+        """Forget the tokens of an item that has ended."""
         self._token_ids.pop(item, None)
 
     def save(self) -> None:
-        """Write all of it, unless nothing is new, or that was done just now and takes long. Raises OSError."""
+        """Write all tokens, unless nothing has changed or a slow write was done recently. Raises OSError."""
         began_at = time.monotonic()
         if not self._has_changed or began_at < self._next_save_at:
             return
@@ -136,30 +136,30 @@ class PartialOutputs:
             content.extend((item, len(token_ids)))
             content.extend(token_ids)
         body = content.tobytes()
-        # The checksum shows whether the machine's death left it torn, and then those items begin again.
+        # The checksum shows whether the death of the machine left the file torn. If so, the items start again.
         with replaced(self._path, survives_machine=False) as temporary:
             temporary.write_bytes(crc32(body).to_bytes(_PARTIAL_HEAD_BYTES, "big") + body)
         self._has_changed = False
         ended_at = time.monotonic()
-        partial_share_of_time = 0.02  # at most, for writing partial tokens: very many of them are written less often
+        partial_share_of_time = 0.02  # the most time for writing partial tokens: a large file is written less often
         self._next_save_at = ended_at + (ended_at - began_at) / partial_share_of_time
 
 
 @dataclass(slots=True)
 class Recovery:
-    """What deaths have cost, over all runs on this folder."""
+    """The costs of deaths, over all runs on this folder."""
 
     runs: int = 0
     engines_lost: int = 0
-    continued_items: int = 0  # that had begun when their engine or the driver died, and continued after their tokens
-    recomputed_items: int = 0  # such items of which no token was known, so that they began again
+    continued_items: int = 0  # items that lost their engine or the driver, and continued after their known tokens
+    recomputed_items: int = 0  # items that lost their engine or the driver, and started again without any known token
 
 
 class ResultStore:
-    """The results of one job. Items that have ended are in `ended`."""
+    """The results of one job. `ended` has the items that have ended."""
 
     def __init__(self, folder: Path, num_items: int) -> None:
-        """Open it, or make it where there is none. Raises OSError."""
+        """Open the store in a folder, or create a new one. Raises OSError."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.folder = folder
         self.num_items = num_items
@@ -169,9 +169,9 @@ class ResultStore:
         self._syncing = threading.Lock()
         self._appending = threading.Lock()
         self._is_closed = False
-        self._is_torn = False  # the journal ends with part of a line, so that nothing behind it would be found again
+        self._is_torn = False  # the journal ends with part of a line, and recovery would not read later lines
         earlier = journals_in(folder)
-        self._earlier = {path: self._recover(path) for path in earlier}  # how many bytes of each are whole lines
+        self._earlier = {path: self._recover(path) for path in earlier}  # the bytes of whole lines in each journal
         self._path = folder / (f"{JOURNAL}.{_number(earlier[-1]) + 1}" if earlier else JOURNAL)
         self._end = 0
         self.begun = ItemSet(num_items)
@@ -195,11 +195,11 @@ class ResultStore:
 
     @property
     def num_bytes(self) -> int:
-        """Of the journals."""
+        """The size of all journals."""
         return sum(self._earlier.values()) + self._end
 
     def close(self) -> None:
-        """The job can be opened again. Waits for a `sync` or an `append` in another thread."""
+        """Close the store. Waits for a `sync` or an `append` in another thread."""
         with self._syncing, self._appending:
             self._is_closed = True
             os.close(self._journal)
@@ -209,7 +209,7 @@ class ResultStore:
                 self._path.unlink()
 
     def _note_death(self) -> None:
-        """What is in `begun` and has not ended was under way when the process before this one died."""
+        """Count a death for each item that was under way when the previous process died."""
         under_way = list(self.begun.minus(self.ended))
         if under_way:
             self.deaths.update(under_way)
@@ -218,23 +218,23 @@ class ResultStore:
             self.begun.clear()
 
     def _note_stop(self) -> None:
-        """What is under way now stops without a death."""
+        """Note that the items under way stop without a death."""
         under_way = list(self.begun.minus(self.ended))
         if under_way:
             self.note_interrupted(under_way)
             self.begun.clear()
-            with suppress(OSError):  # numbers for the summary
+            with suppress(OSError):  # only the summary uses these numbers
                 self._save_recovery()
 
     def delete(self) -> None:
-        """Remove its files; there is nothing to read any more. Raises OSError."""
+        """Delete all files of the store. Raises OSError."""
         for path in (*self._earlier, self._path, *(self.folder / name for name in (BEGUN, PARTIAL, RECOVERY, DEATHS))):
             path.unlink(missing_ok=True)
 
     def append(self, results: Iterable[ItemResult]) -> list[ItemResult]:
-        """Write the ends of items, and return those that are new: an item that has ended stays as it was. Any thread.
+        """Write results and return the new ones. An item that has ended before keeps its result. Any thread may call.
 
-        Raises ResultsUnwritable, and then none of them has ended.
+        Raises ResultsUnwritable; in that case, no result was added.
         """
         given = list(results)
         if not given:
@@ -264,7 +264,7 @@ class ResultStore:
             self._is_torn = True
 
     def progress(self, token_ids: Mapping[int, Sequence[int]]) -> None:
-        """Items that have not ended have got further tokens. Raises ResultsUnwritable."""
+        """Add new tokens of items that have not ended, and store all partial tokens. Raises ResultsUnwritable."""
         self.partial.add(token_ids)
         try:
             self.partial.save()
@@ -272,7 +272,7 @@ class ResultStore:
             raise ResultsUnwritable(*error.args) from error
 
     def note_interrupted(self, items: Iterable[int]) -> None:
-        """Items that had begun have lost their engine."""
+        """Count items that had begun when they lost their engine."""
         for item in items:
             if item in self.partial:
                 self.recovery.continued_items += 1
@@ -280,7 +280,7 @@ class ResultStore:
                 self.recovery.recomputed_items += 1
 
     def sync(self) -> None:
-        """Bring what was appended, and `recovery`, to the disk. Any thread. Raises ResultsUnwritable."""
+        """Sync the journal and `recovery` to the disk. Any thread may call. Raises ResultsUnwritable."""
         try:
             with self._syncing:
                 if not self._is_closed:
@@ -290,10 +290,10 @@ class ResultStore:
             raise ResultsUnwritable(*error.args) from error
 
     def results(self) -> Iterator[ItemResult]:
-        """All of them, in the order of their ends. Any thread."""
+        """Yield all results in the order in which their items ended. Any thread may call."""
         yielded = ItemSet(self.num_items)
         for path, end in {**self._earlier, self._path: self._end}.items():
-            if not end:  # its process may have removed it
+            if not end:  # the process of an empty journal may have removed it
                 continue
             with path.open("rb") as journal:
                 while journal.tell() < end:
@@ -304,11 +304,11 @@ class ResultStore:
                         yield result
 
     def _recover(self, path: Path) -> int:
-        """Take up the results in a journal before its first unreadable line, safe on disk; how many bytes they have."""
+        """Add the results before the first torn line of a journal, and sync the journal. Returns the results' size."""
         end = 0
         try:
             journal = path.open("rb")
-        except FileNotFoundError:  # an empty one: a process that has lost the folder has just closed it
+        except FileNotFoundError:  # a process that has lost the folder has just removed its empty journal
             return 0
         with journal:
             for line in journal:
@@ -318,7 +318,7 @@ class ResultStore:
                 if result.number not in self.ended:
                     self._note_end(result)
                 end += len(line)
-            os.fsync(journal.fileno())  # the process that wrote it may have died before it did
+            os.fsync(journal.fileno())  # the process that wrote the journal may have died before syncing it
         return end
 
     def _note_end(self, result: ItemResult) -> None:
@@ -334,7 +334,7 @@ class ResultStore:
 
 
 def journals_in(folder: Path) -> list[Path]:
-    """The journals of a store, the oldest first. A copy under another name is none of them."""
+    """Return the journals of a store, the oldest first, without copies that have other names."""
     numbered = (path for path in folder.glob(f"{JOURNAL}.*") if path.name.removeprefix(f"{JOURNAL}.").isdecimal())
     return [*folder.glob(JOURNAL), *sorted(numbered, key=_number)]
 
@@ -350,10 +350,10 @@ def _to_line(result: ItemResult) -> bytes:
 
 
 def _from_line(line: bytes, num_items: int) -> ItemResult | None:
-    """The result in a line of the journal; None if it is torn."""
+    """Return the result in a line of the journal, or None if the line is torn."""
     checksum_digits = 8
     checksum, body = line[:checksum_digits], line[checksum_digits + 1 : -1]
-    # Nothing has a checksum too, of zeros.
+    # An empty body is refused first, because it matches a checksum of zeros.
     if not body or not line.endswith(b"\n") or checksum != b"%08x" % crc32(body):
         return None
     number, is_error, *counts, content = body.split(b" ", 5)
@@ -376,8 +376,8 @@ def _write_all(descriptor: int, content: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-# A file that is not there, or torn: by two processes that wrote it at the same time, or by a storage that lost a part.
-# Counts of deaths are worth less than the results beside them.
+# The errors of a missing or torn file: two processes wrote it at once, or the storage lost a part. The counts of deaths
+# start again then, because the results in the same folder are worth more.
 _NO_COUNTS = (FileNotFoundError, ValueError, TypeError, AttributeError)
 
 

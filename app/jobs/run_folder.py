@@ -1,11 +1,11 @@
-"""The folder of a bulk run: which run it is, its results as they come, and at the end the output.
+"""The folder of a bulk run: the description of the run, its results during the run, and its output at the end.
 
-    run.json       what runs here: the input's fingerprint and what the answers depend on
-    ...            the files of the store of results while it runs, see `app/jobs/results.py`
-    results.jsonl  the output, made of the store (or results.parquet)
-    summary.json   written last: where it is, the run is finished
+    run.json       the run: the input's fingerprint and everything that the answers depend on
+    ...            the files of the store of results during the run, see `app/jobs/results.py`
+    results.jsonl  the output, made from the store (or results.parquet)
+    summary.json   written last; if it exists, the run is finished
 
-One process at a time has the folder, by a lock that ends with it.
+One process at a time holds the folder, by a lock that ends with the process.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from app.jobs.runner import JobRun
 
 MANIFEST, SUMMARY = "run.json", "summary.json"
 OUTPUTS = {"jsonl": "results.jsonl", "parquet": "results.parquet"}
-FORMAT_VERSION = 2  # of the files of the store; a change of theirs needs another
+FORMAT_VERSION = 2  # the version of the store's files; a change to the files needs a new version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The end of a run, as summary.json has it. Rates are of the last run on the folder, the rest of all."""
+    """The content of summary.json. Times and rates are those of the last run on the folder; counts cover all runs."""
 
     rows: int
     ok: int
     failed: int
     prompt_tokens: int
     completion_tokens: int
-    seconds: float  # of the last run, from the first engine's readiness to the last record
+    seconds: float  # from the first engine's readiness to the last record, in the last run
     rows_per_s: float
-    tokens_per_s: float  # generated
+    tokens_per_s: float  # generated tokens
     runs: int
     engines_lost: int
     continued_rows: int
@@ -55,8 +55,8 @@ class Summary:
         ]
         if self.engines_lost or self.runs > 1 or self.recomputed_rows:
             lines.append(
-                f"{self.runs:,} runs, {self.engines_lost:,} engines lost; {self.continued_rows:,} rows went on where "
-                f"they were, {self.recomputed_rows:,} began again ({self.recomputed_rows / self.rows:.2%})"
+                f"{self.runs:,} runs, {self.engines_lost:,} engines lost; {self.continued_rows:,} rows resumed where "
+                f"they were, {self.recomputed_rows:,} started again ({self.recomputed_rows / self.rows:.2%})"
             )
         return "\n".join(lines)
 
@@ -65,19 +65,19 @@ class RunFolder:
     """The folder of one run, held by this process."""
 
     def __init__(self, path: Path, *, num_items: int, output_format: str, lock: int) -> None:
-        """Not for callers: `open_run` checks and locks first."""
+        """Do not call this: call `open_run`, which checks and locks the folder first."""
         self._path = path
         self._format = output_format
         self._lock = lock
         self.results = ResultStore(path, num_items)
 
     def close(self) -> None:
-        """Let the folder go; the run in it can be resumed."""
+        """Release the folder. The run in the folder can be resumed."""
         self.results.close()
         os.close(self._lock)
 
     def finish(self, summary: Summary) -> None:
-        """Every item has ended: write the output, then the summary, and delete the store. Raises ResultsUnwritable."""
+        """Write the output, then the summary; delete the store. All items must have ended. Raises ResultsUnwritable."""
         assert self.results.is_complete, "a run is finished when every item has its result"
         self.results.sync()
         try:
@@ -88,25 +88,25 @@ class RunFolder:
             raise ResultsUnwritable(*error.args) from error
 
     def unwritable(self, error: OSError) -> Failure:
-        """What the operator needs to know when the folder cannot be written."""
+        """Return an error that tells the operator that the folder cannot be written, and how to resume."""
         results = self.results
         return Failure(
             f"{self._path}: cannot be written to: {error.strerror}; {len(results.ended):,} of {results.num_items:,} "
-            f"rows are safe there: make room, or whatever it needs, and go on with --resume"
+            f"rows are safe there: make room, or remove the cause, and resume with --resume"
         )
 
 
 def open_run(path: Path, *, run: Mapping[str, Any], num_items: int, output_format: str, resume: bool) -> RunFolder:
-    """Take the folder for the run that `run` describes, creating it if need be. Nothing is changed if this raises.
+    """Open the folder for the run that `run` describes, or create a new one. A refused folder stays as it is.
 
     Raises:
-        InvalidSetup: it holds something else, another run, a finished run, or one that is running or not resumed.
+        InvalidSetup: the folder has other files, another run or a finished run, is in use, or `resume` is missing.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
         lock = take_lock(path)
         if lock is None:
-            raise InvalidSetup(f"--output {path}: another process is at work on it; wait for its end")
+            raise InvalidSetup(f"--output {path}: another process uses this folder; wait for its end")
         try:
             if (path / MANIFEST).exists():
                 _check_may_go_on(path, run, resume=resume)
@@ -122,8 +122,10 @@ def open_run(path: Path, *, run: Mapping[str, Any], num_items: int, output_forma
 
 
 def finish_run(folder: RunFolder, run: JobRun[Any], compute: Callable[[], None]) -> Summary:
-    """Compute what has not ended, then finish the folder. Raises Failure when it cannot be written, and what `compute`
-    raises."""
+    """Compute the items that have not ended, then finish the folder. Returns the summary.
+
+    Raises Failure if the folder cannot be written, and the errors of `compute`.
+    """
     counts = folder.results.counts
     before = replace(counts)
     try:
@@ -139,7 +141,7 @@ def finish_run(folder: RunFolder, run: JobRun[Any], compute: Callable[[], None])
 def _summary(results: ResultStore, run: JobRun[Any], before: Counts) -> Summary:
     counts, recovery = results.counts, results.recovery
     ended_at = run.ended_at or time.monotonic()
-    seconds = max(ended_at - (run.began_at or ended_at), 1e-9)  # nothing was computed: no time
+    seconds = max(ended_at - (run.began_at or ended_at), 1e-9)  # near 0 if nothing was computed
     return Summary(
         rows=counts.num_items,
         ok=counts.num_items - counts.num_failed,
@@ -157,7 +159,7 @@ def _summary(results: ResultStore, run: JobRun[Any], before: Counts) -> Summary:
 
 
 def finished_summary(path: Path, run: Mapping[str, Any]) -> Summary | None:
-    """The summary of this very run if it is finished; None if it is not, or not begun."""
+    """Return the summary of this run if the run is finished, or None if not."""
     if not (path / SUMMARY).exists() or _read_json(path / MANIFEST) != {"version": FORMAT_VERSION} | dict(run):
         return None
     return Summary(**_read_json(path / SUMMARY))
@@ -169,7 +171,7 @@ def _check_may_go_on(path: Path, run: Mapping[str, Any], *, resume: bool) -> Non
     if version != FORMAT_VERSION:
         raise InvalidSetup(
             f"--output {path}: holds a run with files of version {version}; this Carousel has {FORMAT_VERSION}: use "
-            f"another folder, or finish it with the version that began it"
+            f"another folder, or finish that run with the version that began it"
         )
     differing = sorted(name for name in run.keys() | there.keys() if there.get(name) != run.get(name))
     if differing:
@@ -178,12 +180,12 @@ def _check_may_go_on(path: Path, run: Mapping[str, Any], *, resume: bool) -> Non
     if (path / SUMMARY).exists():
         raise InvalidSetup(f"--output {path}: this run is finished, see {path / SUMMARY}; use another folder")
     if not resume:
-        raise InvalidSetup(f"--output {path}: holds this run, unfinished: go on with --resume, or use another folder")
+        raise InvalidSetup(f"--output {path}: holds this run, unfinished: resume with --resume, or use another folder")
 
 
 def _check_is_empty(path: Path) -> None:
     strangers = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
-    if set(strangers) - {hidden_name(MANIFEST)}:  # what a death at the very beginning may have left
+    if set(strangers) - {hidden_name(MANIFEST)}:  # a process that died at its start may have left the hidden manifest
         raise InvalidSetup(f"--output {path}: holds {', '.join(strangers[:3])} and no run; use an empty folder")
 
 

@@ -1,4 +1,4 @@
-"""The run of one job: from its input to the end of every item, with any executor and any source of items."""
+"""Runs one job from its input to the end of every item, with any executor and any source of items."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ RATE_WINDOW_S = 30
 
 PieceT = TypeVar("PieceT")
 
-# A pass through the input: all items that have not ended, some at a time; those that cannot run are `InvalidItem`s.
-# May wait until it knows how to read them.
+# Makes a pass through the input. The pass yields lists of the items that have not ended; items that cannot run are
+# `InvalidItem`s. A pass may wait until it knows how to read the items.
 Source = Callable[[], AsyncGenerator[Sequence[ItemT | InvalidItem], None]]
 
 logger = logging.getLogger(__name__)
 
 
 class ReadingBroke(Exception):
-    """A pass through the input has ended before its time, and another may get further."""
+    """A pass through the input ended early. Another pass may get further."""
 
 
 class JobRun(Generic[ItemT]):
-    """Its parts share an event loop: the reader, the executor, and the clock."""
+    """A run whose reader, executor and clock share an event loop."""
 
     def __init__(
         self,
@@ -48,28 +48,28 @@ class JobRun(Generic[ItemT]):
         progress: RunProgress | None = None,
         deaths: Mapping[int, int] | None = None,
     ) -> None:
-        """Results are written to `results`; then `on_results` gets them, and `on_tokens` the number of new output
-        tokens. `invalid` makes the result of an item that cannot run, or is given up.
+        """New results are written to `results` and passed to `on_results`. `on_tokens` gets numbers of output tokens.
 
-        With `progress` a line on stderr shows how far the run is. `deaths` are those of processes that had an item.
+        `invalid` makes the result of an item that cannot run or is given up. `progress` shows a line on stderr.
+        `deaths` gives, for each item, how many earlier processes died with the item.
         """
         self._results = results
         self._invalid = invalid
         self._on_results = on_results
         self._on_tokens = on_tokens
         self._progress = progress
-        self._appending = asyncio.Lock()  # a large line, in a thread
+        self._appending = asyncio.Lock()  # held while a thread writes a large line
         self.backlog: Backlog[ItemT] = Backlog(results.ended, deaths)
         self._num_before = len(results.ended)
         self.began_at: float | None = None
         self.ended_at: float | None = None
 
     async def run(self, executor: Executor[ItemT], source: Source[ItemT]) -> None:
-        """Return when every item has ended.
+        """Compute all items. Returns when every item has ended. Raises the errors of the executor.
 
         Raises:
             ResultsUnwritable: the store cannot be written.
-            Failure: the input cannot be read; and what the executor raises.
+            Failure: the input cannot be read.
         """
         parts = [self._read(executor, source), self._clock(executor), *executor.parts()]
         try:
@@ -83,18 +83,18 @@ class JobRun(Generic[ItemT]):
     # ------------------------------------------------------------------ what becomes of items
 
     def ready(self) -> None:
-        """Items are computed from now on."""
+        """Start the measured time of the run. The executor calls this when it can compute items."""
         if self.began_at is None:
             self.began_at = time.monotonic()
             if self._progress is not None:
                 self._progress.begin(self.began_at, self._num_before)
 
     def begun(self, items: Sequence[int]) -> None:
-        """Items are computed; some may have been named before."""
+        """Note that items have begun. An item may be noted again."""
         self._results.begun.update(items)
 
     async def ended(self, result: ItemResult, *, is_large: bool = False) -> None:
-        """An item has its result; a large one is written in a thread. Raises ResultsUnwritable."""
+        """Store the result of an item that has ended, in a thread if `is_large`. Raises ResultsUnwritable."""
         self.begun([result.number])
         async with self._appending:
             if is_large:
@@ -105,20 +105,20 @@ class JobRun(Generic[ItemT]):
         self._count_tokens(result.num_output_tokens)
 
     def generated(self, output: EngineOutput, results: Iterable[ItemResult]) -> None:
-        """Tokens have come from an engine, and the results of items that ended. Raises ResultsUnwritable."""
+        """Store the tokens from an engine and the results of items that ended. Raises ResultsUnwritable."""
         self.begun(output.begun)
         self._append(results)
         self._results.progress(output.token_ids)
         self._count_tokens(output.num_tokens)
 
     def lost(self, loss: Loss) -> None:
-        """An engine has died. Raises ResultsUnwritable when that cannot be kept."""
+        """Note that an engine has died, and end the items that are given up. Raises ResultsUnwritable."""
         self._append(map(self._invalid, loss.given_up))
         self._results.recovery.engines_lost += 1
         self.interrupted(loss.begun)
 
     def interrupted(self, items: Iterable[int]) -> None:
-        """Items that had begun begin again: the service that computed them is gone and comes back."""
+        """Note that items that had begun lost their engine and will be continued or computed again."""
         self._results.note_interrupted(items)
 
     def _append(self, results: Iterable[ItemResult]) -> None:
@@ -132,7 +132,7 @@ class JobRun(Generic[ItemT]):
     # ------------------------------------------------------------------ the input
 
     async def _read(self, executor: Executor[ItemT], source: Source[ItemT]) -> None:
-        """Everything that has not ended into the backlog, in further passes what a pass has left out."""
+        """Add all items that have not ended to the backlog. Further passes read the items that a pass left out."""
         trouble, num_fruitless = "", 0
         max_fruitless_passes = 3
         while num_fruitless < max_fruitless_passes:
@@ -141,13 +141,13 @@ class JobRun(Generic[ItemT]):
                 await self._read_once(executor, source)
             except ReadingBroke as broke:
                 trouble = str(broke)
-                logger.warning("reading the input broke off and begins again with what is left: %s", trouble)
+                logger.warning("reading the input broke off; the unread items are read in another pass: %s", trouble)
             if self._num_unread == 0:
                 await executor.end_of_input()
                 return
             num_fruitless = num_fruitless + 1 if self._num_unread == num_before else 0
         raise Failure(
-            f"{self._num_unread:,} rows could not be read, however often the input was gone through: has a "
+            f"{self._num_unread:,} rows could not be read, although the input was read several times: has a "
             f"file changed? {trouble}"
         )
 
@@ -167,7 +167,7 @@ class JobRun(Generic[ItemT]):
     # ------------------------------------------------------------------ the clock
 
     async def _clock(self, executor: Executor[ItemT]) -> None:
-        """Once a second what was written goes to the disk; on a terminal the line is renewed, in a log now and then."""
+        """Sync the results every second, and show progress: every second on a terminal, every 10 seconds in a log."""
         sync_every_s = 1.0
         line_every_s = 10.0
         lines_every_s = sync_every_s if sys.stderr.isatty() else line_every_s
@@ -176,16 +176,16 @@ class JobRun(Generic[ItemT]):
             now = time.monotonic()
             if self._progress is not None and now - shown_at >= lines_every_s:
                 num_ended = len(self._results.ended)
-                pace = self._progress.line(now, num_ended) if self.began_at else "nothing is computed yet"
+                pace = self._progress.line(now, num_ended) if self.began_at else "no item is computed yet"
                 _show(f"{pace}, {executor.state}")
                 shown_at = now
             await asyncio.sleep(sync_every_s)
-            self._results.progress({})  # what was not saved because it was written often
+            self._results.progress({})  # saves tokens that were not saved before because the file was just written
             await asyncio.to_thread(self._results.sync)
 
 
 class Executor(ABC, Generic[ItemT]):
-    """Computes the items of a run. Everything happens in one event loop."""
+    """Computes the items of a run, in one event loop."""
 
     def __init__(self, run: JobRun[ItemT]) -> None:
         self._run = run
@@ -195,35 +195,35 @@ class Executor(ABC, Generic[ItemT]):
 
     @abstractmethod
     def parts(self) -> Sequence[Coroutine[Any, Any, None]]:
-        """What runs side by side until the run is over. The first error of any ends the run."""
+        """Return coroutines that run concurrently until the run is over. The first error of any part ends the run."""
 
     @property
     def state(self) -> str:
-        """In words, for the line of progress."""
+        """The state in words, for the line of progress."""
         return ""
 
     @property
     @abstractmethod
     def num_wanted(self) -> int:
-        """As many items should wait in the backlog, so that no engine waits for the input."""
+        """The number of items that should wait in the backlog, so that no engine waits for the input."""
 
     async def wait_for_room(self) -> None:
-        """Return when the backlog is shorter than what is taken next."""
+        """Wait until the backlog has fewer than `num_wanted` waiting items."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._backlog.num_waiting < self.num_wanted)
 
     async def has_changed(self) -> None:
-        """Wake what waits: items were added or taken, or the input is over."""
+        """Wake all waiting parts, because items were added or taken, or the input is over."""
         async with self._changed:
             self._changed.notify_all()
 
     async def end_of_input(self) -> None:
-        """No more items will be added."""
+        """Note that no more items will be added, and wake all waiting parts."""
         self._input_is_over = True
         await self.has_changed()
 
     async def over(self) -> None:
-        """Return when the input is over and no item waits or is under way."""
+        """Wait until the run is over: by default, until the input is over and no item waits or is in progress."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._is_over)
 
@@ -233,51 +233,51 @@ class Executor(ABC, Generic[ItemT]):
 
 
 class RecentRate:
-    """How fast something comes, over the last `window_s` seconds, in whole seconds. No clock here."""
+    """The rate of events over the last `window_s` seconds, counted by whole second. Has no clock."""
 
     def __init__(self, window_s: int, *, began_at: float) -> None:
-        """`began_at`: when it began to count. All times are in seconds of one clock that does not go back."""
+        """`began_at` is the time when counting began. All times are in seconds of one monotonic clock."""
         self._window_s = window_s
         self._began_at = began_at
         self._seconds: deque[tuple[int, int]] = deque(maxlen=window_s)  # (second, number)
 
     def add(self, number: int, *, at: float) -> None:
-        """So many more have come."""
+        """Count `number` events at the time `at`."""
         second = int(at)
         if self._seconds and self._seconds[-1][0] == second:
             number += self._seconds.pop()[1]
         self._seconds.append((second, number))
 
     def per_second(self, now: float) -> float:
-        """In the window, or since it began to count if that was later."""
+        """Return the rate over the window, or since counting began if the window is longer."""
         counted_s = min(max(now - self._began_at, 1.0), self._window_s)
         return sum(number for second, number in self._seconds if second > now - self._window_s) / counted_s
 
 
 class RunProgress:
-    """How fast a run is now, over the last half minute, and when it will be done."""
+    """The current speed of a run, over the last half minute, and the time until the run is done."""
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
-        self._num_tokens = 0  # since the last line
+        self._num_tokens = 0  # tokens since the last line
         self.begin(0.0, 0)
 
     def begin(self, now: float, num_ended: int) -> None:
-        """The clock runs from here on."""
-        self._num_ended = num_ended  # at the last line
+        """Start measuring now."""
+        self._num_ended = num_ended  # items that had ended at the last line
         self._rows, self._tokens = (RecentRate(RATE_WINDOW_S, began_at=now) for _ in range(2))
 
     def generated(self, num_tokens: int) -> None:
         self._num_tokens += num_tokens
 
     def line(self, now: float, num_ended: int) -> str:
-        """One line of progress. `now` is in seconds, on any clock that does not go back."""
+        """Return one line of progress. `now` is in seconds of the clock of `begin`."""
         self._rows.add(num_ended - self._num_ended, at=now)
         self._tokens.add(self._num_tokens, at=now)
         self._num_ended, self._num_tokens = num_ended, 0
         rows_per_s, tokens_per_s = self._rows.per_second(now), self._tokens.per_second(now)
         left = self._num_rows - num_ended
-        eta = f"{_duration(left / rows_per_s)} left" if rows_per_s > 0 else "pace not known yet"
+        eta = f"{_duration(left / rows_per_s)} left" if rows_per_s > 0 else "speed not known yet"
         share = num_ended / self._num_rows
         return (
             f"{num_ended:,} of {self._num_rows:,} rows ({share:.0%}), "
@@ -286,14 +286,14 @@ class RunProgress:
 
 
 async def read_in_thread(pieces: Generator[PieceT, None, None]) -> AsyncGenerator[PieceT, None]:
-    """What a generator that blocks yields, pulled in a thread that does not keep the process from ending.
+    """Yield the pieces of a blocking generator, which runs in a daemon thread.
 
-    One thread for all of it: each new one may get another of the allocator's arenas, and all of them grow to what the
-    largest pieces take. Close it when you stop early: it waits until the thread has come out of the generator, which is
-    closed then. Ray, shut down while the thread is inside, would crash it.
+    One thread reads all pieces: each new thread may get another arena of the allocator, and every arena grows to the
+    size of the largest pieces. Close this generator if you stop early. Closing waits up to 20 s for the thread to leave
+    the blocking generator, because shutting Ray down while the thread is inside would crash the process.
     """
     loop = asyncio.get_running_loop()
-    is_asked: SimpleQueue[asyncio.Future[PieceT | None] | None] = SimpleQueue()  # None: never again
+    is_asked: SimpleQueue[asyncio.Future[PieceT | None] | None] = SimpleQueue()  # None: no more pieces are wanted
 
     def settle(asked: asyncio.Future[PieceT | None], piece: PieceT | None, failure: Exception | None) -> None:
         if asked.cancelled():
@@ -315,7 +315,7 @@ async def read_in_thread(pieces: Generator[PieceT, None, None]) -> AsyncGenerato
 
     threading.Thread(target=read, name="input", daemon=True).start()
     asked: asyncio.Future[PieceT | None] = loop.create_future()
-    asked.set_result(None)  # the thread is not inside
+    asked.set_result(None)  # the thread is not in the generator yet
     reader_patience_s = 20.0
     try:
         while True:
@@ -329,7 +329,7 @@ async def read_in_thread(pieces: Generator[PieceT, None, None]) -> AsyncGenerato
         is_asked.put(None)
         await asyncio.wait({asked}, timeout=reader_patience_s)
         if asked.done():
-            asked.exception()  # it has been raised above, or the reader is gone
+            asked.exception()  # marks the error as read: it was raised above, or no one reads any more
             pieces.close()
 
 
@@ -339,7 +339,7 @@ def _show(line: str) -> None:
 
 
 async def _until(over: Coroutine[Any, Any, None], parts: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run the parts side by side until `over` returns; the first error of any is raised. Then all are cancelled."""
+    """Run the parts concurrently until `over` returns or a part fails, then cancel all. Raises the first error."""
     end = asyncio.create_task(over)
     running = {end, *map(asyncio.create_task, parts)}
     try:

@@ -1,4 +1,4 @@
-"""What owners may keep, and what stays free: each owner's share of a pool, and the reserve of the disk."""
+"""The limits of stored bytes: each owner's share of a pool, and the reserve of the disk that stays free."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from pathlib import Path
 
 from app.fair import SharedPool
 
-# The database, logs and other programs need room when batches have used theirs. Of a small disk it is a share.
+# The database, logs and other programs need room when batches have used their room. A small disk reserves the share.
 RESERVE_BYTES = 512 * 1024 * 1024
 RESERVE_SHARE = 0.05
-RESERVE_OF_WORK = 0.5  # the part of the reserve that stays free of results and answers that are being computed
-MIN_CHARGED_BYTES = 4096  # of a file: a block of the disk and a row of the catalog
+RESERVE_OF_WORK = 0.5  # the part of the reserve that results and answers in progress leave free
+MIN_CHARGED_BYTES = 4096  # each file counts at least this much: it takes a block of the disk and a row of the catalog
 
 
 def room_left(total: int, used: Mapping[str, int], owner: str) -> int:
-    """What an owner may still take of a pool, below 0 when it has too much.
+    """Return how much an owner may still take of a pool; negative if the owner has too much.
 
-    It is all that is free where owners are not told apart ("").
+    The owner "", which stands for all owners if they are not distinguished, may take all that is free.
     """
     pool = SharedPool(total, used)
     return pool.room_left(owner) if owner else pool.free
 
 
 def shortage_of_share(total: int, used: Mapping[str, int], owner: str, num_bytes: int = 0) -> str | None:
-    """Why an owner may not keep so many bytes more; None when it may."""
+    """Return why an owner may not store `num_bytes` more bytes, or None if the owner may."""
     if num_bytes <= room_left(total, used, owner):
         return None
     own, free = used.get(owner, 0), total - sum(used.values())
-    rule = "; a key may keep as much as stays free for others" if owner else ""
+    rule = "; a key may store as much as it leaves free" if owner else ""
     return (
-        f"files, responses and batches have {own:,} bytes, and {num_bytes:,} more are wanted; this server keeps "
-        f"{total:,}, of which {free:,} are free{rule}: delete files first"
+        f"files, responses and batches have {own:,} bytes, and {num_bytes:,} more are wanted; this server stores "
+        f"{total:,}, and {free:,} of these are free{rule}: delete files first"
     )
 
 
 def shortage_of_disk(folder: Path, num_bytes: int = 0, *, share_of_reserve: float = 1.0) -> str | None:
-    """Why so many bytes more must not be written to the disk of this folder; None when they may. Blocks.
+    """Return why `num_bytes` more bytes must not be written to the disk of a folder, or None if they may. Blocks.
 
-    Work that is under way may use a part of the reserve, so that it comes to its end where nothing new may begin.
+    Work in progress may use a part of the reserve, so that the work can end when no new work may begin.
     Raises OSError.
     """
     disk = os.statvfs(folder)
@@ -48,5 +48,5 @@ def shortage_of_disk(folder: Path, num_bytes: int = 0, *, share_of_reserve: floa
     if free - num_bytes >= reserve:
         return None
     return (
-        f"the disk of batches.path has {free:,} bytes free, of which {num_bytes:,} are wanted and {reserve:,} stay free"
+        f"the disk of batches.path has {free:,} bytes free; {num_bytes:,} are wanted, and {reserve:,} have to stay free"
     )

@@ -1,1 +1,1 @@
-"""Blocks of KV beside an engine's memory: a folder that replicas of a machine share."""
+"""KV blocks outside an engine's memory: in a folder that the replicas of a machine share, and in other replicas."""

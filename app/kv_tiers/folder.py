@@ -1,11 +1,11 @@
-"""A folder of blocks: a file for each, which processes of a machine read and write without asking one another.
+"""A folder of KV blocks, one file each, which the processes of a machine read and write without asking one another.
 
-A file has its name only when it is whole, so a process may be killed at any moment. It is not brought to the disk:
-after a crash of the machine its checksum tells. It has its tokens: a name that two prefixes share costs time, never
-content.
+A file gets its name only when the file is whole, so a process may be killed at any moment. Files are not synced to the
+disk: after a crash of the machine, the checksum shows torn files. Each file also has the tokens of its block, so two
+prefixes with the same name never get each other's blocks; they only lose time.
 
-    FOLDER/<namespace>/<tenant>/<name>    8 bytes of what the KV memory is of; 8 of the tenant's name; a prefix's name
-    FOLDER/.lock                          held by the process that counts or deletes; the bytes of all files
+    FOLDER/<namespace>/<tenant>/<name>    8 bytes of the namespace, 8 bytes of a hash of the tenant, the prefix's name
+    FOLDER/.lock                          the size of all files; locked by the process that counts or deletes files
 """
 
 from __future__ import annotations
@@ -29,27 +29,26 @@ from app.disk import locked
 logger = logging.getLogger(__name__)
 
 MAGIC = b"carouKV2"
-TOTAL = struct.Struct("<q")  # in the file of the lock
+TOTAL = struct.Struct("<q")  # the content of the lock file
 HEADER = struct.Struct("<8sII")  # magic, bytes of the tokens, checksum of tokens and content
-ROW_BYTES = 4096  # of the content, for its checksum
+ROW_BYTES = 4096  # the size of a row when the checksum of the content is computed
 NAME = re.compile("[0-9a-f]{40}")
-KEPT_SHARE = 0.9  # of its bounds, when files were deleted
+KEPT_SHARE = 0.9  # the share of `max_bytes` that stays in use after files are deleted
 
 
 class BlockFolder:
-    """The blocks of one namespace in a folder that others may use as well. One thread writes and refreshes it, others
-    may read."""
+    """The blocks of one namespace in a folder that processes share. One thread writes and refreshes; any may read."""
 
     def __init__(self, path: Path, *, namespace: bytes, max_bytes: int) -> None:
-        """Makes the folder. max_bytes: of all files in it, of all processes; each may be writing one more.
+        """Create the folder. `max_bytes` limits the files of all processes; each process may write one file more.
 
-        Raises OSError where it cannot be written, or where others may write into it: a block is taken for what it says.
+        Raises OSError if the folder is not writable, or if other users may write to it: blocks in it are trusted.
         """
         self._path = path
         self._own = path / namespace[:8].hex()
         self._max_bytes = max_bytes
-        self._folders: dict[bytes, str] = {}  # by name: the folder that it is in
-        self._changed: dict[str, int] = {}  # by folder: when it was changed before it was listed
+        self._folders: dict[bytes, str] = {}  # by block name: the folder that has the block
+        self._changed: dict[str, int] = {}  # by folder: the modification time just before the folder was listed
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._own.mkdir(mode=0o700, exist_ok=True)
         if not os.access(self._own, os.W_OK | os.X_OK):
@@ -59,13 +58,13 @@ class BlockFolder:
             raise PermissionError(errno.EPERM, "others may write into it", str(self._own))
 
     def has(self, name: bytes) -> bool:
-        """Whether it was there when the folder was last listed, or written since. Any thread may call."""
+        """Return whether the folder had the block when it was last listed, or got it since. Any thread may call."""
         return name in self._folders
 
     def refresh(self) -> None:
-        """Learn what other processes have written and deleted."""
+        """List the blocks that other processes have written and deleted."""
         before, self._changed = self._changed, {}
-        listed: dict[str, set[bytes]] = {folder: set() for folder in before}  # what is in those that have changed
+        listed: dict[str, set[bytes]] = {folder: set() for folder in before}  # the names in folders that have changed
         with suppress(OSError):
             for folder in os.scandir(self._own):
                 self._changed[folder.path] = folder.stat().st_mtime_ns
@@ -81,7 +80,7 @@ class BlockFolder:
             self._folders |= dict.fromkeys(found, path)
 
     def write(self, name: bytes, tenant: str, token_ids: Sequence[int], content: memoryview) -> None:
-        """Write a block's file; it has its name when it is whole. Raises OSError."""
+        """Write the file of a block and, when the file is whole, give it its name. Raises OSError."""
         folder = self._folder_of(tenant)
         hidden = folder / f".{os.getpid()}"
         header = header_of(token_ids, content)
@@ -89,7 +88,7 @@ class BlockFolder:
         try:
             descriptor = self._begun(hidden, num_bytes)
         except FileNotFoundError:
-            for each in (self._path, self._own, folder):  # `parents` of mkdir have another mode
+            for each in (self._path, self._own, folder):  # mkdir with `parents=True` would give parents another mode
                 each.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor = self._begun(hidden, num_bytes)
         try:
@@ -104,7 +103,7 @@ class BlockFolder:
         self._folders[name] = str(folder)
 
     def _begun(self, hidden: Path, num_bytes: int) -> int:
-        """The descriptor of a file that is to have so many bytes, for which there is room."""
+        """Make room for `num_bytes` and return the descriptor of a new file."""
         self.make_room(num_bytes)
         return os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
 
@@ -112,9 +111,9 @@ class BlockFolder:
         return self._own / blake2b(tenant.encode(), digest_size=8).hexdigest()
 
     def read(self, name: bytes, tenant: str, token_ids: Sequence[int], content: memoryview) -> bool:
-        """Fill the buffer with a block; False where it is not there or not what it should be. Then it is deleted.
+        """Fill the buffer with a block. Returns False if the block is missing or invalid; deletes an invalid block.
 
-        tenant: whose it is, if it is not known yet.
+        `tenant` names the tenant whose folder is searched if the folder of the block is not known.
         """
         path = os.path.join(self._folders.get(name) or self._folder_of(tenant), name.hex())
         header = bytearray(HEADER.size + array("q").itemsize * len(token_ids))
@@ -132,15 +131,15 @@ class BlockFolder:
             return False
         if is_whole and header == header_of(token_ids, content):
             return True
-        logger.warning("the block %s is torn, damaged or of other tokens: it is deleted, its tokens are computed", path)
+        logger.warning("deleting the block %s: it is torn, damaged or of other tokens; its tokens are computed", path)
         self._folders.pop(name, None)
         _delete(path)
         return False
 
     def note_use(self, name: bytes, minute: int, place: int) -> None:
-        """It was used in this minute, the last of `place` blocks: of those of a minute, later ones are deleted first.
+        """Note that the last block of a prefix of `place` blocks was used in this minute.
 
-        Without its beginning the end of a prefix is not found.
+        Among blocks of one minute, later ones are deleted first: without its first blocks, a prefix cannot be found.
         """
         folder, used_at = self._folders.get(name), 1000 * (minute * 60_000_000 - place)  # ns
         if folder is not None:
@@ -148,16 +147,15 @@ class BlockFolder:
                 os.utime(os.path.join(folder, name.hex()), ns=(used_at, used_at))
 
     def make_room(self, num_bytes: int) -> None:
-        """Count a file before it is written. Where all would be too many, delete the blocks that were not used for
-        longest, of the tenant that has most.
+        """Count a file before it is written. If the total is too large, delete old blocks of the largest tenant.
 
-        All processes add to one number, so none has to know what the others write. It may be too high: files are
-        counted anew before any is deleted. Raises OSError.
+        Deletes the least recently used blocks. All processes add to one total, so no process needs to know the files
+        of another one. The total may be too high, so all files are counted again before any is deleted. Raises OSError.
         """
         has_deleted = False
         with locked(self._path / ".lock") as lock:
             found = os.pread(lock, TOTAL.size, 0)
-            total = TOTAL.unpack(found)[0] if len(found) == TOTAL.size else None  # a new folder, or an older version's
+            total = TOTAL.unpack(found)[0] if len(found) == TOTAL.size else None  # None: a new or older folder
             if total is None or total + num_bytes > self._max_bytes:
                 total, has_deleted = self._delete_oldest(num_bytes)
             os.pwrite(lock, TOTAL.pack(total + num_bytes), 0)
@@ -166,7 +164,7 @@ class BlockFolder:
             self.refresh()
 
     def _delete_oldest(self, num_bytes: int) -> tuple[int, bool]:
-        """Leave room for so many bytes; returns those of the files that are left, and whether any was deleted."""
+        """Make room for `num_bytes`. Returns the size of the files that are left, and whether any file was deleted."""
         files = self._files()
         sizes = {folder: sum(size for _, size, _ in found) for folder, found in files.items()}
         total = sum(sizes.values())
@@ -185,7 +183,7 @@ class BlockFolder:
         return total, True
 
     def _files(self) -> dict[str, list[tuple[float, int, str]]]:
-        """Last use, bytes and path of the files of all models, by folder; the longest unused last."""
+        """Return last use, bytes and path of the files of all models by folder, the least recently used last."""
         files: dict[str, list[tuple[float, int, str]]] = {}
         for namespace in _entries(self._path):
             for folder in _entries(namespace.path) if namespace.is_dir() else ():
@@ -195,14 +193,16 @@ class BlockFolder:
 
 
 def header_of(token_ids: Sequence[int], content: memoryview) -> bytes:
-    """What a block outside the KV memory begins with: of what the rest is, and its tokens."""
+    """Return the header of a block outside the KV memory: magic, sizes, checksum, and the tokens of the block."""
     tokens = array("q", token_ids).tobytes()
     return HEADER.pack(MAGIC, len(tokens), crc32(tokens, _checksum(content))) + tokens
 
 
 def _checksum(content: memoryview) -> int:
-    """By the sums of rows and of columns, a tenth of the time of a checksum of all bytes. Of one row or column that is
-    lost or moved, and of one or two flipped bits, it is sure to tell."""
+    """Return a checksum of the sums of rows and columns, in a tenth of the time of a checksum of all bytes.
+
+    The checksum always detects one lost or moved row or column, and one or two flipped bits.
+    """
     whole = len(content) // ROW_BYTES * ROW_BYTES
     table = np.frombuffer(content[:whole], dtype=np.uint64).reshape(-1, ROW_BYTES // 8)
     checksum = crc32(content[whole:])
@@ -217,7 +217,7 @@ def _delete(path: Path | str) -> None:
 
 
 def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
-    """None of a folder that another process has deleted."""
+    """Return the entries of a folder, or an empty list if another process has deleted the folder."""
     try:
         return list(os.scandir(folder))
     except OSError:
@@ -225,9 +225,9 @@ def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
 
 
 def _use_of(entry: os.DirEntry[str]) -> tuple[float, int, str] | None:
-    """Last use, bytes, path; None where it has another name or is deleted by now.
+    """Return last use, bytes and path of a file, or None if the file is gone.
 
-    What is being written counts as just used; what a dead process left is old soon.
+    A file that is being written counts as just used. The unfinished file of a dead process soon becomes the oldest.
     """
     try:
         stat = entry.stat()

@@ -1,8 +1,8 @@
-"""Blocks of KV from one replica to another, over a socket of their own: a block has the size of a thousand frames.
+"""Sends KV blocks from one replica to another, over a separate socket: a block has the size of a thousand frames.
 
-A replica asks for the prefix of some tokens and says the other's secret; the other sends the blocks that it holds, each
-as in a file (`folder.py`), and closes the connection. Of a model with recurrent layers it sends its longest snapshot
-first, then the blocks before the snapshot.
+A replica asks a peer for the prefix of some tokens and names the peer's secret. The peer sends the blocks that it
+holds, in the format of a file (`folder.py`), and closes the connection. For a model with recurrent layers, the peer
+sends its longest snapshot first and then the blocks before the snapshot.
 """
 
 from __future__ import annotations
@@ -29,45 +29,45 @@ from app.kv_tiers.folder import HEADER, header_of
 
 logger = logging.getLogger(__name__)
 
-# Of connecting, and of each send and receive. A sequence that waits for blocks computes them after less.
+# The limit for connecting, and for each send and receive. A waiting sequence computes its blocks after less time.
 TIMEOUT_S = 1.0
-ACCEPT_PAUSE_S = 0.5  # until the next connection is taken after one could not be
-MAX_SENT_AT_ONCE = 4  # prefixes; a replica that asks for more computes
-MAX_WANTED_BYTES = 16 << 20  # of one question: two million tokens
+ACCEPT_PAUSE_S = 0.5  # the pause after a connection could not be accepted
+MAX_SENT_AT_ONCE = 4  # prefixes that are sent at once; further connections are closed, and those replicas compute
+MAX_WANTED_BYTES = 16 << 20  # the largest question, with two million tokens
 
 _LENGTH = struct.Struct(">I")
 
-# Copies the last block of a prefix, or a snapshot, into this buffer; says whether the copy is good.
+# Copies the last block of a prefix, or a snapshot, to the buffer. Returns whether the copy is valid.
 Copy = Callable[[Prefix | Snapshot, memoryview], bool]
 
 
 class Buffers(NamedTuple):
-    """One buffer for a block and one for a snapshot. The second is empty where the model has no recurrent layers."""
+    """One buffer for a block and one for a snapshot, which is empty if the model has no recurrent layers."""
 
     block: memoryview = memoryview(b"")
     snapshot: memoryview = memoryview(b"")
 
     def of(self, held: Prefix | Snapshot) -> memoryview:
-        """The buffer for the last block of a prefix, or for a snapshot."""
+        """Return the buffer for the last block of a prefix, or for a snapshot."""
         return self.block if isinstance(held, Prefix) else self.snapshot
 
 
 def label_of(held: Prefix | Snapshot) -> tuple[int, ...]:
-    """The numbers that stand before the bytes of a block or a snapshot outside the memory."""
+    """Return the numbers that label a block or a snapshot outside KV memory: the token ids or the snapshot's label."""
     return held.token_ids if isinstance(held, Prefix) else held.label
 
 
 class Wanted(msgspec.Struct, frozen=True, array_like=True):
-    """The blocks of these tokens after the first `num_before`. It crosses processes: new fields go to the end."""
+    """Asks for the blocks of these tokens, except the first `num_before`. Crosses processes: add new fields last."""
 
-    namespace: bytes  # of the KV memory that they are for
+    namespace: bytes  # the namespace of the KV memory that receives the blocks
     salt: str
-    token_ids: bytes  # 8 bytes each
-    num_before: int  # blocks
+    token_ids: bytes  # 8 bytes for each token
+    num_before: int  # the number of first blocks that are not wanted
 
 
 class PeerServer:
-    """Gives other replicas the prefixes that are in this one's KV memory, by a thread for each that asks."""
+    """Sends the prefixes in this replica's KV memory to other replicas, with one thread for each connection."""
 
     def __init__(
         self,
@@ -78,9 +78,9 @@ class PeerServer:
         find: Find,
         copies: Callable[[], AbstractContextManager[Copy]],
     ) -> None:
-        """copies: of prefixes that were found before, and of their snapshots.
+        """copies: begins copying prefixes that `find` has found before, and their snapshots.
 
-        Raises OSError when this machine does not have that address.
+        Raises OSError if this machine does not have the address of `host`.
         """
         self._namespace = namespace
         self._new_buffers = new_buffers
@@ -89,7 +89,7 @@ class PeerServer:
         self._secret = secrets.token_hex(16)
         self._free = BoundedSemaphore(MAX_SENT_AT_ONCE)
         self._closed = Event()
-        self.num_sent = 0  # blocks, since the start
+        self.num_sent = 0  # blocks sent since the start
         self.num_snapshots_sent = 0
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listening = socket.create_server((host, 0), family=family)
@@ -97,10 +97,10 @@ class PeerServer:
         Thread(target=self._listen, name="kv-peers", daemon=True).start()
 
     def close(self) -> None:
-        """Take no more questions."""
+        """Accept no more connections."""
         self._closed.set()
         with suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)  # which wakes the thread
+            self._listening.shutdown(socket.SHUT_RDWR)  # wakes the thread in `accept`
         self._listening.close()
 
     def _listen(self) -> None:
@@ -108,7 +108,7 @@ class PeerServer:
         while not self._closed.is_set():
             try:
                 connection, _ = self._listening.accept()
-            except OSError as error:  # it is closed, or this process has too many files open for the moment
+            except OSError as error:  # the socket is closed, or this process has too many open files at the moment
                 if not (has_failed or self._closed.is_set()):
                     logger.warning(
                         "the connection of a replica that asks for a prefix could not be accepted; trying again: %s",
@@ -135,8 +135,8 @@ class PeerServer:
                 wanted = msgspec.msgpack.decode(_received(connection, length), type=Wanted)
                 if wanted.namespace == self._namespace:
                     self._send(connection, wanted)
-        except (OSError, EOFError, ValueError, msgspec.MsgspecError) as error:  # the last two: it is no question
-            logger.info("a prefix was not sent whole: %s", described(error))
+        except (OSError, EOFError, ValueError, msgspec.MsgspecError) as error:  # the last two: not a question
+            logger.info("a prefix was not sent completely: %s", described(error))
         finally:
             self._free.release()
 
@@ -155,7 +155,7 @@ class PeerServer:
 
 
 def _with_snapshot(found: Sequence[Prefix]) -> Sequence[Prefix | Snapshot]:
-    """The longest snapshot of these prefixes, then the blocks before it; an empty list where there is none."""
+    """Return the longest snapshot of these prefixes, then the blocks before it; an empty list without any snapshot."""
     for number in range(len(found), 0, -1):
         snapshot = found[number - 1].snapshot
         if snapshot is not None:
@@ -164,20 +164,20 @@ def _with_snapshot(found: Sequence[Prefix]) -> Sequence[Prefix | Snapshot]:
 
 
 class BlocksOfPeer:
-    """The blocks that another replica sends for one question, in their order."""
+    """Receives the blocks that another replica sends for one question, in order."""
 
     def __init__(self, address: Address, wanted: Wanted) -> None:
-        """Ask. Raises OSError where it cannot be reached."""
+        """Connect and send the question. Raises OSError if the replica cannot be reached."""
         self._connection = socket.create_connection((address.host, address.port), timeout=TIMEOUT_S)
         self._wanted = wanted
         question = msgspec.msgpack.encode(wanted)
-        with suppress(OSError):  # `read` tells
+        with suppress(OSError):  # `read` reports a broken connection
             self._connection.sendall(address.secret.encode() + _LENGTH.pack(len(question)) + question)
 
     def read(self, token_ids: Sequence[int], content: memoryview) -> bool:
-        """Fill the buffer with the next block; False where no more come or it is not what it should be.
+        """Fill the buffer with the next block. Returns False if no more blocks come or the block is invalid.
 
-        Raises TimeoutError where nothing comes and the connection stays open.
+        Raises TimeoutError if no data comes while the connection stays open.
         """
         try:
             header = _received(self._connection, HEADER.size + array("q").itemsize * len(token_ids))
@@ -187,9 +187,9 @@ class BlocksOfPeer:
         return header == header_of(token_ids, content)
 
     def read_snapshot(self, block_size: int, content: memoryview) -> int:
-        """Fill the buffer with the snapshot that comes before the blocks, and return behind how many tokens it is.
+        """Fill the buffer with the snapshot that comes before the blocks. Returns the number of tokens that it covers.
 
-        Returns 0 where no snapshot comes or where it is damaged. Raises TimeoutError as `read` does.
+        Returns 0 if no snapshot comes or the snapshot is invalid. Raises TimeoutError like `read`.
         """
         try:
             header = _received(self._connection, HEADER.size + array("q").itemsize * (1 + block_size))
@@ -205,7 +205,7 @@ class BlocksOfPeer:
         return num_tokens if header == header_of(label, content) else 0
 
     def close(self) -> None:
-        """Read no more."""
+        """Close the connection."""
         self._connection.close()
 
 
@@ -216,7 +216,7 @@ def _received(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 def _receive(connection: socket.socket, into: memoryview) -> None:
-    """Raises EOFError where the other end closes the connection before."""
+    """Receive enough bytes to fill the buffer. Raises EOFError if the connection is closed before."""
     while into:
         num_bytes = connection.recv_into(into)
         if not num_bytes:

@@ -1,7 +1,7 @@
-"""Moves blocks between an engine's KV memory, a folder and other replicas, by threads of its own.
+"""Moves blocks between an engine's KV memory, a folder and other replicas, in separate threads.
 
-Of a model with recurrent layers it also moves snapshots (`StatePool`): a snapshot is one more file beside the blocks
-of its prefix, and one more record in front of the blocks that a replica sends.
+For a model with recurrent layers, the store also moves snapshots (`StatePool`). A snapshot is one more file beside the
+blocks of its prefix, and one more record before the blocks that a replica sends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
-from app.child_process import step_back
+from app.child_process import lower_priority
 from app.config import GIB, TierConfig
 from app.disk import STORAGE_PAUSE_S, may_pass
 from app.engine.block_pool import Prefix
@@ -33,50 +33,50 @@ from app.kv_tiers.peers import BlocksOfPeer, Buffers, Copy, PeerServer, Wanted, 
 
 logger = logging.getLogger(__name__)
 
-MEASURED_LIFE_S = 30.0  # for so long the time of a fetch says how long the next one takes
-SILENCE_S = 5.0  # for so long a replica that does not answer is not asked again
-LIST_AGAIN_S = 5.0  # how soon a block that another replica has written is found
-MAX_OFFERED = 100_000  # prefixes that wait to be written; the oldest are forgotten
-MIN_TOKENS = 512  # of a prefix that has come once: chats and agents are longer, what is shorter is soon computed
+MEASURED_LIFE_S = 30.0  # how long the measured time of a fetch predicts the time of the next one
+SILENCE_S = 5.0  # how long a replica that did not answer is not asked again
+LIST_AGAIN_S = 5.0  # how often the folder is listed to find the blocks that other replicas have written
+MAX_OFFERED = 100_000  # prefixes that wait to be written; the oldest ones are dropped
+MIN_TOKENS = 512  # prefixes of chats and agents are longer, and a shorter prefix is soon computed again
 
 ItemT = TypeVar("ItemT", Fetch, Prefix)
-Memory = Callable[[], BlockMemory | None]  # None: it is given up
+Memory = Callable[[], BlockMemory | None]  # returns the KV memory, or None while the engine has given it up
 
 
 class TierStore(BlockStore):
-    """A folder as a tier, and other replicas. One thread reads files, one reads from replicas; another, which steps
-    back, writes when a core has time.
+    """A block store in a folder and in other replicas.
 
-    A full or broken folder is left alone for a while.
+    One thread reads files, and one reads from replicas. A third thread, which has a low priority, writes when a core is
+    idle. The store pauses writing while the folder is full, and stops writing if the folder is broken.
     """
 
     min_tokens = MIN_TOKENS
 
     def __init__(self, folder: BlockFolder | None, memory: Memory, *, namespace: bytes) -> None:
-        """memory: the KV memory, which is there at first."""
+        """memory: returns the KV memory. The first call must not return None."""
         self.namespace = namespace
         self._folder = folder
         self._memory = memory
         first = memory()
-        assert first is not None, "it is not given up before the engine is built"
+        assert first is not None, "the memory is not given up before the engine is built"
         self._block_bytes = first.block_bytes
         self._snapshot_bytes = 0 if first.states is None else first.states.block_bytes
-        self._blocks_of_snapshot = -(-self._snapshot_bytes // self._block_bytes)  # that take as long to read
+        self._blocks_of_snapshot = -(-self._snapshot_bytes // self._block_bytes)  # blocks of the size of a snapshot
         self._wake = threading.Condition()
-        self._fetches: deque[Fetch] = deque()  # guarded by _wake, as are the next seven
-        self._far_fetches: deque[Fetch] = deque()  # from other replicas
+        self._fetches: deque[Fetch] = deque()  # guarded by `_wake`, like the next seven attributes
+        self._far_fetches: deque[Fetch] = deque()  # fetches that may ask another replica
         self._offered: deque[Prefix] = deque(maxlen=MAX_OFFERED)
-        self._at_work: list[Fetch | Prefix] = []  # of these, what the threads have taken
-        self._num_sending = 0  # blocks that are copied for other replicas
+        self._at_work: list[Fetch | Prefix] = []  # the items that the threads have taken from these queues
+        self._num_sending = 0  # copies of blocks for other replicas in progress
         self._is_closed = False
         self._num_to_fetch: Counter[bool] = Counter()  # blocks, by whether they may come from other replicas
-        self._paces: dict[Address | None, _Pace] = {}  # of the folder (None), and of other replicas
+        self._paces: dict[Address | None, _Pace] = {}  # the pace of the folder (None) and of each replica
         self._listed = threading.Event()
         self._paused_until = 0.0
-        self._has_failed = False  # the last write
+        self._has_failed = False  # whether the last write failed
         self._peers: PeerServer | None = None
-        self._silent_until: dict[Address, float] = {}  # replicas that did not answer: not asked before
-        self.num_read = self.num_written = self.num_received = 0  # blocks, since the start
+        self._silent_until: dict[Address, float] = {}  # until when a replica that did not answer is not asked again
+        self.num_read = self.num_written = self.num_received = 0  # blocks since the start
         self.num_snapshots_read = self.num_snapshots_written = self.num_snapshots_received = 0
         self._threads = [
             threading.Thread(target=self._read_all, args=(queue, self._new_buffers()), name=name, daemon=True)
@@ -94,7 +94,7 @@ class TierStore(BlockStore):
             thread.start()
 
     def lookup(self, names: Iterable[bytes], request: Request, *, num_before: int) -> int:
-        """Of a request that continues from another replica all blocks count: it may have written them a moment ago."""
+        """See `BlockStore`. All blocks of a continued request count: another replica may have just written them."""
         folder, elsewhere = self._folder, request.prefix_at
         num_of_peer = 0
         if elsewhere is not None and time.monotonic() >= self._silent_until.get(elsewhere.address, -inf):
@@ -113,7 +113,7 @@ class TierStore(BlockStore):
         return len(found)
 
     def expected_s(self, num_blocks: int, request: Request) -> float:
-        """Behind the fetches that the same thread has to do."""
+        """See `BlockStore`. Includes the time of earlier fetches in the same thread."""
         with self._wake:
             pace = self._paces.get(_address_of(request))
             if pace is None or not pace.is_recent:
@@ -163,7 +163,7 @@ class TierStore(BlockStore):
         )
 
     def wait_until_listed(self, timeout_s: float) -> None:
-        """Wait until what was in the folder at the start is known, but no longer than this."""
+        """Wait until the folder was listed for the first time, for at most `timeout_s` seconds."""
         self._listed.wait(timeout_s)
 
     def close(self) -> None:
@@ -173,15 +173,15 @@ class TierStore(BlockStore):
         if self._peers is not None:
             self._peers.close()
         for thread in self._threads:
-            thread.join(timeout=1.0)  # a folder that hangs ends with the process
+            thread.join(timeout=1.0)  # a thread in a folder that hangs ends with the process
 
     def _is_idle(self) -> bool:
-        """A fetch that nobody waits for may hang: the memory does not wait for it either (`BlockMemory`)."""
+        """Return whether no work is left. Unwanted fetches do not count: they may hang (see `BlockMemory`)."""
         fetches = (*self._fetches, *self._far_fetches, *self._at_work)
         is_fetching = any(isinstance(each, Prefix) or each.is_wanted for each in fetches)
         return self._is_closed or not (self._offered or self._num_sending or is_fetching)
 
-    # ------------------------------------------------------------------ its threads
+    # ------------------------------------------------------------------ the threads
 
     def _read_all(self, fetches: deque[Fetch], buffers: Buffers) -> None:
         while self._wait_for(fetches):
@@ -190,7 +190,7 @@ class TierStore(BlockStore):
                     self._fetch(fetch, buffers)
 
     def _write_all(self, folder: BlockFolder, buffers: Buffers) -> None:
-        step_back()  # blocks are written when a core has time: the threads of a step wait for one another
+        lower_priority()  # write only when a core is idle, because the threads of a step wait for one another
         folder.refresh()
         self._listed.set()
         listed_at = time.monotonic()
@@ -203,15 +203,14 @@ class TierStore(BlockStore):
                     folder.refresh()
 
     def _wait_for(self, queue: deque[Any], at_most_s: float | None = None) -> bool:
-        """Wait until there is something in a queue, but no longer than this; False once it is closed."""
+        """Wait until a queue has an item, for at most `at_most_s` seconds. Returns False if the store is closed."""
         with self._wake:
             self._wake.wait_for(lambda: queue or self._is_closed, at_most_s)
             return not self._is_closed
 
     @contextmanager
     def _working(self, queue: deque[ItemT]) -> Iterator[ItemT | None]:
-        """With the first of a queue, if there is any. An error ends the work on it: without its thread no fetch would
-        ever be done."""
+        """Yield the first item of a queue, or None. Errors are logged: without this thread, no fetch would end."""
         with self._wake:
             item = queue.popleft() if queue else None
             taken = [] if item is None else [item]
@@ -227,7 +226,7 @@ class TierStore(BlockStore):
                 self._wake.notify_all()
 
     def _new_buffers(self) -> Buffers:
-        """Empty where the memory is given up."""
+        """Return new buffers, which are empty if the memory is given up."""
         memory = self._memory()
         if memory is None:
             return Buffers()
@@ -235,20 +234,22 @@ class TierStore(BlockStore):
 
     @contextmanager
     def _copies(self) -> Iterator[BlockCopies | None]:
-        """None where the memory is given up."""
+        """Start copying. Yields None if the memory is given up."""
         memory = self._memory()
         with nullcontext() if memory is None else memory.copies() as copies:
             yield copies
 
     def _fetch(self, fetch: Fetch, buffers: Buffers) -> None:
         peer: BlocksOfPeer | None = None
-        num_with_snapshot = 0  # blocks before the snapshot that the other replica has sent
+        num_covered_by_snapshot = 0  # the blocks that the snapshot from the other replica covers
         content = buffers.block
         try:
             with self._copies() as copies:
                 if fetch.slot is not None and fetch.request.prefix_at is not None:
-                    # Before the folder: the files of a request that leaves its replica may be a snapshot behind.
-                    peer, num_with_snapshot = self._received_snapshot(fetch, fetch.request.prefix_at.address, buffers)
+                    # Ask the replica first: the files of a request that leaves its replica may lack the last snapshot.
+                    peer, num_covered_by_snapshot = self._received_snapshot(
+                        fetch, fetch.request.prefix_at.address, buffers
+                    )
                 for block, name, token_ids in zip(fetch.blocks, fetch.names, fetch.token_ids, strict=True):
                     began_at = time.perf_counter()
                     if copies is None or not fetch.is_wanted:
@@ -269,7 +270,7 @@ class TierStore(BlockStore):
                     fetch.num_filled += 1
                     self._measure(source, time.perf_counter() - began_at)
                 if fetch.slot is not None and copies is not None and fetch.is_wanted:
-                    self._fill_slot(fetch, fetch.slot, copies, buffers.snapshot, num_received=num_with_snapshot)
+                    self._fill_slot(fetch, fetch.slot, copies, buffers.snapshot, num_received=num_covered_by_snapshot)
         except OSError as error:
             self._note_silence(fetch, error)
         finally:
@@ -287,18 +288,18 @@ class TierStore(BlockStore):
                     self._note_use_of_snapshot(self._folder, fetch.names[num_usable - 1], minute, place)
 
     def _note_silence(self, fetch: Fetch, error: OSError) -> None:
-        """The other replica has ended, or does not answer."""
+        """Note that a replica has ended or does not answer, so that it is not asked for a while."""
         if fetch.request.prefix_at is not None:
             now = time.monotonic()
             self._silent_until = {at: until for at, until in self._silent_until.items() if until > now}
             self._silent_until[fetch.request.prefix_at.address] = now + SILENCE_S
-        logger.info("a prefix is computed, as the replica that has it does not send it: %s", error)
+        logger.info("a prefix is computed, because the replica that has it does not send it: %s", error)
 
     def _received_snapshot(self, fetch: Fetch, address: Address, buffers: Buffers) -> tuple[BlocksOfPeer | None, int]:
         """Fill the buffer with the snapshot of another replica.
 
-        Returns that replica, which sends the blocks next, and how many blocks of the fetch are before the snapshot; no
-        replica where it does not answer or has no snapshot.
+        Returns the connection, which sends the blocks next, and the number of the fetch's blocks that the snapshot
+        covers. Returns None and 0 if the replica does not answer or has no snapshot.
         """
         peer, num_tokens, block_size, began_at = None, 0, len(fetch.token_ids[0]), time.perf_counter()
         try:
@@ -317,9 +318,9 @@ class TierStore(BlockStore):
     def _fill_slot(
         self, fetch: Fetch, slot: int, copies: BlockCopies, content: memoryview, *, num_received: int
     ) -> None:
-        """Fill the slot of a fetch with the last snapshot behind filled blocks.
+        """Fill the slot of a fetch with the last snapshot after filled blocks.
 
-        num_received: the blocks before the snapshot that is in the buffer, as another replica has sent it; 0: none is.
+        num_received: the number of blocks that the received snapshot in the buffer covers; 0 without a snapshot.
         """
         number, began_at = num_received, time.perf_counter()
         if not 0 < number <= fetch.num_filled:
@@ -331,18 +332,18 @@ class TierStore(BlockStore):
                 self._measure(None, (time.perf_counter() - began_at) / self._blocks_of_snapshot)
         assert copies.states is not None, "the model has recurrent layers"
         if number and copies.states.put(slot, content):
-            fetch.num_with_snapshot = number
+            fetch.num_covered_by_snapshot = number
 
     def _has_snapshot(self, fetch: Fetch, num_blocks: int, content: memoryview) -> bool:
-        """Fill the buffer with the snapshot behind so many blocks of a fetch; False where the folder lacks it."""
+        """Fill the buffer with the snapshot after `num_blocks` blocks. Returns False if the folder has none."""
         name = name_of_snapshot(fetch.names[num_blocks - 1])
-        return self._is_in_folder(fetch, name, fetch.label_behind(num_blocks), content)
+        return self._is_in_folder(fetch, name, fetch.label_after(num_blocks), content)
 
     def _is_in_folder(self, fetch: Fetch, name: bytes, token_ids: Sequence[int], content: memoryview) -> bool:
         return self._folder is not None and self._folder.read(name, fetch.request.tenant, token_ids, content)
 
     def _peer_of(self, fetch: Fetch, address: Address) -> BlocksOfPeer:
-        """The blocks of a fetch that are not filled yet, from the replica with this address. Raises OSError."""
+        """Ask a replica for the blocks of a fetch that are not filled yet. Raises OSError."""
         request = fetch.request
         block_size, num_before = len(fetch.token_ids[0]), len(fetch.before)
         num_tokens = (num_before + len(fetch.blocks)) * block_size
@@ -351,15 +352,15 @@ class TierStore(BlockStore):
         return BlocksOfPeer(address, wanted)
 
     def _measure(self, source: Address | None, seconds: float) -> None:
-        """Note the time of one block from the folder (None) or another replica. Each has a pace of its own."""
+        """Note the time of one block from the folder (None) or another replica. Each source has its own pace."""
         with self._wake:
             self._paces = {key: each for key, each in self._paces.items() if key is None or each.is_recent}
             self._paces.setdefault(source, _Pace()).note(seconds)
 
     def _keep_all(self, folder: BlockFolder, prefix: Prefix, buffers: Buffers) -> None:
-        """Write its blocks up to the first that the folder has, the first first, and its snapshot behind them."""
+        """Write the blocks of a prefix that the folder lacks, the first block first, and then the prefix's snapshot."""
         snapshot = prefix.snapshot
-        if self._snapshot_bytes and snapshot is None:  # it is gone by now, and the blocks are of no use without
+        if self._snapshot_bytes and snapshot is None:  # the snapshot is gone, and the blocks are useless without it
             return
         missing: list[Prefix | Snapshot] = []
         if snapshot is not None and not folder.has(name_of_snapshot(name_of(prefix, self.namespace))):
@@ -370,10 +371,10 @@ class TierStore(BlockStore):
             at = at.parent
         if missing:
             with self._copies() as copies:
-                # Before the blocks: they take long to write, and its slot may be handed out meanwhile.
+                # Copy the snapshot before writing the blocks, which takes long: its slot may be reused meanwhile.
                 if isinstance(missing[0], Snapshot) and not _copied(missing[0], copies, buffers.snapshot):
                     return
-                # What follows a block that is gone would not be found.
+                # Stop at a block that is gone, because blocks after it would not be found.
                 while missing and time.monotonic() >= self._paused_until:
                     held = missing[-1]
                     if isinstance(held, Prefix) and not _copied(held, copies, buffers.block):
@@ -389,30 +390,30 @@ class TierStore(BlockStore):
 
     @staticmethod
     def _note_use_of_snapshot(folder: BlockFolder, name: bytes, minute: int, num_blocks: int) -> None:
-        """Note it so that the snapshot is deleted before the last block of its prefix, without which it is of no use.
+        """Note that a prefix's snapshot was used. The snapshot is useless without the prefix, so it is deleted first.
 
-        name, num_blocks: of the prefix.
+        name, num_blocks: the name and the length of the prefix.
         """
         folder.note_use(name_of_snapshot(name), minute, num_blocks + 1)
 
     def _note_use(self, folder: BlockFolder, prefix: Prefix) -> None:
-        """Also of all before it: where one was noted in this minute, those before it were."""
+        """Note that a prefix and its ancestors were used. Stops at the first ancestor noted in this minute."""
         minute = this_minute()
         at: Prefix | str = prefix
-        while isinstance(at, Prefix) and at.noted_in != minute:
-            at.noted_in = minute
+        while isinstance(at, Prefix) and at.last_used_minute != minute:
+            at.last_used_minute = minute
             folder.note_use(name_of(at, self.namespace), minute, at.num_blocks)
             at = at.parent
 
     def _write(self, folder: BlockFolder, held: Prefix | Snapshot, content: memoryview) -> bool:
-        """Write the last block of a prefix, or its snapshot; whether that is done."""
+        """Write the last block of a prefix, or a snapshot. Returns whether the file was written."""
         prefix = held.prefix if isinstance(held, Snapshot) else held
         name = name_of(prefix, self.namespace)
         name = name_of_snapshot(name) if isinstance(held, Snapshot) else name
         try:
             folder.write(name, prefix.tenant, label_of(held), content)
         except OSError as error:
-            # A file that another process has deleted to make room is no fault of the folder.
+            # FileNotFoundError: another process has deleted the file to make room, so the folder is not broken.
             passes = may_pass(error) or isinstance(error, FileNotFoundError)
             self._paused_until = time.monotonic() + STORAGE_PAUSE_S if passes else inf
             if not self._has_failed or not passes:
@@ -447,7 +448,7 @@ class TierStore(BlockStore):
 
 
 class _Pace:
-    """How long a block takes from one source: a moving average, for as long as it is recent."""
+    """The time that a block takes from one source, as a moving average of recent fetches."""
 
     def __init__(self) -> None:
         self.block_s = 0.0
@@ -455,7 +456,7 @@ class _Pace:
 
     @property
     def is_recent(self) -> bool:
-        """Whether a fetch has been measured lately: what was slow for a while is tried again."""
+        """Whether a fetch was measured lately. An old measurement is ignored, so that a slow source is tried again."""
         return time.monotonic() - self._measured_at <= MEASURED_LIFE_S
 
     def note(self, seconds: float) -> None:
@@ -464,13 +465,12 @@ class _Pace:
 
 
 def _address_of(request: Request) -> Address | None:
-    """The other replica that the request's prefix may come from; None: only the folder has it."""
+    """Return the replica that may have the request's prefix, or None if only the folder may have it."""
     return None if request.prefix_at is None else request.prefix_at.address
 
 
 def _copied(held: Prefix | Snapshot, copies: BlockCopies | None, content: memoryview) -> bool:
-    """Copy the bytes of the last block of a prefix, or of its snapshot; False where the block or the slot was handed
-    out before that was done."""
+    """Copy the last block of a prefix, or a snapshot. Returns False if its block or slot was reused before the end."""
     of_kind, place = (
         (copies, held.block.block_id) if isinstance(held, Prefix) else (copies and copies.states, held.slot)
     )
@@ -478,15 +478,15 @@ def _copied(held: Prefix | Snapshot, copies: BlockCopies | None, content: memory
 
 
 def this_minute() -> int:
-    """Since 1970."""
+    """Return the minutes since 1970."""
     return int(time.time()) // 60
 
 
 def open_folder(tier: TierConfig, *, namespace: bytes, block_bytes: int, snapshot_bytes: int = 0) -> BlockFolder | None:
-    """The folder of the settings; None, with a line in the log, where it cannot be written.
+    """Open the folder of the settings. Logs a warning and returns None if the folder cannot be written.
 
     Raises:
-        InvalidSetup: the folder cannot be what the settings say.
+        InvalidSetup: the path is a file, or `max_gib` is less than a block or more than the file system.
     """
     path, max_bytes = Path(tier.path).expanduser(), int(tier.max_gib * GIB)
     if path.exists() and not path.is_dir():
@@ -500,7 +500,7 @@ def open_folder(tier: TierConfig, *, namespace: bytes, block_bytes: int, snapsho
         folder = BlockFolder(path, namespace=namespace, max_bytes=max_bytes)
         disk_bytes = shutil.disk_usage(path).total
     except OSError as error:
-        logger.warning("prefixes are kept in the KV memory alone, as cache.tiers[0].path cannot be written: %s", error)
+        logger.warning("prefixes stay in KV memory only, because cache.tiers[0].path cannot be written: %s", error)
         return None
     if max_bytes > disk_bytes:
         raise InvalidSetup(
@@ -508,6 +508,6 @@ def open_folder(tier: TierConfig, *, namespace: bytes, block_bytes: int, snapsho
             f"in all: lower it"
         )
     states = f", snapshots of states of {snapshot_bytes / 1024:.0f} KiB" if snapshot_bytes else ""
-    logger.info("prefixes that leave the KV memory are kept in %s, at most %g GiB, blocks of %.0f KiB%s",
+    logger.info("prefixes that leave the KV memory are stored in %s, at most %g GiB, blocks of %.0f KiB%s",
                 path, tier.max_gib, block_bytes / 1024, states)  # fmt: skip
     return folder

@@ -1,10 +1,10 @@
-"""A string looked for in text that comes in pieces."""
+"""Search for a string in text that arrives in pieces."""
 
 from __future__ import annotations
 
 
 def num_begun(text: str, wanted: str) -> int:
-    """How many characters at the end of a text may begin a string that is not complete there."""
+    """Return the number of characters at the end of `text` that are an incomplete start of `wanted`."""
     at = text.find(wanted[:1], max(0, len(text) - len(wanted) + 1))
     while at >= 0:
         if wanted.startswith(text[at:]):

@@ -1,4 +1,4 @@
-"""Conversations as a chat template can take them, which may have no place for tools or for some roles."""
+"""Conversations adapted to chat templates, which may not support tools or some roles."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ You are provided with function signatures within <tools></tools> XML tags:
 For each function call, return a json object with function name and arguments within {begin}{end} XML tags:
 {begin}
 {{"name": <function-name>, "arguments": <args-json-object>}}
-{end}"""  # the words of the Hermes and Qwen 2.5 models, which most small models have seen
+{end}"""  # the text that Hermes and Qwen 2.5 models use, which most small models saw in training
 
 
 @dataclass(frozen=True, slots=True)
 class CallMarks:
-    """How calls stand in the text of a message: objects, with marks before and behind each or all of them."""
+    """The marks before, between and after the JSON objects of calls in the text of a message."""
 
     begin: str
     between: str
@@ -36,7 +36,7 @@ class CallMarks:
 
 
 _HERMES_MARKS = CallMarks(f"{CALL_BEGIN}\n", f"\n{CALL_END}\n{CALL_BEGIN}\n", f"\n{CALL_END}")
-# Of templates that show tools and have no place for calls: by a text in them, the marks that their models write.
+# For templates that show tools but not calls: the marks that their models write, by a text in the template.
 _MARKS_OF_FAMILIES = {
     "<|tool_list_start|>": CallMarks("<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),  # LFM2
     "<|tool_call|>": CallMarks("<|tool_call|>[", ", ", "]"),  # Granite 3
@@ -48,26 +48,26 @@ class TemplateTraits:
     """The parts of a conversation that a chat template writes into the prompt."""
 
     tools: bool
-    calls: bool  # in messages of the assistant, and their results
+    calls: bool  # calls in messages of the assistant, and their results
     results: bool  # messages of the role `tool`
-    call_marks: CallMarks  # where calls have no place
-    developer: bool  # messages of this role
-    system: bool  # a first message of this role
-    later_system: bool  # further messages of this role, wherever they stand
+    call_marks: CallMarks  # marks for calls if the template does not write calls
+    developer: bool  # messages of the role `developer`
+    system: bool  # a first message of the role `system`
+    later_system: bool  # more messages of the role `system`, at any place
 
 
 def call_marks_of(template: str) -> CallMarks:
-    """How calls are written into messages for a chat template that has no place for calls."""
+    """Return the marks with which calls are written into messages if the chat template does not write calls."""
     return next((marks for text, marks in _MARKS_OF_FAMILIES.items() if text in template), _HERMES_MARKS)
 
 
 def adapted(messages: Sequence[Message], tools: Sequence[Message], traits: TemplateTraits) -> list[Message]:
-    """The conversation for a template with these traits. All of its text stays, in its order.
+    """Return the conversation for a template with these traits. No text is lost or reordered.
 
-    Tools go into the system message, and calls and their results into the text of messages, as Hermes models write
-    them, or as the template says that its model writes calls. `developer` becomes `system`. Where a template takes only
-    one system message, the first ones are joined, and later ones become messages of the user; where it takes none, so
-    does the first.
+    Tools go into the system message if the template does not write tools. Calls and results go into the text of
+    messages if the template does not write calls, in the format of Hermes models or of the template's own model.
+    `developer` becomes `system`. If a template takes only one system message, the first system messages are joined, and
+    later ones become user messages. If a template takes no system message, the first one also becomes a user message.
     """
     adapted = list(messages)
     if not traits.developer:
@@ -83,7 +83,7 @@ def adapted(messages: Sequence[Message], tools: Sequence[Message], traits: Templ
 
 
 def joined_turns(messages: Sequence[Message]) -> list[Message]:
-    """The conversation with one message in the place of several of the user, or of the assistant, in a row."""
+    """Join consecutive messages of the user, and of the assistant, into one message."""
     turns: list[Message] = []
     for message in messages:
         last = turns[-1] if turns else None
@@ -96,7 +96,7 @@ def joined_turns(messages: Sequence[Message]) -> list[Message]:
 
 
 def in_parts(messages: Sequence[Message]) -> list[Message]:
-    """The conversation with a list of parts as the content of each message, for templates that take no texts."""
+    """Return the conversation with each content as a list of parts, for templates that do not take plain text."""
     return [
         {**each, "content": [{"type": "text", "text": each["content"]}] if each["content"] else []} for each in messages
     ]
@@ -127,7 +127,7 @@ def _with_calls_as_text(message: Message, traits: TemplateTraits) -> Message:
 
 
 def _call_text(function: Mapping[str, str]) -> str:
-    """The call with its arguments as the model wrote them."""
+    """Return a call as a JSON object, with its arguments exactly as the model wrote them."""
     return f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "arguments": {function["arguments"]}}}'
 
 

@@ -1,4 +1,4 @@
-"""The text of one request: its token deltas in, text deltas out."""
+"""The text of one request: turns token deltas into text deltas."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from app.text.tokenizer import Tokenizer
 
 
 class TextDelta(Struct, gc=False):
-    """What one token delta added. `num_tokens` counts hidden ones (end of text, special) too."""
+    """The text that one token delta added. `num_tokens` includes hidden tokens (end of text, special tokens)."""
 
     text: str
     num_tokens: int
     finish_reason: FinishReason | None = None
-    stop_string: str | None = None  # the one that ended the text
-    reasoning: str = ""  # before the text
-    num_reasoning_tokens: int = 0  # of the tokens
+    stop_string: str | None = None  # the stop string that ended the text
+    reasoning: str = ""  # reasoning that precedes `text`
+    num_reasoning_tokens: int = 0  # the part of `num_tokens` that is reasoning
 
 
 def _sign(number: int) -> str:
-    """What stands for a hidden special token until stop strings are found: a lone surrogate, which no text has."""
+    """Return the stand-in of a hidden special token in the search for stop strings: a lone surrogate, never in text."""
     first_surrogate = 0xD800
     return chr(first_surrogate + number)
 
@@ -57,20 +57,20 @@ class GeneratedText:
     ) -> None:
         """`stop_tokens`: the special tokens in the stop strings, as `Tokenizer.special_tokens_in` finds them.
 
-        `shown_token_ids`: shown even if they are special and those are skipped; so are the marks of reasoning.
-        `include_stop`: the stop string or token that ends the text is shown too.
+        `shown_token_ids` and the marks of reasoning are shown even if they are special tokens and those are skipped.
+        `include_stop`: the text includes the stop string or stop token that ends it.
         """
         if reasoning is not None:
             shown_token_ids |= tokenizer.special_ids(reasoning.marks.special_texts)
         self._splitter = None if reasoning is None else ReasoningSplitter(reasoning)
-        self._num_undecided_tokens = 0  # that may turn out to begin reasoning
+        self._num_undecided_tokens = 0  # tokens that may turn out to begin reasoning
         self._detokenizer = Detokenizer(
             tokenizer, skip_special_tokens=skip_special_tokens, shown_token_ids=shown_token_ids
         )
         hidden = stop_tokens.keys() - shown_token_ids if skip_special_tokens else ()
         self._signs = {token_id: _sign(number) for number, token_id in enumerate(hidden)}
         self._unsigned = {ord(sign): "" for sign in self._signs.values()}
-        # Each stop string as it is looked for, and as it was sent.
+        # From the form of each stop string in the search to the form that the client sent.
         self._stop = {self._signed(text, stop_tokens): text for text in stop} | {text: text for text in stop}
         self._stop_strings = StopStrings(tuple(self._stop), is_shown=include_stop) if stop else None
         self._include_stop = include_stop
@@ -79,14 +79,14 @@ class GeneratedText:
 
     @property
     def may_end_itself(self) -> bool:
-        """Whether the text may end before the last delta: with a stop string."""
+        """Whether a stop string may end the text before the last delta."""
         return self._stop_strings is not None
 
     def push(self, delta: TokenDelta) -> TextDelta:
-        """Take a delta; when a stop string is complete in it, the result says STOP and is the last one.
+        """Take a delta. If the delta completes a stop string, the result has the reason STOP and is the last result.
 
-        Tokens after the one that completed the stop string are neither shown nor counted. A stop token's own text is
-        not shown, but it was generated and counts.
+        Tokens after the token that completed the stop string are neither shown nor counted. A stop token is counted,
+        but its text is not shown.
         """
         if self._stop_strings is not None or self._splitter is not None:
             return self._push_one_by_one(delta)
@@ -110,7 +110,7 @@ class GeneratedText:
         return added
 
     def _add(self, text: str, added: TextDelta, *, num_tokens: int = 0, is_last: bool = False) -> None:
-        """Add the text of so many tokens, or the last one."""
+        """Add the text of `num_tokens` tokens to `added`; `is_last`: no text follows."""
         if self._splitter is not None:
             text = self._split(text, self._splitter, added, num_tokens=num_tokens, is_last=is_last)
         stop_strings = self._stop_strings
@@ -127,7 +127,7 @@ class GeneratedText:
     def _split(
         self, text: str, splitter: ReasoningSplitter, added: TextDelta, *, num_tokens: int, is_last: bool
     ) -> str:
-        """The text behind the reasoning, which is added. From the answer on, nothing more is split."""
+        """Add the reasoning to `added` and return the text after it. The splitter is dropped when the answer starts."""
         was_behind = splitter.phase is ReasoningPhase.BEHIND
         parts = [splitter.push(text), splitter.flush()] if is_last else [splitter.push(text)]
         self._num_undecided_tokens += num_tokens
@@ -140,7 +140,7 @@ class GeneratedText:
         return "".join(part.text for part in parts)
 
     def _signed(self, text: str, stop_tokens: Mapping[int, str]) -> str:
-        """A stop string with a sign in the place of each hidden token."""
+        """Return a stop string with the placeholder of each hidden token in place of the token's text."""
         for token_id in sorted(self._signs, key=lambda each: len(stop_tokens[each]), reverse=True):
             text = text.replace(stop_tokens[token_id], self._signs[token_id])
         return text

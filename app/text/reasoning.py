@@ -1,4 +1,4 @@
-"""The reasoning that a model writes before its answer, between two marks: taken out of the text while it comes."""
+"""Separates the reasoning that a model writes before its answer, between two marks, while the text arrives."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from app.text.tool_calls.parser import MAX_HELD_BLANKS
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
-    """What stands before and behind the reasoning."""
+    """The marks before and after the reasoning."""
 
     begin: str
     end: str
-    special_texts: tuple[str, ...]  # what may be special tokens in the vocabulary
+    special_texts: tuple[str, ...]  # texts that may be special tokens in the vocabulary
 
     def are_open(self, text: str) -> bool:
-        """Whether a text ends within reasoning."""
+        """Return whether a text ends within reasoning."""
         return text.rfind(self.begin) > text.rfind(self.end)
 
 
 MARKS = (
-    # Qwen 3 and 3.5, DeepSeek R1 and those trained from them, SmolLM 3, LFM2.5, Nemotron.
+    # Qwen 3 and 3.5, DeepSeek R1 and models trained from these, SmolLM 3, LFM2.5, Nemotron.
     ReasoningMarks("<think>", "</think>", ("<think>", "</think>")),
     # Mistral's Magistral and Ministral 3.
     ReasoningMarks("[THINK]", "[/THINK]", ("[THINK]", "[/THINK]")),
@@ -35,51 +35,51 @@ MARKS = (
 
 
 def marks_of(tokenizer: Tokenizer) -> ReasoningMarks | None:
-    """Those that the model's chat template knows; None for a model that marks no reasoning."""
+    """Return the marks in the model's chat template; None for a model that does not mark reasoning."""
     return next((marks for marks in MARKS if tokenizer.has_in_template(marks.end)), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reasoning:
-    """The reasoning of one output: its marks, and whether the prompt has begun it."""
+    """The marks of one output's reasoning, and whether the prompt ends within reasoning (`is_open`)."""
 
     marks: ReasoningMarks
     is_open: bool
 
 
 class ReasoningPhase(Enum):
-    """Where a text is."""
+    """The position of the text so far."""
 
-    BEFORE = auto()  # nothing but white space and the beginning of the mark so far
+    BEFORE = auto()  # only white space, and perhaps the start of the first mark
     INSIDE = auto()
-    BEHIND = auto()  # behind the mark that ends it, and no text of the answer yet
+    BEHIND = auto()  # after the mark that ends the reasoning, without text of the answer
     ANSWER = auto()
 
 
 class SplitText(NamedTuple):
-    """What a piece of text has brought."""
+    """The reasoning and the answer's text in a piece of text."""
 
     reasoning: str
     text: str
 
 
 class ReasoningSplitter:
-    """Takes the reasoning out of one text. White space beside the marks belongs to them.
+    """Separates the reasoning from one text. White space beside a mark belongs to the mark.
 
-    The result does not depend on how the text was cut into pieces. Only the beginning of a text can be reasoning: marks
-    in an answer are text.
+    The result does not depend on how the text was cut into pieces. Only the start of a text can be reasoning; marks in
+    an answer are plain text.
     """
 
     def __init__(self, reasoning: Reasoning) -> None:
         self._marks = reasoning.marks
         self.phase = ReasoningPhase.INSIDE if reasoning.is_open else ReasoningPhase.BEFORE
         self.has_begun = reasoning.is_open
-        self._held = ""  # may be the beginning of a mark; before the first one with white space before it
-        self._blanks: list[str] = []  # white space that is held until reasoning follows
+        self._held = ""  # may be the start of a mark; includes white space before the first mark
+        self._blanks: list[str] = []  # white space that is held back until more reasoning follows
         self._has_said = False
 
     def push(self, text: str) -> SplitText:
-        """Take the next text."""
+        """Take the next piece of text."""
         reasoning = ""
         if self.phase is ReasoningPhase.BEFORE:
             text = self._before(text)
@@ -92,14 +92,14 @@ class ReasoningSplitter:
         return SplitText(reasoning, text)
 
     def flush(self) -> SplitText:
-        """What was held back: nothing more will come."""
+        """Return the text that was held back. Call this method after the last piece."""
         held, self._held = self._held, ""
         if self.phase is ReasoningPhase.INSIDE:
             return SplitText(self._said(held), "")
         return SplitText("", held)
 
     def _before(self, text: str) -> str:
-        """What follows the mark that begins reasoning, or all that is text; "" while it may still be either."""
+        """Return the text after the first mark, or all of the text without a mark; "" while that is undecided."""
         text, self._held = self._held + text, ""
         written = text.lstrip()
         if written.startswith(self._marks.begin) and len(text) - len(written) <= MAX_HELD_BLANKS:
@@ -112,7 +112,7 @@ class ReasoningSplitter:
         return text
 
     def _inside(self, text: str) -> tuple[str, str]:
-        """More of the reasoning, and what follows the mark that ends it."""
+        """Return more of the reasoning, and the text after the mark that ends the reasoning."""
         text, self._held = self._held + text, ""
         reasoning, end, rest = text.partition(self._marks.end)
         if end:
@@ -123,7 +123,7 @@ class ReasoningSplitter:
         return self._said(said), ""
 
     def _said(self, text: str) -> str:
-        """This reasoning with the white space before it, but for that at the very beginning, and at its end for now."""
+        """Return reasoning with the white space before it, except at the start; white space at the end is held back."""
         kept = text.strip() if not self._has_said else text.rstrip()
         if not kept:
             self._blanks.append(text)

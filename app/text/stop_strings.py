@@ -1,4 +1,4 @@
-"""Finding stop strings in text that comes in pieces. Knows nothing of tokens."""
+"""Finds stop strings in text that arrives in pieces. No tokens here."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from app.text.begun import num_begun
 
 
 class StopStrings:
-    """Hands text through until one of the stop strings is complete; what follows never comes out, nor does that string.
+    """Passes text through until a stop string is complete. The stop string and the text after it are dropped.
 
-    The stop string that is complete first wins; of two that end at the same character, the longer. So the result does
-    not depend on how the text was cut into pieces. Text that may yet become a stop string is held back.
+    The stop string that is complete first wins; if two end at the same character, the longer one wins. So the result
+    does not depend on how the text was cut into pieces. Text that may become a stop string is held back.
     """
 
     def __init__(self, stop: Sequence[str], *, is_shown: bool = False) -> None:
-        """`is_shown`: the stop string itself comes out, what follows does not."""
+        """`is_shown`: pass the stop string through, and drop only the text after it."""
         self._stop = tuple(stop)
         self._firsts = frozenset(text[0] for text in stop)
         self._is_shown = is_shown
@@ -23,11 +23,11 @@ class StopStrings:
         self.found: str | None = None
 
     def push(self, piece: str) -> str:
-        """Take the next text and return what is certainly before any stop string."""
+        """Take the next text and return the text that is certainly before any stop string."""
         if self.found is not None:
             return ""
         text, self._held = self._held + piece, ""
-        if self._firsts.isdisjoint(text):  # nearly always, and no time goes by for each of many stop strings
+        if self._firsts.isdisjoint(text):  # nearly always; costs no time per stop string
             return text
         complete = [(at + len(stop), -len(stop), stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if complete:
@@ -38,6 +38,6 @@ class StopStrings:
         return text[: len(text) - num_held]
 
     def flush(self) -> str:
-        """Return what was held back: nothing more will come."""
+        """Return the text that was held back. Call this method after the last piece."""
         held, self._held = self._held, ""
         return held

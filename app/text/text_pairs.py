@@ -1,4 +1,4 @@
-"""Texts and pairs of texts as encoders read them, with the tokens that a model's tokenizer puts around them."""
+"""Texts and pairs of texts for encoders, with the special tokens that a model's tokenizer puts around texts."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ if TYPE_CHECKING:
     from tokenizers import Encoding
     from tokenizers import Tokenizer as Backend
 
-# Characters that are encoded at a time. What the tokenizer makes of a text has a hundred bytes for each token, and to
-# free it holds the interpreter lock.
+# Characters that are encoded at a time. The tokenizer's result takes a hundred bytes for each token, and freeing the
+# result holds the interpreter lock.
 CHARACTERS_AT_ONCE = 65_536
 
 
 class EncodedText(NamedTuple):
-    """One text or a pair."""
+    """The tokens of one text or of a pair."""
 
     token_ids: tuple[int, ...]
-    second_at: int = 0  # the first token of the second type, where the tokenizer tells two texts apart; 0: none
+    second_at: int = 0  # index of the first token of the second type, if the tokenizer has token types; 0: none
 
 
 class EncodedTexts:
-    """Texts alone, or pairs: each of some texts, or the only one, with one of others.
+    """Single texts, or pairs of two sides. A first side with only one text is paired with every second text.
 
-    Every text is encoded once, and has four bytes for each token that is kept of it until `encoded` is called.
+    Every text is encoded once. Until `encoded` is called, a text takes four bytes for each token that is kept.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class EncodedTexts:
         max_tokens: int | None = None,
         longest: int = 0,
     ) -> None:
-        """One side or two. `max_tokens` of a text of the last side are kept, so that all have `longest` if possible."""
+        """Take one or two sides. Last texts are cut to `max_tokens`, or to fewer so that a pair fits into `longest`."""
         self._forms = forms
         self._num_special = forms.backend.num_special_tokens_to_add(len(sides) == 2)
         *firsts, last = sides
@@ -47,7 +47,7 @@ class EncodedTexts:
         self._sides.append(_Side(forms.backend, last, room))
 
     def _room(self, firsts: Sequence[Sequence[array[int]]], max_tokens: int, longest: int, at: int) -> int:
-        """How many tokens of the text of a number are kept beside its other; none or less: all, and it is refused."""
+        """Return the number of tokens to keep of last text `at`; 0 or less: keep all, the caller refuses the text."""
         return min(max_tokens, longest - self._num_special - sum(len(_at(ids, at)) for ids in firsts))
 
     def __len__(self) -> int:
@@ -55,13 +55,13 @@ class EncodedTexts:
 
     @property
     def num_tokens(self) -> int:
-        """Of all, with those around them, without making them."""
+        """The number of tokens of all texts or pairs, with special tokens, computed without building them."""
         return sum(
             sum(map(len, side.ids)) * (len(self) if len(side.ids) == 1 else 1) for side in self._sides
         ) + self._num_special * len(self)
 
     def encoded(self) -> list[EncodedText]:
-        """The texts as `tokenizer(text)` of transformers makes them, the pairs as `tokenizer(first, second)` does."""
+        """Return the tokens of transformers' `tokenizer(text)`, or of `tokenizer(first, second)` for pairs."""
         return [self._joined([_at(side.ids, at) for side in self._sides]) for at in range(len(self))]
 
     def _joined(self, texts: Sequence[array[int]]) -> EncodedText:
@@ -76,16 +76,16 @@ class EncodedTexts:
 
 
 class Forms:
-    """What a model's tokenizer puts around texts: special tokens, and where each text stands. Learned once."""
+    """The special tokens that a model's tokenizer puts around texts, and the place of each text. Learned once."""
 
     def __init__(self, backend: Backend, *, has_types: bool) -> None:
-        """has_types: the tokenizer tells two texts apart."""
+        """has_types: the tokenizer marks the tokens of a second text with another type."""
         self.backend = backend
         self._has_types = has_types
         self._known: dict[tuple[bool, ...], list[_Part]] = {}
 
     def form(self, have_tokens: tuple[bool, ...], samples: Sequence[str]) -> list[_Part]:
-        """Around texts of which these have tokens, by what the tokenizer makes of such `samples`."""
+        """Return the form for texts that have tokens or not (`have_tokens`), learned by encoding such `samples`."""
         known = self._known.get(have_tokens)
         if known is None:
             known = self._known[have_tokens] = self._learned(samples)
@@ -102,22 +102,22 @@ class Forms:
 
 
 class _Part(NamedTuple):
-    """One special token of those around texts, or the place of a text."""
+    """One special token around texts, or the place of a text."""
 
     token_id: int
-    text: int | None  # its number
-    is_second: bool  # by the types that the tokenizer gives
+    text: int | None  # the number of the text; None for a special token
+    is_second: bool  # the tokenizer gives this part the second token type
 
 
 class _Side:
-    """Texts without the tokens around them."""
+    """The tokens of one side's texts, without special tokens."""
 
     def __init__(self, backend: Backend, texts: Sequence[str], room: Callable[[int], int] | None = None) -> None:
         self.ids: list[array[int]] = []
-        self.samples: dict[bool, str] = {}  # by whether it has tokens, the shortest of these texts
+        self.samples: dict[bool, str] = {}  # the shortest text with tokens (True), and the shortest without (False)
         for text, encoding in zip(texts, _encodings(backend, texts), strict=True):
             most = 0 if room is None else room(len(self.ids))
-            # Not `truncate`, which keeps all that it cuts off, as one more object for every `most` tokens.
+            # `truncate` would keep the tokens that it cuts off, in one object for every `most` tokens.
             ids = array("I", encoding.ids[:most] if most > 0 else encoding.ids)
             self.ids.append(ids)
             sample = self.samples.get(bool(ids))
@@ -126,19 +126,19 @@ class _Side:
 
 
 def _at(ids: Sequence[array[int]], number: int) -> array[int]:
-    """The only one stands for all."""
+    """Return the ids of text `number`. A side with only one text has that text for every number."""
     return ids[0 if len(ids) == 1 else number]
 
 
 def _encodings(backend: Backend, texts: Sequence[str]) -> Iterator[Encoding]:
-    """Of each text, without the tokens around it."""
+    """Yield the encoding of each text, without special tokens."""
     some: list[str] = []
     size = 0
     for text in texts:
         some.append(text)
         size += len(text)
         if size >= CHARACTERS_AT_ONCE:
-            # Without "fast" they would have offsets, which nothing here needs.
+            # `encode_batch` would also compute offsets, which are not needed.
             yield from backend.encode_batch_fast(some, add_special_tokens=False)
             some, size = [], 0
     if some:

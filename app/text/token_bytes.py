@@ -1,4 +1,4 @@
-"""What bytes each token stands for. A token may begin or end inside a character, so its text alone does not say it."""
+"""The bytes of each token. A token may start or end inside a character, so its text does not determine its bytes."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenBytes:
-    """Bytes of tokens; those of a generation's tokens, one after the other, are its text in UTF-8.
+    """The bytes of tokens. The bytes of all tokens of an output are together the output's text in UTF-8.
 
-    But for a space that sentencepiece's decoders strip from the very beginning.
+    One exception is a space that sentencepiece's decoders strip from the start of the text.
     """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._added = {token_id: token.content for token_id, token in backend.get_added_tokens_decoder().items()}
         steps = list(_steps(backend))
-        # Whether the bytes of some tokens are those of each, one after the other: no token depends on its neighbours.
+        # Whether the bytes of a token do not depend on its neighbours.
         self.are_independent = [step["type"] for step in steps] == ["ByteLevel"]
         self._decode = _way_of(steps)
-        self._known: dict[int, bytes] = {}  # at most one entry for each token there is
+        self._known: dict[int, bytes] = {}  # at most one entry for each token of the vocabulary
 
     def __call__(self, token_id: int) -> bytes:
-        """b"" for an id that names no token."""
+        """Return the bytes of a token; b"" for an unknown id."""
         found = self._known.get(token_id)
         if found is None:
             found = self._known[token_id] = self._of(token_id)
         return found
 
     def _of(self, token_id: int) -> bytes:
-        if token_id in self._added:  # these are written as they are
+        if token_id in self._added:  # the decoder does not change added tokens
             return self._added[token_id].encode()
         token = self._backend.id_to_token(token_id)
         if token is None:
@@ -46,7 +46,7 @@ class TokenBytes:
 
 
 def _way_of(steps: Sequence[Mapping[str, Any]]) -> Callable[[str], bytes] | None:
-    """How the vocabulary writes bytes; None where only the decoder itself knows."""
+    """Return a function from a token's text to its bytes; None if only the decoder itself can compute them."""
     kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds:
         return _of_byte_level
@@ -68,7 +68,7 @@ def _way_of(steps: Sequence[Mapping[str, Any]]) -> Callable[[str], bytes] | None
 
 
 def _steps(backend: Backend) -> Iterator[dict[str, Any]]:
-    """The decoder's steps, as tokenizer.json describes them."""
+    """Yield the steps of the decoder, as tokenizer.json describes them."""
     if backend.decoder is None:
         return
     described = json.loads(backend.decoder.__getstate__())
@@ -76,7 +76,7 @@ def _steps(backend: Backend) -> Iterator[dict[str, Any]]:
 
 
 def _space_sign(step: Mapping[str, Any]) -> str:
-    """What stands for a space, if this step says so."""
+    """Return the text that this step replaces by a space, or "" for another kind of step."""
     if step["type"] == "Metaspace":
         return str(step["replacement"])
     if step["type"] == "Replace" and step["content"] == " " and "String" in step["pattern"]:
@@ -89,7 +89,7 @@ def _of_byte_level(token: str) -> bytes:
 
 
 def _byte_symbols() -> dict[str, bytes]:
-    """GPT-2's printable stand-ins for the 256 bytes: those that print stand for themselves, the others follow 255."""
+    """Return GPT-2's printable symbols for the 256 bytes: printable bytes are themselves, others map to 256 and up."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     symbols = {chr(byte): bytes([byte]) for byte in printable}

@@ -1,8 +1,8 @@
-"""Words to token ids and back, for one model: encoding, chat template, decoding. No torch here.
+"""The tokenizer of one model: encoding, chat template, decoding. No torch here.
 
-`AutoTokenizer` is not used: it imports torch, which an ingress never loads. The tokenizers that `tokenizer.json`
-describes load without it, and every current model has that file. transformers is imported when a tokenizer is loaded:
-it takes 0.7 s, and the process that builds the application needs none.
+`AutoTokenizer` is not used because it imports torch, which an ingress never loads. A tokenizer from `tokenizer.json`
+loads without torch, and every current model has that file. transformers is imported only when a tokenizer is loaded,
+because the import takes 0.7 s and the process that builds the application needs no tokenizer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Tokenizer:
-    """One model's tokenizer. What it says never changes, so any number of threads may use it at once."""
+    """The tokenizer of one model. Its results never change, so any number of threads may use it at once."""
 
     def __init__(self, pretrained: PreTrainedTokenizerFast) -> None:
         self._pretrained = pretrained
@@ -36,11 +36,11 @@ class Tokenizer:
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         of_special = [str(token.content) for token in added.values() if token.special]
         is_exact = not any(token.special and token.normalized for token in added.values())
-        # Finds any special token in a text as it is. None: text may be changed before tokens are looked for.
+        # Finds any special token in a text. None: the tokenizer may change a text before it looks for tokens.
         self._special_text = re.compile("|".join(map(re.escape, of_special)) or "(?!)") if is_exact else None
         self._token_texts: dict[int, str] = {}
         self.token_bytes = TokenBytes(self._backend)
-        # The class of a model's own tokenizer may have other names by default; it is not loaded here.
+        # A model's own tokenizer class may have other default names, but that class is not loaded here.
         names = pretrained.init_kwargs.get("model_input_names") or ["token_type_ids"]
         self._forms = Forms(self._backend, has_types="token_type_ids" in names)
 
@@ -48,7 +48,7 @@ class Tokenizer:
     def load(cls, path: str, revision: str | None = None) -> Tokenizer:
         """Load from a folder or a hub id; code from the repository never runs.
 
-        Raises InvalidSetup with the reason when there is no tokenizer to load.
+        Raises InvalidSetup with the reason if no tokenizer can be loaded.
         """
         from transformers import PreTrainedTokenizerFast
 
@@ -69,42 +69,42 @@ class Tokenizer:
 
     @property
     def has_tools_in_template(self) -> bool:
-        """Whether the chat template has a place for tools."""
+        """Whether the chat template uses tools."""
         return re.search(r"\btools\b", str(self._pretrained.chat_template)) is not None
 
     def has_in_template(self, text: str) -> bool:
-        """Whether the chat template has this text."""
+        """Return whether the chat template contains this text."""
         return text in str(self._pretrained.chat_template or "")
 
     def special_ids(self, texts: Collection[str]) -> frozenset[int]:
-        """The ids of those of these texts that are special tokens."""
+        """Return the ids of the texts that are special tokens."""
         return frozenset(
             token_id for token_id in self.special_token_ids if self._backend.id_to_token(token_id) in texts
         )
 
     @cached_property
     def added_around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The ids of the special tokens that `add_special_tokens` puts before a text, and of those behind it."""
+        """The ids of the special tokens that `add_special_tokens` puts before a text and after a text."""
         [encoding] = self._backend.encode_batch_fast(["a"], add_special_tokens=True)
         at = [index for index, text in enumerate(encoding.sequence_ids) if text is not None]
         return (tuple(encoding.ids[: at[0]]), tuple(encoding.ids[at[-1] + 1 :])) if at else ((), ())
 
     def special_tokens_in(self, texts: Sequence[str]) -> dict[int, str]:
-        """The special tokens that these texts contain, each with its own text."""
+        """Return the special tokens that occur in these texts: a dict of ids to texts."""
         if self._special_text is not None and not any(map(self._special_text.search, texts)):
-            return {}  # nearly always; to encode a request's stop strings takes longer than all else about them
+            return {}  # nearly always; encoding is the slowest part of preparing a request's stop strings
         found = {token_id for token_ids in self.encode_all(texts) for token_id in token_ids}
         return {token_id: self.token_text(token_id) for token_id in sorted(found & self.special_token_ids)}
 
     def encode(self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None) -> tuple[int, ...]:
-        """Token ids of a text; `add_special_tokens` puts the model's own begin/end tokens around it.
+        """Return the token ids of a text; `add_special_tokens` puts the model's begin and end tokens around the text.
 
-        Raises InvalidRequest when there are more than `max_tokens`: to list millions of ids would hold up all threads.
+        Raises ContextTooLong if the text has more than `max_tokens`: listing millions of ids would block all threads.
         """
-        # The batch call gives the interpreter lock back while it works, the single one does not.
+        # The batch call releases the interpreter lock while it works; the call for a single text does not.
         try:
             [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        except TypeError:  # it cannot be written in UTF-8: a chat template read an escape in a call's arguments
+        except TypeError:  # the text is not valid UTF-8: a chat template decoded an escape in a call's arguments
             raise InvalidRequest(
                 r"the messages have half of a surrogate pair, such as \ud800, which is no character; leave such "
                 "escapes out of the arguments of tool calls",
@@ -117,23 +117,23 @@ class Tokenizer:
         return tuple(encoding.ids)
 
     def encode_all(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
-        """Token ids of each of several short texts, without begin and end tokens."""
+        """Return the token ids of each of several short texts, without begin and end tokens."""
         return [tuple(each.ids) for each in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def texts(self, texts: Sequence[str], *, max_tokens: int | None = None, longest: int = 0) -> EncodedTexts:
-        """Each text with the model's begin and end tokens; see `EncodedTexts`."""
+        """Encode each text with the model's begin and end tokens; see `EncodedTexts`."""
         return EncodedTexts(self._forms, texts, max_tokens=max_tokens, longest=longest)
 
     def pairs(
         self, firsts: Sequence[str], seconds: Sequence[str], *, max_second: int | None = None, longest: int = 0
     ) -> EncodedTexts:
-        """Pairs for a model that reads two texts at once; see `EncodedTexts`."""
+        """Encode pairs for a model that reads two texts at once; see `EncodedTexts`."""
         return EncodedTexts(self._forms, firsts, seconds, max_tokens=max_second, longest=longest)
 
     def count_up_to(self, text: str, max_tokens: int) -> int:
-        """The number of tokens of a text; where there are more than `max_tokens`, some number above it.
+        """Return the number of tokens of a text, or any number above `max_tokens` if the text has more tokens.
 
-        It looks at the text in pieces, the borders of which may add a token each; these do not count.
+        The text is encoded in pieces. A border of pieces may add a token, so one token of each piece is not counted.
         """
         num_tokens = 0
         for start in range(0, len(text), CHARACTERS_AT_ONCE):
@@ -144,7 +144,7 @@ class Tokenizer:
         return num_tokens
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[int, ...]:
-        """Token ids of a conversation as `render_chat` writes it with these options."""
+        """Return the token ids of a conversation that `render_chat` writes with these options."""
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
 
     def render_chat(
@@ -156,14 +156,14 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """A conversation in the model's chat template; `continue_final_message`: it ends within the last message.
+        """Write a conversation with the model's chat template; `continue_final_message`: end within the last message.
 
-        `template_variables` are extra names for the template (`enable_thinking` and the like). Raises InvalidRequest
-        when the model has no chat template or the template refuses the messages.
+        `template_variables` are extra variables of the template, such as `enable_thinking`. Raises InvalidRequest if
+        the model has no chat template or the template refuses the messages.
 
-        What the template has no place for is written as `app.text.chat_messages` says. Templates get the arguments of
-        tool calls as the objects that most of them want, or as the JSON text that they came as where a template cannot
-        take objects. Where a template refuses messages of one role in a row, they are joined.
+        `app.text.chat_messages` adapts parts of a conversation that the template does not support. A template gets the
+        arguments of tool calls as objects, or as the original JSON text if the template cannot take objects. If a
+        template refuses consecutive messages of one role, these messages are joined.
         """
         if not self._pretrained.chat_template:
             raise InvalidRequest("this model has no chat template; use /v1/completions with a prompt", param="messages")
@@ -184,34 +184,34 @@ class Tokenizer:
         for attempt in _forms(whole):
             try:
                 return self._applied(attempt, **variables)
-            except Exception as error:  # a template may raise anything, and what makes it raise is the messages
+            except Exception as error:  # a template may raise any exception, and the cause is in the messages
                 refusal = refusal or error
         raise InvalidRequest(
             f"the model's chat template does not accept these messages: {_brief(refusal)}", param="messages"
         ) from refusal
 
     def _applied(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """What the chat template makes of exactly these messages. Raises whatever the template raises."""
+        """Apply the chat template to exactly these messages. Raises any exception that the template raises."""
         copies = [dict(each) for each in (in_parts(messages) if self._takes_parts else messages)]
         return str(self._pretrained.apply_chat_template(copies, tokenize=False, **options))
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """Whether the chat template takes only lists of parts as contents, as some do that are also for images."""
+        """Whether the chat template takes only lists of parts as contents, as some templates for images do."""
         word = "carousel"
 
         def shows(content: Any) -> bool:
             try:
                 message = {"role": "user", "content": content}
                 return word in str(self._pretrained.apply_chat_template([message], tokenize=False))
-            except Exception:  # a template may raise anything
+            except Exception:  # a template may raise any exception
                 return False
 
         return not shows(word) and shows([{"type": "text", "text": word}])
 
     @cached_property
     def _template_traits(self) -> TemplateTraits:
-        """What the chat template has a place for: names in it, and system messages that it shows in a prompt."""
+        """The traits of the chat template, found by names in its text and by trial prompts with system messages."""
         word = "carousel"
         system, question = {"role": "system", "content": word}, {"role": "user", "content": "Hi"}
         other, answer = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "Hi"}
@@ -221,7 +221,7 @@ class Tokenizer:
         def shows(*messages: Mapping[str, Any]) -> bool:
             try:
                 return word in self._applied(messages)
-            except Exception:  # as above
+            except Exception:  # see `_takes_parts`
                 return False
 
         return TemplateTraits(
@@ -235,27 +235,27 @@ class Tokenizer:
         )
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of the ids; ids that name no token are passed over."""
-        max_decoded_at_once = 1000  # token ids; decoded in a fraction of a millisecond
+        """Return the text of the ids. Unknown ids are skipped."""
+        max_decoded_at_once = 1000  # token ids, which take a fraction of a millisecond
         if len(token_ids) <= max_decoded_at_once:
             return str(self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens))
-        # The batch call gives the interpreter lock back while it works, the single one does not.
+        # The batch call releases the interpreter lock while it works; the call for a single list does not.
         [text] = self._backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return str(text)
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token alone, special or not. Remembered: at most one entry for each token there is."""
+        """Return the text of one token alone, special or not. Texts are remembered for each token of the vocabulary."""
         text = self._token_texts.get(token_id)
         if text is None:
             text = self._token_texts[token_id] = self.decode((token_id,), skip_special_tokens=False)
         return text
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Each token as the vocabulary writes it; "" for ids that name none."""
+        """Return each token as it is written in the vocabulary; "" for unknown ids."""
         return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
 
     def description(self) -> dict[str, Any]:
-        """The special tokens and the chat template, by the names that tokenizer_config.json has for them."""
+        """Return the special tokens and the chat template, with the names of tokenizer_config.json."""
         names = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
         return {
             "tokenizer_class": type(self._pretrained).__name__,
@@ -265,7 +265,7 @@ class Tokenizer:
 
 
 def _template_of_processor(path: str, revision: str | None) -> str | None:
-    """The chat template that processors of images keep in a file of their own; None where there is none.
+    """Return the chat template from the separate file of an image processor, or None if there is no such file.
 
     Raises InvalidSetup if the file cannot be read.
     """
@@ -284,7 +284,7 @@ def _template_of_processor(path: str, revision: str | None) -> str | None:
 
 @cache
 def _reserved_variables() -> frozenset[str]:
-    """Variables of a template that a request may not set: arguments of `apply_chat_template`, and what it sets."""
+    """Return the template variables that a request may not set: `apply_chat_template` takes or sets them itself."""
     from transformers import PreTrainedTokenizerFast
 
     own = {"messages", "conversations", "generation_indices", "return_generation_indices"}
@@ -292,7 +292,7 @@ def _reserved_variables() -> frozenset[str]:
 
 
 def _forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
-    """The messages in the forms that templates are known to take, the most usual one first."""
+    """Yield the messages in the forms that templates are known to take, the most usual form first."""
     joined = joined_turns(messages)
     for each in [messages] if len(joined) == len(messages) else [messages, joined]:
         if any(message.get("tool_calls") for message in each):
@@ -301,7 +301,7 @@ def _forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[s
 
 
 def _with_argument_objects(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The messages with the arguments of their tool calls parsed, where they are JSON objects."""
+    """Return the messages with the arguments of tool calls parsed if the arguments are JSON objects."""
     return [
         {**message, "tool_calls": [_with_argument_object(call) for call in message["tool_calls"]]}
         if message.get("tool_calls")
@@ -320,6 +320,6 @@ def _with_argument_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _brief(error: Exception | None) -> str:
-    """The first line of an error's own words, short enough for one sentence."""
+    """Return the first line of an error's message, at most 200 characters."""
     lines = str(error).strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__

@@ -1,7 +1,7 @@
-"""Which URLs and addresses a message may go to: public ones over https, and the networks that the settings allow.
+"""Decides which URLs and addresses may receive messages: public ones over https, and networks that the settings allow.
 
-A URL is read by one strict rule, so that no other parser finds another host in it. Where its name leads is checked
-where the socket is made.
+A strict pattern parses a URL, so that no other parser can read a different host from it. The address to which a host
+name leads is checked when the socket is made.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from app.errors import InvalidRequest
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-PUBLIC_PORTS = (443, 8443)  # of receivers with public addresses: those of https, behind which no other service listens
+PUBLIC_PORTS = (443, 8443)  # the allowed ports of public receivers: the ports of https, on which only https listens
 MAX_URL_LENGTH = 2048
 
-# IANA's special-purpose IPv4 registry without what is globally reachable; multicast; what was reserved; the address
-# under which Azure answers its own machines.
+# The networks of IANA's special-purpose IPv4 registry that are not globally reachable, multicast, reserved networks,
+# and the address at which Azure serves its own machines.
 _SPECIAL_IPV4 = tuple(
     map(
         ipaddress.IPv4Network,
@@ -32,12 +32,12 @@ _SPECIAL_IPV4 = tuple(
         "168.63.129.16/32".split(),
     )
 )
-# Of IPv6 only the global unicast space, without protocol assignments (Teredo and ORCHID among them), documentation and
-# 6to4. So no address that has an IPv4 address inside is public: neither mapped, nor translated, nor tunnelled.
+# Public IPv6 addresses are those of the global unicast space without protocol assignments (such as Teredo and ORCHID),
+# documentation and 6to4. No address that contains an IPv4 address (mapped, translated or tunnelled) is public.
 _GLOBAL_IPV6 = ipaddress.IPv6Network("2000::/3")
 _SPECIAL_IPV6 = tuple(map(ipaddress.IPv6Network, "2001::/23 2001:db8::/32 2002::/16 3fff::/20".split()))
 
-# No user, no fragment, no backslash, nothing outside ASCII, nothing that is not printed.
+# A URL has no user, no fragment, no backslash, and only printable ASCII characters.
 _URL = re.compile(
     r"(?P<scheme>https?)://(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::(?P<port>[0-9]{1,5}))?"
     r"(?P<target>[/?][A-Za-z0-9._~:/?@!$&'()*+,;=%\[\]-]*)?"
@@ -47,12 +47,12 @@ _NUMBER = re.compile(r"[0-9]+|0[xX][0-9A-Fa-f]*")
 
 
 class ForbiddenAddress(OSError):
-    """Nothing is sent there."""
+    """Messages must not be sent to this address."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WebhookUrl:
-    """The parts of a URL. `host` has no brackets, `target` is path and query."""
+    """The parts of a URL. `host` has no brackets; `target` is the path and the query."""
 
     scheme: str
     host: str
@@ -65,26 +65,26 @@ class WebhookUrl:
 
     @property
     def may_be_public(self) -> bool:
-        """Whether a receiver with a public address may have it."""
+        """Whether a receiver with a public address may have this URL."""
         return self.scheme == "https" and self.port in PUBLIC_PORTS
 
 
 class AddressGate:
-    """Decides where a message may go: to a public address over https, to an allowed network over http too."""
+    """Allows messages to public addresses over https, and to allowed networks over http or https."""
 
     def __init__(self, allowed_networks: Iterable[str], *, is_operators: bool = False) -> None:
-        """`allowed_networks` are those beside the public addresses, as `10.0.0.0/8`.
+        """`allowed_networks` are allowed in addition to the public addresses, such as `10.0.0.0/8`.
 
-        `is_operators`: the receiver is the one of the settings, not of a request; any address that is not public is
-        allowed, too.
+        `is_operators` says that the receiver comes from the settings, not from a request. Every address that is not
+        public is then allowed as well.
         """
         self._allowed: tuple[Network, ...] = tuple(map(ipaddress.ip_network, allowed_networks))
         self._is_operators = is_operators
 
     def check(self, url: WebhookUrl, address: Address | None) -> None:
-        """Raise InvalidRequest when nothing may be sent to a URL, as far as that is known now.
+        """Raise InvalidRequest if it is already known that nothing may be sent to a URL.
 
-        `address` is the URL's own; None where it has a name: a name's addresses may change before a message goes out.
+        `address` is None if the URL has a host name, because its addresses may change before a message is sent.
         """
         if (self._allowed or self._is_operators) and (address is None or self._is_in_allowed_network(address)):
             return
@@ -96,7 +96,7 @@ class AddressGate:
             raise _refused("names an address that is not a public one")
 
     def open_socket(self, url: WebhookUrl, address_info: tuple[Any, ...]) -> socket.socket:
-        """A socket for an entry of `getaddrinfo` for this URL. Raises ForbiddenAddress."""
+        """Open a socket for an entry of `getaddrinfo` for this URL. Raises ForbiddenAddress."""
         family, kind, protocol, _, name = address_info
         address = ipaddress.ip_address(name[0].partition("%")[0])
         if not (url.may_be_public and is_public(address)) and not self._is_in_allowed_network(address):
@@ -110,14 +110,14 @@ class AddressGate:
 
 
 def is_public(address: Address) -> bool:
-    """Whether it is an address of one machine that is reachable from all of the internet."""
+    """Return whether an address belongs to a single machine that is reachable from the whole internet."""
     if isinstance(address, ipaddress.IPv4Address):
         return not any(address in network for network in _SPECIAL_IPV4)
     return address in _GLOBAL_IPV6 and not any(address in network for network in _SPECIAL_IPV6)
 
 
 def parse_url(url: str, gate: AddressGate) -> WebhookUrl:
-    """The parts of a URL. Raises InvalidRequest for one that nothing may be sent to, as far as that is known now."""
+    """Return the parts of a URL. Raises InvalidRequest if it is already known that nothing may be sent to the URL."""
     match = _URL.fullmatch(url) if len(url) <= MAX_URL_LENGTH else None
     if match is None:
         raise _refused(
@@ -138,7 +138,7 @@ def parse_url(url: str, gate: AddressGate) -> WebhookUrl:
 
 
 def _address(host: str) -> Address | None:
-    """The address that a host is, None for a name. Numbers in any other than the usual form are neither."""
+    """Return the address of a host, or None for a name. Raises InvalidRequest if it is neither, such as `0x7f.1`."""
     labels = host.split(".")
     if ":" not in host and not _NUMBER.fullmatch(labels[-1]):
         if len(host) > 253 or not all(map(_LABEL.fullmatch, labels)):
@@ -152,5 +152,5 @@ def _address(host: str) -> Address | None:
 
 def _refused(reason: str) -> InvalidRequest:
     param = "webhook.url"
-    # Never with the URL itself: what follows its host may be meant for the receiver only.
+    # The message never has the URL, because the part after the host may be secret.
     return InvalidRequest(f"{param} {reason}", param=param)

@@ -1,4 +1,4 @@
-"""Sends one message to its receiver: one request to one checked address, no redirects, bounded in time and size."""
+"""Sends a message to its receiver, in one request to a checked address, without redirects, limited in time and size."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from app.webhooks.addresses import AddressGate, ForbiddenAddress, WebhookUrl, pa
 from app.webhooks.receiver import WebhookReceiver
 from app.webhooks.signature import SigningKey
 
-# (host, port) → entries of `getaddrinfo`. Blocks.
+# Returns the entries of `getaddrinfo` for a host and a port. Blocks.
 LookUp = Callable[[str, int], Sequence[tuple[Any, ...]]]
 
-TIMEOUT_S = 10.0  # of an attempt: receivers answer first and work then, as Standard Webhooks asks
+TIMEOUT_S = 10.0  # for one attempt: Standard Webhooks asks receivers to answer before they do any work
 _look_up_streams: LookUp = partial(socket.getaddrinfo, type=socket.SOCK_STREAM)
 
 
@@ -36,13 +36,13 @@ class WebhookMessage:
     id: str
     batch_id: str
     owner: str
-    receiver: WebhookReceiver | None  # None: the default of the settings
-    event: str  # as `batch.completed`
-    ended_at: int  # when the batch did, in seconds since 1970
-    num_attempts: int = 0  # the one that is made now included
+    receiver: WebhookReceiver | None  # None: the default receiver of the settings
+    event: str  # such as `batch.completed`
+    ended_at: int  # the end of the batch, in seconds since 1970
+    num_attempts: int = 0  # includes the current attempt
 
     def body(self) -> bytes:
-        """As OpenAI's events are."""
+        """Return the message in the format of OpenAI's events."""
         event = {
             "id": self.id,
             "object": "event",
@@ -54,16 +54,16 @@ class WebhookMessage:
 
 
 class DeliveryFailed(Exception):
-    """The message did not arrive, as far as is known. `is_final`: another attempt would be of no use."""
+    """The message probably did not arrive. `is_final` says that another attempt would fail as well."""
 
     def __init__(self, reason: str, *, is_final: bool = False) -> None:
         super().__init__(reason)
-        self.reason = reason  # tells nothing of the URL or of what its host said
+        self.reason = reason  # reveals neither the URL nor the response of the host
         self.is_final = is_final
 
 
 class WebhookClient:
-    """Sends messages. Needs a running loop only while it does."""
+    """Sends messages. Needs a running event loop only for `deliver`."""
 
     def __init__(
         self,
@@ -73,30 +73,30 @@ class WebhookClient:
         look_up: LookUp = _look_up_streams,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`allowed_networks` as in the settings. An attempt may take `timeout_s`.
+        """`allowed_networks` are those of the settings. An attempt may take at most `timeout_s` seconds.
 
-        `tls` checks certificates against the host's name; by default by the system's authorities.
+        `tls` checks the certificate and the name of the host. The default context trusts the system's authorities.
         """
         self.timeout_s = timeout_s
         self._gate = AddressGate(allowed_networks)
         self._operators_gate = AddressGate(allowed_networks, is_operators=True)
         self._tls = tls or ssl.create_default_context()
         self._look_up = look_up
-        # Of their own, and as many as there are attempts in the time that the system gives a name server: one that is
-        # slow on purpose holds up no other message.
+        # Separate threads, enough for all attempts that begin while the system waits for a name server. A name server
+        # that is slow on purpose therefore delays no other message.
         num_look_up_threads = 64
         self._threads = ThreadPoolExecutor(num_look_up_threads, thread_name_prefix="webhook-names")
 
     def check(self, receiver: WebhookReceiver) -> None:
-        """Raise InvalidRequest for a URL that nothing may be sent to, or a secret that is none."""
+        """Raise InvalidRequest if nothing may be sent to the URL or the secret is invalid."""
         parse_url(receiver.url, self._gate)
         SigningKey.parse(receiver.secret)
 
     async def deliver(self, message: WebhookMessage, receiver: WebhookReceiver, now: float) -> None:
-        """Send it once, signed for this moment (seconds since 1970). Raises DeliveryFailed."""
+        """Send a message once, signed with the time `now` (in seconds since 1970). Raises DeliveryFailed."""
         gate = self._operators_gate if message.receiver is None else self._gate
         try:
-            # Again, for what is allowed may have changed since it was asked for.
+            # Check again, because the allowed networks may have changed since the batch was created.
             url = parse_url(receiver.url, gate)
             key = SigningKey.parse(receiver.secret)
         except InvalidRequest as error:
@@ -118,11 +118,11 @@ class WebhookClient:
                     URL(str(url), encoded=True), headers=headers, data=body, allow_redirects=False
                 ) as response,
             ):
-                return response.status  # nothing of what follows is read: the connection is closed
+                return response.status  # closes the connection without reading the body
         except TimeoutError:
             raise DeliveryFailed(f"no answer within {self.timeout_s:g} s") from None
         except aiohttp.ClientConnectorCertificateError:
-            raise DeliveryFailed("the certificate is not one for this host") from None
+            raise DeliveryFailed("the certificate is not valid for this host") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise DeliveryFailed(_reason(error)) from None
 
@@ -139,16 +139,16 @@ class WebhookClient:
             timeout=aiohttp.ClientTimeout(total=self.timeout_s),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
-            trust_env=False,  # no proxy that would look the name up again
+            trust_env=False,  # no proxy, which would look up the name again
         )
 
     def close(self) -> None:
-        """Give its threads back; a look-up that is under way is not waited for."""
+        """Stop the threads without waiting for look-ups in progress."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class _Names(AbstractResolver):
-    """Names looked up in threads of the client's."""
+    """Looks up names in the client's threads."""
 
     def __init__(self, look_up: LookUp, threads: ThreadPoolExecutor) -> None:
         self._look_up = look_up
@@ -157,7 +157,7 @@ class _Names(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        """All stream addresses of a host. Raises OSError when it has none."""
+        """Return all stream addresses of a host. Raises OSError if the host has none."""
         found = await asyncio.get_running_loop().run_in_executor(self._threads, self._look_up, host, port)
         return [
             ResolveResult(
@@ -172,7 +172,7 @@ class _Names(AbstractResolver):
         ]
 
     async def close(self) -> None:
-        """The threads are the client's."""
+        """Do nothing, because the client owns the threads."""
 
 
 def _reason(error: BaseException) -> str:

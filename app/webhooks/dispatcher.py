@@ -1,4 +1,4 @@
-"""Sends the messages of ended batches until they arrive or are given up, from where a crash has left them."""
+"""Sends the messages of ended batches until they arrive or are given up, and resumes after a crash."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetrySchedule:
-    """When a failed attempt is made again. A service has no reason to change it; tests have shorter pauses."""
+    """When failed attempts are repeated. A service has no reason to change the times; tests use shorter pauses."""
 
-    first_pause_s: float = 5.0  # a receiver that is just restarted is back by then
-    max_pause_s: float = 3600.0  # a receiver that was down for long has its messages within an hour
-    give_up_after_s: float = 86_400.0  # a day, as long as a batch may take
+    first_pause_s: float = 5.0  # long enough for a receiver to restart
+    max_pause_s: float = 3600.0  # a receiver that was down for long gets its messages within an hour
+    give_up_after_s: float = 86_400.0  # a day, the same time that a batch may take
 
     def pause_s(self, num_attempts: int, rng: random.Random) -> float:
-        """Seconds after so many failed attempts: twice as long each time, up to a bound.
+        """Return the pause after `num_attempts` failed attempts, in seconds. The pause doubles up to `max_pause_s`.
 
-        Between half of the whole pause and all of it, so that messages that failed together do not stay together.
+        The pause is a random part between half and all of that, so that messages that failed together are spread.
         """
         whole = min(self.first_pause_s * 2.0 ** min(num_attempts - 1, 64), self.max_pause_s)
         return whole * rng.uniform(0.5, 1.0)
 
 
 class WebhookDispatcher:
-    """Looks for what is due when a batch ends and when a pause is over."""
+    """Sends messages that are due when a batch ends or a pause is over."""
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class WebhookDispatcher:
         clock: Callable[[], float],
         rng: random.Random,
     ) -> None:
-        """`outbox` is used in `thread` only; `config` has the default receiver; `clock` gives seconds since 1970.
+        """`outbox` is used in `thread` only. `config` has the default receiver. `clock` returns seconds since 1970.
 
-        `rng` spreads the attempts.
+        `rng` spreads the attempts over time.
         """
         self._outbox = outbox
         self._thread = thread
@@ -63,14 +63,14 @@ class WebhookDispatcher:
         self._rng = rng
         self._woken = asyncio.Event()
         self._being_sent: Counter[str] = Counter()  # messages by owner
-        self.num_attempts = self.num_delivered = self.num_given_up = 0  # of this process
+        self.num_attempts = self.num_delivered = self.num_given_up = 0  # counts of this process
 
     def wake(self) -> None:
-        """There may be something to send."""
+        """Check now whether a message is due."""
         self._woken.set()
 
     async def work(self) -> None:
-        """Send what there is to send, for ever."""
+        """Send messages as they become due. Runs until cancelled."""
         async with asyncio.TaskGroup() as group:
             while True:
                 self._woken.clear()
@@ -84,7 +84,7 @@ class WebhookDispatcher:
                         await self._woken.wait()
 
     async def _send_due(self, group: asyncio.TaskGroup) -> float:
-        """Begin to send what is due; seconds until more can be."""
+        """Start sending the messages that are due. Returns the seconds to wait before the next call."""
         max_at_once = 16
         room = max_at_once - self._being_sent.total()
         max_sleep_s = 60.0
@@ -94,7 +94,7 @@ class WebhookDispatcher:
         due_at = await self._thread.run(self._outbox.next_due_at)
         if due_at is None or due_at > now:
             return max_sleep_s if due_at is None else min(due_at - now, max_sleep_s)
-        lease_s = 5.0  # beyond the time of an attempt, for booking it
+        lease_s = 5.0  # time to store the outcome after the longest attempt
         until = now + self._client.timeout_s + lease_s
         for message in await self._thread.run(self._outbox.take, now, until, room, dict(self._being_sent)):
             self._being_sent[message.owner] += 1
@@ -104,7 +104,7 @@ class WebhookDispatcher:
     async def _send(self, message: WebhookMessage) -> None:
         try:
             await self._attempt(message)
-        except STORAGE_FAILURES as error:  # it comes again when its time as taken is over
+        except STORAGE_FAILURES as error:  # the message becomes due again when its lease is over
             logger.error("webhook %s of %s: the storage failed: %s", message.id, message.batch_id, described(error))
         finally:
             self._being_sent -= Counter([message.owner])
@@ -129,7 +129,7 @@ class WebhookDispatcher:
         pause = self._retries.pause_s(message.num_attempts, self._rng)
         next_at = self._clock() + pause
         is_late = next_at > message.ended_at + self._retries.give_up_after_s
-        max_attempts = 1000  # those that a crash cut short included
+        max_attempts = 1000  # includes attempts that a crash has interrupted
         if failure.is_final or is_late or message.num_attempts >= max_attempts:
             logger.warning("webhook %s of %s: given up: %s", message.id, message.batch_id, failure.reason)
             self.num_given_up += 1

@@ -1,4 +1,4 @@
-"""The messages about the ends of batches, in the catalog's database: kept from the batch's beginning on."""
+"""The messages about the ends of batches, in the catalog's database. A message is stored when its batch is created."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CREATE INDEX IF NOT EXISTS messages_by_due_at ON messages (due_at);
 
 
 class DeliveryState(StrEnum):
-    """`waiting` for the batch's end → `pending` → `delivered` | `given_up`."""
+    """The state of a message: `waiting` until the batch ends, then `pending`, then `delivered` or `given_up`."""
 
     WAITING = "waiting"
     PENDING = "pending"
@@ -29,15 +29,15 @@ class DeliveryState(StrEnum):
 
 
 class WebhookOutbox:
-    """The table. Changes that belong to a batch's are made in the transaction that is open."""
+    """The table of messages. `add` and `batch_ended` are parts of the transaction that changes the batch."""
 
     def __init__(self, connection: sqlite3.Connection, transaction: Callable[[], AbstractContextManager[None]]) -> None:
-        """`transaction` begins one of the catalog's, which raises OSError where this process may not write."""
+        """`transaction` begins a transaction of the catalog and raises OSError if this process may not write."""
         self._connection = connection
         self._transaction = transaction
 
     def add(self, batch_id: str, receiver: WebhookReceiver | None) -> None:
-        """For a new batch; to the default receiver where none is named. Part of a transaction."""
+        """Add the message of a new batch to `receiver` (None: the default receiver). Part of a transaction."""
         url, secret = (receiver.url, receiver.secret) if receiver else (None, None)
         self._connection.execute(
             "INSERT INTO messages (batch_id, id, url, secret, state, num_attempts) VALUES (?, ?, ?, ?, ?, 0)",
@@ -45,17 +45,17 @@ class WebhookOutbox:
         )
 
     def batch_ended(self, batch_id: str, status: str, at: int) -> None:
-        """From now on its message, if there is one, is to be sent. Part of a transaction."""
+        """Make the message of a batch due, if the batch has a message. Part of a transaction."""
         self._connection.execute(
             "UPDATE messages SET state = ?, event = ?, ended_at = ?, due_at = ? WHERE batch_id = ? AND state = ?",
             (DeliveryState.PENDING.value, f"batch.{status}", at, at, batch_id, DeliveryState.WAITING.value),
         )
 
     def take(self, now: float, until: float, limit: int, being_sent: Mapping[str, int]) -> list[WebhookMessage]:
-        """The messages that are due, each as one more attempt; due again at `until`. A transaction of its own.
+        """Return at most `limit` due messages, count an attempt for each, and make them due again at `until`.
 
-        Owners with the fewest messages in `being_sent` go first, so that none waits behind all the messages of another.
-        An attempt counts before it is made: one that dies with the process is made again, but not for ever.
+        Owners with the fewest messages in `being_sent` go first, so that no owner waits behind all messages of another.
+        Attempts are counted in advance: attempts that die with the process are repeated, but not forever.
         """
         with self._transaction():
             due = self._connection.execute(
@@ -75,25 +75,25 @@ class WebhookOutbox:
         return [_message(row, owners[row["batch_id"]]) for row in rows]
 
     def num_pending(self) -> int:
-        """Messages that are to be sent, now or later."""
+        """Return the number of messages of ended batches that are still to be sent, now or later."""
         query = "SELECT count(*) FROM messages WHERE state = ?"
         [number] = self._connection.execute(query, (DeliveryState.PENDING.value,)).fetchone()
         return int(number)
 
     def next_due_at(self) -> float | None:
-        """When there is something to do again."""
+        """Return when the next message is due, or None if no message waits to be sent."""
         [due_at] = self._connection.execute("SELECT min(due_at) FROM messages").fetchone()
         return None if due_at is None else float(due_at)
 
     def put_off(self, message: WebhookMessage, until: float, reason: str) -> None:
-        """An attempt has failed; there is another one at `until`."""
+        """Schedule another attempt at `until`, after one has failed for this reason."""
         with self._transaction():
             self._connection.execute(
                 "UPDATE messages SET due_at = ?, reason = ? WHERE batch_id = ?", (until, reason, message.batch_id)
             )
 
     def end(self, message: WebhookMessage, state: DeliveryState, reason: str | None = None) -> None:
-        """No more attempts. What was for the receiver only is forgotten."""
+        """End the attempts for a message, and delete its URL and secret."""
         with self._transaction():
             self._connection.execute(
                 "UPDATE messages SET state = ?, reason = ?, due_at = NULL, url = NULL, secret = NULL "
@@ -102,7 +102,7 @@ class WebhookOutbox:
             )
 
     def shown(self, batch_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """What clients see of their batches' messages, by batch."""
+        """Return the `webhook` objects that clients see, by batch id."""
         query = (
             f"SELECT batch_id, id, state, num_attempts, reason FROM messages WHERE batch_id IN ({_marks(batch_ids)})"
         )

@@ -1,4 +1,4 @@
-"""Receivers of messages: the one that a batch names, or the default of the settings."""
+"""Receivers of messages: the receiver that a batch names, or the default receiver of the settings."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from app.webhooks.signature import SigningKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WebhookReceiver:
-    """Where messages go, and the secret that signs them."""
+    """The URL that receives messages, and the secret that signs the messages."""
 
     url: str = field(repr=False)
     secret: str = field(repr=False)
 
 
 def default_receiver(config: WebhooksConfig) -> WebhookReceiver | None:
-    """The receiver of the settings, if there is one. Its secret is read anew: the file may have changed.
+    """Return the receiver of the settings, or None. Reads the secret's file at each call, as the file may change.
 
-    Raises OSError or ValueError when it cannot be read.
+    Raises OSError or ValueError if the file cannot be read.
     """
     if config.url is None:
         return None
@@ -32,7 +32,7 @@ def default_receiver(config: WebhooksConfig) -> WebhookReceiver | None:
 
 
 def check_default(config: WebhooksConfig) -> None:
-    """Raise InvalidSetup, with the setting, when nothing could be sent to the default receiver."""
+    """Raise InvalidSetup, which names the setting, if nothing can be sent to the default receiver."""
     try:
         receiver = default_receiver(config)
         if receiver is not None:

@@ -1,4 +1,4 @@
-"""Signatures as Standard Webhooks has them (version 1, HMAC-SHA256), which OpenAI's clients verify."""
+"""Signatures of Standard Webhooks (version 1, HMAC-SHA256), which OpenAI's clients can verify."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ MIN_SECRET_BYTES, MAX_SECRET_BYTES = 24, 64  # as the specification recommends
 
 @dataclass(frozen=True, slots=True)
 class SigningKey:
-    """What is shared with one receiver."""
+    """The key that is shared with one receiver."""
 
     _key: bytes = field(repr=False)
 
     @classmethod
     def parse(cls, secret: str) -> SigningKey:
-        """From `whsec_` and base64. Raises InvalidRequest, never with what was given."""
+        """Parse a secret: `whsec_` and base64. Raises InvalidRequest, with a message that never has the secret."""
         prefix = "whsec_"
         try:
             key = base64.b64decode(secret.removeprefix(prefix), validate=True)
@@ -36,7 +36,7 @@ class SigningKey:
         return cls(key)
 
     def headers(self, message_id: str, timestamp: int, body: bytes) -> dict[str, str]:
-        """The three headers of a message that goes out at `timestamp`, in seconds since 1970."""
+        """Return the three headers of a message that is sent at `timestamp`, in seconds since 1970."""
         signed = f"{message_id}.{timestamp}.".encode() + body
         digest = hmac.new(self._key, signed, hashlib.sha256).digest()
         return {

@@ -1,1 +1,1 @@
-"""The reliability table: faults made on purpose in the real service, and what its clients saw of them."""
+"""The reliability table: deliberate faults in the real service, and their effects on clients."""

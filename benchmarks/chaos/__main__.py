@@ -1,15 +1,15 @@
-"""Faults made on purpose, and what clients saw: the reliability table, one JSON line a row.
+"""Injects faults and records their effects on clients: the reliability table, one JSON line per row.
 
     python -m benchmarks.chaos R1 R4 --runs 50 --streams 64 --json reliability.jsonl
 
-Each row starts the service as `make serve` does, with replicas that compute by a cost model, drives it over HTTP and
-makes its fault. Answers are compared with those to the same requests when nothing was wrong. Progress goes to stderr.
-Without ROW: all rows, one after the other. R14 kills and stops processes of every kind at random for `--minutes`: which
-one when is in `strikes`, what came of the streams in `outcomes` (those that are cut with an ingress or HAProxy are
-expected), what has not come back in `missing`. R8 and `node` have hosts in a network of their own, for which one has to
-be root on Linux; elsewhere they say that they are skipped, and why.
+Each row starts the service as `make serve` does, with simulated replicas that follow a cost model, sends HTTP requests
+and injects its fault. Answers are compared with the answers to the same requests without a fault. Progress goes to
+stderr. Without ROW, all rows run one after the other. R14 kills and stops processes of every kind at random for
+`--minutes`: `strikes` lists the process and the time of each fault, `outcomes` counts the results of the streams
+(`cut` is expected after a fault of an ingress or HAProxy), and `missing` lists parts that did not recover. R8 and
+`node` need root on Linux for hosts in a private network; elsewhere these rows are skipped, and the line says why.
 
-Exits with 1 when a stream was wrong or hung, something was still held at the end, or the service did not come back.
+Exits with 1 if a stream was wrong or hung, if the service still held resources at the end, or if it did not recover.
 """
 
 from __future__ import annotations
@@ -104,16 +104,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("chaos", __doc__)
-    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}")
-    parser.add_argument("--runs", type=positive, default=5, metavar="N", help="faults in a row that repeats them")
-    parser.add_argument("--streams", type=positive, default=64, metavar="N", help="clients at once")
-    parser.add_argument("--minutes", type=float, default=10.0, metavar="N", help="of R14")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="another one: other moments, other victims")
-    parser.add_argument("--model", default=MODEL, metavar="DIR", help="with its tokenizer and weights")
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"rows to run, from {', '.join(ROWS)}")
+    parser.add_argument("--runs", type=positive, default=5, metavar="N", help="number of faults in a row with repeats")
+    parser.add_argument("--streams", type=positive, default=64, metavar="N", help="number of concurrent clients")
+    parser.add_argument("--minutes", type=float, default=10.0, metavar="N", help="duration of R14")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="decides the times and victims of the faults")
+    parser.add_argument("--model", default=MODEL, metavar="DIR", help="folder with a tokenizer and weights")
     parser.add_argument(
-        "--state-slots", type=int, default=0, metavar="N", help="of simulated replicas, as with recurrent layers"
+        "--state-slots", type=int, default=0, metavar="N", help="state slots of simulated replicas (recurrent layers)"
     )
-    parser.add_argument("--json", metavar="FILE", help="write the lines there too, with all samples")
+    parser.add_argument("--json", metavar="FILE", help="also write the lines to this file, with all samples")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Row R14: any process of a service, killed or stopped for some seconds, at random for minutes."""
+"""Row R14: kills processes of every kind, or stops them for some seconds, at random for several minutes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from benchmarks.chaos.verdict import judged, outcomes
 from benchmarks.harness.command import BenchmarkError, tell
 from benchmarks.harness.service import got
 
-# Ray's own (GCS, raylet), the driver and the launcher are not among them: with one of those the whole service ends, and
-# starts anew (row R7), by what restarts the launcher if need be.
+# Ray's own processes (GCS, raylet), the driver and the launcher are left out: when one of them ends, the whole service
+# ends and restarts (row R7). The launcher itself needs a supervisor that restarts it.
 KINDS: dict[str, Callable[[Stage], list[int]]] = {
     "replica": Stage.replicas,
     "ingress": Stage.ingresses,
@@ -31,18 +31,18 @@ KINDS: dict[str, Callable[[Stage], list[int]]] = {
     "actor of HAProxy": lambda running: running.named("ray::HAProxyManager"),
     "fallback proxy": lambda running: running.named("ray::ProxyActor"),
 }
-_QUIET_S = (2.0, 8.0)  # from one strike to the next, whether or not the service is whole again
+_QUIET_S = (2.0, 8.0)  # seconds between two strikes, even if the service has not recovered
 _STOPPED_S = (1.0, 10.0)
 _COMES_BACK_S = 180.0
 
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """One process of a kind is to be killed, or stopped for some seconds."""
+    """A planned fault: one process of a kind is killed, or stopped for some seconds."""
 
-    after_s: float  # the one before
+    after_s: float  # seconds after the previous strike
     kind: str
-    stopped_s: float | None  # None: killed
+    stopped_s: float | None  # None: the process is killed
 
     @property
     def how(self) -> str:
@@ -50,7 +50,7 @@ class Strike:
 
 
 def strikes(source: random.Random) -> Iterator[Strike]:
-    """Without end."""
+    """Yield random strikes without end."""
     while True:
         stopped_s = source.uniform(*_STOPPED_S) if source.random() < 0.5 else None
         yield Strike(source.uniform(*_QUIET_S), source.choice(list(KINDS)), stopped_s)
@@ -58,7 +58,7 @@ def strikes(source: random.Random) -> Iterator[Strike]:
 
 @dataclass(slots=True)
 class _Havoc:
-    """Strikes, one after another; those that stop a process end while others begin."""
+    """Makes strikes one after another. A process may still be stopped when the next strike begins."""
 
     running: Stage
     source: random.Random
@@ -66,7 +66,7 @@ class _Havoc:
     num_made: Counter[str] = field(default_factory=Counter)
 
     async def go_on(self, seconds: float) -> None:
-        """For so long; then all that were stopped go on."""
+        """Make strikes for `seconds`; return once all stopped processes have been resumed."""
         began_s = time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
             for strike in strikes(self.source):
@@ -79,7 +79,7 @@ class _Havoc:
                     tasks.create_task(self._make(strike, self.source.choice(pids), at_s))
 
     async def _make(self, strike: Strike, pid: int, at_s: float) -> None:
-        with suppress(ProcessLookupError):  # it has ended by itself, or by the next strike
+        with suppress(ProcessLookupError):  # the process has ended by itself or by a later strike
             os.kill(pid, signal.SIGKILL if strike.stopped_s is None else signal.SIGSTOP)
             self.made.append(f"{at_s:.1f} s: {strike.how}: {strike.kind} {pid}")
             self.num_made[f"{strike.how.split()[0]} {strike.kind}"] += 1
@@ -117,18 +117,18 @@ async def strike_at_random(size: Size) -> list[dict[str, Any]]:
 
 
 def numbers(running: Stage) -> dict[str, int]:
-    """How many processes there are of each kind."""
+    """Return the number of processes of each kind."""
     return {kind: len(found(running)) for kind, found in KINDS.items()}
 
 
 async def _missing_at_last(running: Stage, before: Mapping[str, int]) -> list[str]:
-    """What of the service does not come back: empty as soon as all is there and answers."""
+    """Wait for the service to recover; return the parts that do not. Returns early when nothing is missing."""
     deadline = time.perf_counter() + _COMES_BACK_S
     while time.perf_counter() < deadline:
         missing = await _missing(running, before)
         if not missing:
             break
-        await asyncio.sleep(0.5)  # no event announces it
+        await asyncio.sleep(0.5)  # no event announces the recovery
     return missing
 
 

@@ -1,4 +1,4 @@
-"""Rows C1 and C7: clients that go away, and clients that are killed."""
+"""Rows C1 and C7: clients that disconnect, and clients that are killed."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from benchmarks.harness.processes import clients_of, cpu_between
 
 _TIMEOUT_S = 30.0
 _KILLED_WITHIN_S = 6.0
-_PATIENCE_S = 2.0  # after which a request that still runs is left over
+_PATIENCE_S = 2.0  # seconds until a request that still runs counts as left over
 _WATCHED_S = 2.0
-_BUSY = 0.1  # of a core, by a proxy without clients
+_BUSY = 0.1  # share of a core; a proxy without clients that uses more counts as busy
 
 Row = dict[str, Any]
 
 
 async def disconnect_at_each_phase(size: Size) -> list[Row]:
-    """C1: one client closes its connection; how long until the replica holds nothing of it.
+    """C1: one client closes its connection. Measures the time until the replica holds nothing for this client.
 
-    Seen through /metrics, asked again and again: what a question takes is in the figures.
+    The time comes from polls of /metrics, so it includes the duration of a poll.
     """
     plain = application(num_replicas=1, step_ms=20, end_probability=0, max_running=1)
     slow = application(num_replicas=1, step_ms=400, end_probability=0)
@@ -49,8 +49,8 @@ async def disconnect_at_each_phase(size: Size) -> list[Row]:
 
 
 async def kill_clients(size: Size) -> list[Row]:
-    """C7: kill -9 clients of every kind at random moments. Measured are the time until nothing is computed for them,
-    and the connections and the CPU time of HAProxy after that.
+    """C7: kill -9 clients of every kind at random moments. Measures the time until the service computes nothing for
+    these clients, and then the connections and the CPU time of HAProxy.
     """
     plain = application(num_replicas=1, step_ms=20, end_probability=0, max_running=size.streams)
     with stage(plain) as running:
@@ -67,8 +67,8 @@ async def kill_clients(size: Size) -> list[Row]:
 
 
 def _kill_all(running: Stage, number: int, source: random.Random) -> tuple[float, dict[str, int]]:
-    """Start clients and kill each at its moment. Returns the milliseconds until the service was free, and counts of the
-    requests, connections and busy proxies that are left.
+    """Start clients and kill each one at a random moment. Return the milliseconds until the service was free, and
+    counts of the left-over requests, connections and busy proxies.
     """
     with _doomed(running, number) as pids:
         started_s = time.perf_counter()
@@ -93,7 +93,7 @@ def _kill_all(running: Stage, number: int, source: random.Random) -> tuple[float
 
 @contextmanager
 def _doomed(running: Stage, number: int) -> Iterator[list[int]]:
-    """The pids of so many clients that have all been started. See `benchmarks.chaos.doomed`."""
+    """Start `number` clients and yield their pids. See `benchmarks.chaos.doomed`."""
     target = running.target
     command = [sys.executable, "-m", "benchmarks.chaos.doomed", target.host, str(target.port), MODEL_NAME, str(number)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
@@ -131,7 +131,7 @@ async def _leaving_the_queue(running: Stage, runs: int) -> Row:
     for _ in range(runs):
         (staying, served), (leaving, _) = _client(running, first), _client(running, second)
         await moment(partial(_has_tokens(1), served))
-        while (await _held(running))[1] < 1:  # the second waits
+        while (await _held(running))[1] < 1:  # until the second request is queued
             continue
         freed_ms.append(await _freed_after_ms(running, leaving, num_left=1))
         await _freed_after_ms(running, staying, num_left=0)

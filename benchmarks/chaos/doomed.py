@@ -1,7 +1,7 @@
-"""Clients in processes of their own, to be killed: `python -m benchmarks.chaos.doomed HOST PORT MODEL NUMBER`.
+"""Runs clients in separate processes, to be killed: `python -m benchmarks.chaos.doomed HOST PORT MODEL NUMBER`.
 
-Each is a fork of a small process, so that hundreds of them fit a machine. Their pids are printed, one a line. They stay
-the clients' own until this process ends, which it does when its input ends.
+Each client is a fork of this small process, so hundreds of clients fit on a machine. The pids are printed, one per
+line. No pid is reused until this process ends, which happens at the end of its input.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 
 from benchmarks.harness.http_call import Target
 
-_NUM_TOKENS = 1500  # an answer ends long after its client
-_PADDING = b" " * 20_000  # more than a buffer of HAProxy
+_NUM_TOKENS = 1500  # enough that an answer would outlast its client
+_PADDING = b" " * 20_000  # larger than a buffer of HAProxy
 
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """The bytes of requests, on a connection that is kept."""
+    """The bytes of requests on a keep-alive connection."""
 
-    stream: bytes
-    whole: bytes  # an answer that is not streamed
-    long: bytes  # the same, with a body that a proxy does not hold at once
+    stream: bytes  # asks for a stream
+    whole: bytes  # asks for an answer without streaming
+    long: bytes  # as `whole`, with a body that is too large for one buffer of the proxy
 
 
 def _reads(connection: socket.socket, requests: Requests) -> None:
@@ -89,7 +89,7 @@ KINDS: dict[str, Callable[[socket.socket, Requests], None]] = {
 
 
 def requests_to(target: Target, model: str, seed: int) -> Requests:
-    """The requests of one client. The seed makes them differ from those of others."""
+    """Return the requests of one client. Each client has its own seed, so that requests differ between clients."""
     body: dict[str, Any] = {"model": model, "prompt": [5, 6, 7], "seed": seed}
     body |= {"max_tokens": _NUM_TOKENS, "ignore_eos": True}
     bodies = (body | {"stream": True}, body, json.dumps(body).encode() + _PADDING)
@@ -97,7 +97,7 @@ def requests_to(target: Target, model: str, seed: int) -> Requests:
 
 
 def _live(kind: str, target: Target, requests: Requests) -> None:
-    """One client, until it is killed."""
+    """Run one client until the client is killed."""
     try:
         with socket.create_connection((target.host, target.port)) as connection:
             KINDS[kind](connection, requests)

@@ -1,4 +1,4 @@
-"""Rows R1 to R12: processes that are killed or stopped, and a network that loses packets, while streams run."""
+"""Rows R1 to R12: kills and stops processes, or loses network packets, while streams run."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from benchmarks.harness.answer import Answer
 from benchmarks.harness.command import tell
 from benchmarks.harness.random_adapter import projections_in, save_random_adapter
 
-LASTS_S = 8.0  # a replica that is stopped, a network that loses packets
-_HANGS_S = 30.0  # Ray's head
-_QUIET_S = (1.0, 2.0)  # between the moment when all are there again and the next fault
+LASTS_S = 8.0  # duration of a fault that ends: a stopped replica, a network that loses packets
+_HANGS_S = 30.0  # duration of a stop of Ray's head
+_QUIET_S = (1.0, 2.0)  # range of the pause between the recovery and the next fault
 _QUIET_AFTER_KILL_S = (0.5, 2.5)
-_AFTER_S = 8.0  # of traffic once a killed process of Serve is there again
-_MAX_RESTARTS = 3  # of the launcher within ten minutes
-_CRASH_TOKEN = 0  # a special token: no replica draws it, no other prompt has it
-_NUM_ALIKE = 12  # tokens
-_WITH_WEIGHTS = (100, 400)  # tokens of an answer
-_STEP_TIMEOUT_S = 4.0  # of ranks
+_AFTER_S = 8.0  # duration of the traffic after a killed process of Serve is replaced
+_MAX_RESTARTS = 3  # maximum restarts by the launcher within ten minutes
+_CRASH_TOKEN = 0  # a special token that no replica samples and no other prompt contains
+_NUM_ALIKE = 12  # output tokens of every request of R3
+_WITH_WEIGHTS = (100, 400)  # range of output tokens with real weights
+_STEP_TIMEOUT_S = 4.0  # `step_timeout_s` of replicas with several ranks
 _NUM_ADAPTERS = 4
 _RANKING = "ranked"
 _PIPELINES: list[dict[str, Any]] = [
@@ -55,33 +55,33 @@ _PIPELINES: list[dict[str, Any]] = [
 
 Row = dict[str, Any]
 Mend = Callable[[], None]
-Strike = Callable[[], Mend | None]  # makes a fault; returns what ends it, where it lasts
+Strike = Callable[[], Mend | None]  # makes a fault; returns the function that ends a lasting fault, else None
 Choose = Callable[[Stage, random.Random], Strike]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A fault that is made again and again under traffic, each time when the service is whole again."""
+    """A fault that is made repeatedly under traffic. Each repetition starts after the service has recovered."""
 
     row: str
     text: str
-    choose: Choose  # the process or the host that it hits; called in a thread, since it may wait
+    choose: Choose  # chooses the process or host to hit; runs in a thread, because it may block
     quiet_s: tuple[float, float] = _QUIET_S
-    source: str = ""  # names its random numbers; default: row and text
-    recovery: str = "recovery_s"  # from the fault, or from its end, until all replicas answer
-    replaced: Callable[[Stage], list[int]] | None = None  # another of these processes is awaited first
-    lasts_s: float = LASTS_S  # where it is ended
-    after_s: float = 0.0  # of traffic once the service is whole
+    source: str = ""  # the name of the random source; default: row and text
+    recovery: str = "recovery_s"  # name of the figure: seconds from the fault, or its end, until all replicas answer
+    replaced: Callable[[Stage], list[int]] | None = None  # recovery requires a new process among these
+    lasts_s: float = LASTS_S  # duration of a lasting fault
+    after_s: float = 0.0  # seconds of traffic after the recovery
 
     def _replacement(self, running: Stage) -> Callable[[], bool]:
-        """Whether there is another process in the place of those that are there now."""
+        """Return a function that checks whether `replaced` has a process that it does not have now."""
         if self.replaced is None:
             return lambda: True
         replaced, before = self.replaced, set(self.replaced(running))
         return lambda: bool(set(replaced(running)) - before)
 
     async def figures(self, running: Stage, traffic: Traffic, size: Size) -> Row:
-        """`traffic`: without answers yet."""
+        """Make the fault `size.runs` times and return the row. `traffic` must have no answers yet."""
         source = size.source(self.source or f"{self.row} {self.text}")
         struck_s, recoveries_s = [], []
         async with traffic.flowing():
@@ -100,7 +100,7 @@ class Fault:
 
 
 async def _lasting(strike: Strike, seconds: float) -> float | None:
-    """Make a fault, and end it after its time; returns when it ended."""
+    """Make a fault. A lasting fault ends after `seconds`; return the time of its end, else None."""
     mend = strike()
     if mend is None:
         return None
@@ -122,17 +122,17 @@ def stop(pid: int) -> Mend:
 
 
 def kill_replicas(number: int) -> Choose:
-    """Kill so many replicas at once."""
+    """Return a choice that kills `number` random replicas at once."""
     return lambda running, source: partial(kill, source.sample(running.replicas(), number))
 
 
 def _rank(number: signal.Signals) -> Choose:
-    """Send one rank a signal that it does not survive, or stands still after."""
+    """Return a choice that sends a signal (SIGKILL or SIGSTOP) to one random rank."""
     return lambda running, source: partial(os.kill, source.choice(running.ranks()), number)
 
 
 async def _all(faults: Sequence[Fault], size: Size, *, kinds: str = "", **settings: Any) -> list[Row]:
-    """Faults one after the other in one service. kinds: under which name the answers are counted by kind, too."""
+    """Make the faults one after the other in one service. kinds: the name of additional counts by kind of request."""
     rows = []
     async with under_traffic(size, **settings) as (running, traffic):
         for fault in faults:
@@ -147,18 +147,18 @@ def _killing_one(row: str, text: str = "") -> Fault:
 
 
 async def kill_one_of_three(size: Size) -> list[Row]:
-    """R1: kill -9 one of 3 replicas at random moments, each time when all three are there again."""
+    """R1: kill -9 one of 3 replicas at random moments, each time after all three replicas have recovered."""
     return await _all([_killing_one("R1")], size)
 
 
 async def kill_with_weights(size: Size) -> list[Row]:
-    """R2: the same with the bundled model's weights: here penalties change tokens, which simulated replicas ignore."""
+    """R2: R1 with the bundled model's weights. Penalties change tokens here, while simulated replicas ignore them."""
     fault = _killing_one("R2", " with real weights")
     return await _all([fault], size, kinds="by_kind", lengths=_WITH_WEIGHTS, weights=True)
 
 
 async def kill_with_adapters(size: Size) -> list[Row]:
-    """R11: the same with requests that ask for one of some adapters, or for the base."""
+    """R11: R2 with requests for several adapters and for the base model."""
     fault = _killing_one("R11", f" with real weights and {_NUM_ADAPTERS} adapters")
     with TemporaryDirectory() as folder:
         paths = {f"adapter-{seed}": Path(folder) / str(seed) for seed in range(_NUM_ADAPTERS)}
@@ -173,7 +173,7 @@ async def kill_with_adapters(size: Size) -> list[Row]:
 
 
 async def kill_with_pipelines(size: Size) -> list[Row]:
-    """R12: the same with requests for pipelines, or for the model: an answer is whole if each of its steps was."""
+    """R12: R2 with requests for pipelines and for the model. An answer is complete only if all its steps completed."""
     names = (MODEL_NAME, *(each["name"] for each in _PIPELINES))
     requests = [
         _for_pipeline(asked, name)
@@ -184,7 +184,7 @@ async def kill_with_pipelines(size: Size) -> list[Row]:
 
 
 def _for_pipeline(asked: Asked, name: str) -> Asked:
-    """The request for this pipeline; that which ranks documents has some, and its prompt as text."""
+    """Return the request for a pipeline. A request for the ranking pipeline has documents and a prompt as text."""
     body: Row = {**asked.body, "model": name}
     if name == _RANKING:
         numbers = [str(number) for number in body["prompt"]]
@@ -193,7 +193,7 @@ def _for_pipeline(asked: Asked, name: str) -> Asked:
 
 
 async def stop_one_of_three(size: Size) -> list[Row]:
-    """R4: SIGSTOP one of 3 replicas, SIGCONT after eight seconds; with two settings of silence_timeout_s."""
+    """R4: SIGSTOP one of 3 replicas, and SIGCONT after eight seconds, with two values of silence_timeout_s."""
     rows = []
     for silence_s in (3.0, 0.8):
         fault = Fault(
@@ -206,7 +206,7 @@ async def stop_one_of_three(size: Size) -> list[Row]:
 
 
 async def kill_several(size: Size) -> list[Row]:
-    """R5: two of three at once; then all, with time to wait for new ones and without."""
+    """R5: kill -9 two of three replicas at once, then all three with a long and with a short place_timeout_s."""
     two, all_with_time, all_without = (
         Fault(row="R5", text=f"kill -9 {text}", choose=kill_replicas(number), quiet_s=_QUIET_AFTER_KILL_S)
         for number, text in (
@@ -226,17 +226,17 @@ def _infrastructure(row: str, text: str, processes: Callable[[Stage], list[int]]
 
 
 async def kill_ingress(size: Size) -> list[Row]:
-    """R6: the only ingress is killed: its clients lose their connections, and later ones wait for a new one.
+    """R6: kill -9 the only ingress. Its clients lose their connections, and later clients wait for the new ingress.
 
-    Then the same, and the process of batches, where clients ask for responses, chats and completions that are kept, and
-    go on.
+    Afterwards, clients ask for stored responses, chats and completions and resume broken streams, while the ingress is
+    killed, and then the batches process.
     """
     rows = await _all([_infrastructure("R6", "kill -9 the only ingress", Stage.ingresses)], size)
     with TemporaryDirectory() as folder:
         requests = kept(mixed(size.streams, max_tokens=LENGTHS))
         with stage(application(batches={"path": folder})) as running:
             traffic = await with_reference(running.target, requests, KeptTraffic)
-            assert isinstance(traffic, KeptTraffic), "as asked for"
+            assert isinstance(traffic, KeptTraffic), "the class that was passed"
             for text, processes in (
                 ("the only ingress; clients of kept responses, chats and completions go on", Stage.ingresses),
                 ("the process of batches; the same", Stage.batches),
@@ -249,8 +249,8 @@ async def kill_ingress(size: Size) -> list[Row]:
 
 
 async def kill_controller(size: Size) -> list[Row]:
-    """R7: Serve's controller is killed, which requests need only when replicas come and go; Ray's head (GCS) hangs; it
-    is killed, and the launcher starts another with a new cluster; then a head that keeps its state in Redis.
+    """R7: kill -9 Serve's controller, which requests need only when replicas start or end; SIGSTOP Ray's head (GCS);
+    kill -9 the head, after which the launcher starts a new cluster; kill -9 a head that stores its state in Redis.
     """
     controller = _infrastructure("R7", "kill -9 Serve's controller", Stage.controllers)
     hang = replace(
@@ -268,11 +268,11 @@ def _heads(running: Stage) -> list[int]:
 
 
 async def _lose_head(size: Size) -> list[Row]:
-    """What a head has in Redis outlives it: with it a replica is killed, and replaced once there is another head."""
+    """Kill a head whose state is in Redis, together with a replica. The next head must replace the replica."""
     reason = why_no_head()
     if reason is not None:
         return [{"row": "R7", "fault": "kill -9 Ray's head, with Redis", "skipped": reason}]
-    # The threads of the rows before are not in the network where this service is.
+    # The threads of the previous rows are not in this service's network namespace.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor())
     with TemporaryDirectory() as folder, with_head(application(batches={"path": folder, "max_in_flight": 2})) as (
         running, head,
@@ -286,13 +286,13 @@ async def _lose_head(size: Size) -> list[Row]:
         )
         rows = [await fault.figures(running, replace(traffic, answers=[]), size) for fault in faults]
         for row in rows:
-            del row["left_over"]  # the batch's rows
+            del row["left_over"]  # the rows of the batch are still running
         meanwhile = {"row": "R7", "fault": "a batch meanwhile"} | await batch.counts()
         return [*rows, meanwhile | {"left_over": await running.left_over()}]
 
 
 def _with_a_replica(text: str, strike_head: Callable[[Stage], Mend | None]) -> Fault:
-    """A fault of Ray's head, without which no replica is replaced, and a replica that is killed then."""
+    """Return a fault of Ray's head together with a killed replica. Only a working head can replace the replica."""
 
     def choose(running: Stage, source: random.Random) -> Strike:
         victim = source.choice(running.replicas())
@@ -308,7 +308,7 @@ def _with_a_replica(text: str, strike_head: Callable[[Stage], Mend | None]) -> F
 
 
 async def part_from_replicas(size: Size) -> list[Row]:
-    """R8: two hosts with two replicas each; what goes between them is lost for eight seconds. Needs root."""
+    """R8: lose the packets between two hosts with two replicas each for eight seconds. Needs root."""
     reason = why_no_networks()
     if reason is not None:
         return [{"row": "R8", "fault": "a partition between ingress and replicas", "skipped": reason}]
@@ -337,14 +337,14 @@ def _parting(host: Host, way: str, cut: Mend) -> Fault:
     return Fault(
         row="R8", text=f"packets lost for {LASTS_S:g} s between ingress and 2 of 4 replicas, {way}", source=f"R8 {way}",
         choose=lambda *_: strike, recovery="answers_after_mending_s",
-        # TCP sends again after a pause that grows with the loss: for Ray, another loss before that is one with the
-        # first, and it gives the far node up after some 25 s.
+        # TCP's pause before a retransmission grows with the loss. If packets were lost again before the retransmission,
+        # Ray would see one long loss, and Ray gives up the other node after some 25 s.
         after_s=2 * LASTS_S,
     )  # fmt: skip
 
 
 async def kill_at_each_phase(size: Size) -> list[Row]:
-    """R3: all streams begin at once and are equally long; one replica of three is killed at one point of that."""
+    """R3: kill -9 one of three replicas at a given phase of streams that start at once and have equal lengths."""
     phases: dict[str, Callable[[Sequence[Answer]], bool]] = {
         "prefill": lambda answers: time.perf_counter() - answers[0].begun_s > 0.25,
         "first token": lambda answers: any(each.events_s for each in answers),
@@ -379,12 +379,12 @@ async def _killing_at(
 
 
 def _is_now(answers: Sequence[Answer], first: int, is_now: Callable[[Sequence[Answer]], bool]) -> bool:
-    """Whether a condition holds for the answers from `first` on, once there are any."""
+    """Return whether there are answers from index `first` on and the condition holds for them."""
     return len(answers) > first and is_now(answers[first:])
 
 
 async def crash_on_request(size: Size) -> list[Row]:
-    """R9: a request that kills every replica which computes it, among others that do not."""
+    """R9: send a request that kills every replica that computes it, among normal requests."""
     async with under_traffic(size, crash_token_id=_CRASH_TOKEN) as (running, traffic):
         body = alike(1, num_tokens=20)[0].body
         deadly = Asked("deadly", "seeded", {**body, "prompt": [*body["prompt"], _CRASH_TOKEN]})
@@ -406,7 +406,7 @@ async def crash_on_request(size: Size) -> list[Row]:
 
 
 async def lose_rank(size: Size) -> list[Row]:
-    """R10: replicas of two ranks with the bundled model's weights: one rank is killed, then one is stopped for good."""
+    """R10: kill -9 one rank, then SIGSTOP one rank for good. Replicas have two ranks and use the bundled weights."""
     faults = [
         Fault(
             row="R10", text=f"{how} a rank of one of 2 replicas, step_timeout_s {_STEP_TIMEOUT_S:g}",

@@ -1,6 +1,6 @@
-"""A service on two hosts: a head, which keeps its state in Redis, and a node for everything else. For row R7.
+"""A service on two hosts for row R7: a head, which stores its state in Redis, and a node for everything else.
 
-As on Kubernetes (deployments/kubernetes.yaml): the head may die, and another take its place.
+The layout is that of Kubernetes (deployments/kubernetes.yaml): another head may replace a head that has died.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.harness.service import Layout, Service, ended_by_exception, got,
 from deployments.launcher.supervisor import environment
 from deployments.serve.settings import ServeFile
 
-_GCS_PORT, _REDIS_PORT, _HTTP_PORT = 6379, 6380, 8000  # in a network of our own
+_GCS_PORT, _REDIS_PORT, _HTTP_PORT = 6379, 6380, 8000  # fixed ports, because the network is private
 IN_REDIS = {
     "RAY_REDIS_ADDRESS": f"{HERE}:{_REDIS_PORT}",
     "RAY_external_storage_namespace": "carousel",
@@ -38,14 +38,14 @@ IN_REDIS = {
 
 
 def why_no_head() -> str | None:
-    """Why there can be no such service on this machine; None when there can."""
+    """Return why this machine cannot run such a service; None if it can."""
     missing = None if shutil.which("redis-server") else "needs redis-server (Debian: apt-get install redis-server)"
     return why_no_networks() or missing
 
 
 @contextmanager
 def redis(password: str, folder: str) -> Iterator[int]:
-    """A Redis that asks for a password, and keeps its data in memory. Its pid."""
+    """Run a Redis that asks for a password and stores its data in memory; yield its pid."""
     options = {"bind": HERE, "port": str(_REDIS_PORT), "requirepass": password, "save": "", "dir": folder}
     given = [part for name, value in options.items() for part in (f"--{name}", value)]
     running = subprocess.Popen(["redis-server", *given], stdout=subprocess.DEVNULL)
@@ -57,32 +57,32 @@ def redis(password: str, folder: str) -> Iterator[int]:
 
 
 def head_command(password: str) -> list[str]:
-    """As docs/guide/cluster.md has it; `IN_REDIS` belongs to it. What is missing is the folder."""
+    """Return the command from docs/guide/cluster.md, without `--temp-dir`. Its environment must contain `IN_REDIS`."""
     return [
         sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--log-style", "record",
         "--port", str(_GCS_PORT), "--node-ip-address", HERE, "--redis-password", password,
         "--num-cpus", "0", "--num-gpus", "0", "--object-store-memory", str(OBJECT_STORE_BYTES),
-        "--include-dashboard", "false",  # a dozen processes less: on a busy machine a raylet gives up after 15 s
+        "--include-dashboard", "false",  # saves a dozen processes: on a busy machine a raylet gives up after 15 s
     ]  # fmt: skip
 
 
-# Where it ends, it is started again, as by systemd. In another folder each time: the other host has its own PIDs
-# elsewhere; here Ray takes what runs on it for the head of the same folder.
+# The loop restarts a head that has ended, as systemd does. Each start has a new folder: both hosts share the pids here,
+# unlike real hosts, and Ray would take the processes of the other host for the old head of the same folder.
 _AGAIN = 'for attempt in 1 2 3 4 5; do "${@:2}" --temp-dir "$(mktemp -d "$1/XXX")"; sleep 5; done'
 
 
 @dataclass(slots=True)
 class Head:
-    """Ray's GCS, a raylet, Serve's controller, and what starts them again."""
+    """The host of Ray's GCS, a raylet and Serve's controller, with a shell loop that restarts them."""
 
     password: str  # of Redis
     folder: str
     variables: Mapping[str, str]
-    nodes: list[int] = field(default_factory=list)  # those of a Stage: it is among them while it is there
+    nodes: list[int] = field(default_factory=list)  # the `nodes` of a Stage, which include the running head
     process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
-        """Begin to start it where it has ended."""
+        """Start the loop that starts and restarts the head. Does not wait for the head."""
         self.process = subprocess.Popen(
             ["bash", "-c", _AGAIN, "head", self.folder, *head_command(self.password)],
             env=self.variables, stdout=subprocess.PIPE, text=True, start_new_session=True,
@@ -90,7 +90,7 @@ class Head:
         self.nodes.append(self.process.pid)
 
     def wait_until_started(self) -> None:
-        """Raises BenchmarkError, with its words, when it is given up before."""
+        """Wait until the head runs. Raises BenchmarkError, with the output of the head, if all attempts have failed."""
         assert self.process is not None
         assert self.process.stdout is not None
         said = ""
@@ -101,7 +101,7 @@ class Head:
         raise BenchmarkError(f"the head did not start: {said[-2000:]}")
 
     def lost(self) -> Callable[[], None]:
-        """All of it ends at once; what is returned starts it again."""
+        """Kill the whole head at once; return the function that starts it again."""
         self.end()
         return self.start
 
@@ -115,19 +115,19 @@ class Head:
 
 @contextmanager
 def with_head(application: Mapping[str, Any]) -> Iterator[tuple[Stage, Head]]:
-    """Start it, in a network of our own; it ends with the block."""
+    """Run the service with a head, in a private network, until the end of the block."""
     password, token = secrets.token_hex(16), secrets.token_hex(32)
     layout = Layout(host="0.0.0.0", may_be_joined=True)
     with ExitStack() as block:
         block.enter_context(ended_by_exception())
         [other] = block.enter_context(own_network())
-        # In /tmp: the path of a socket is short.
+        # In /tmp, because the path of a socket must be short.
         folder = block.enter_context(TemporaryDirectory(prefix="carousel-", dir="/tmp", ignore_cleanup_errors=True))
         file = ServeFile(host=layout.host, port=_HTTP_PORT, applications={})
         head = Head(password, folder, environment(file, Path(folder), with_token(token)) | IN_REDIS)
         block.callback(head.end)
         redis_pid = block.enter_context(redis(password, folder))
-        # Redis in the launcher's place: everything else has joined.
+        # The pid of Redis replaces that of a launcher, because all other processes are on nodes that joined.
         service = Service(
             Target.parse(f"http://{other.address}:{_HTTP_PORT}"),
             redis_pid,
@@ -148,12 +148,12 @@ def with_head(application: Mapping[str, Any]) -> Iterator[tuple[Stage, Head]]:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch that is to lose nothing."""
+    """A batch that runs during the faults and must lose no row."""
 
     target: Target
-    path: str  # of its state
+    path: str  # the endpoint of the batch's state
     num_rows: int
-    num_tokens: int  # of each
+    num_tokens: int  # output tokens of each row
 
     @classmethod
     def begin(cls, target: Target, num_rows: int, num_tokens: int = 40) -> Batch:
@@ -162,7 +162,7 @@ class Batch:
         return cls(target, f"/v1/batch/{begun['id']}", num_rows, num_tokens)
 
     async def counts(self) -> dict[str, int]:
-        """Of its rows, once it has ended."""
+        """Wait until the batch has ended; return the counts of its rows."""
         while (found := json.loads(await asyncio.to_thread(got, self.target, self.path)))["results"] is None:  # noqa: ASYNC110
             await asyncio.sleep(1)
         indexes = [row["index"] for row in found["results"]]

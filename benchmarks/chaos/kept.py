@@ -1,5 +1,4 @@
-"""Clients of responses, chats and completions that are kept: where their connection breaks they go on behind the last
-event that came."""
+"""Clients of stored responses, chats and completions, which resume a broken stream after the last event received."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ _GO_ON_AFTER_S = 0.2
 
 
 def kept(requests: Sequence[Asked]) -> list[Asked]:
-    """Of each kind in turn a response, a chat and a completion that are kept. The first two are seeded, and have the
-    lengths of these requests; completions are these requests."""
+    """Return requests for stored answers: for each kind in turn a response, a chat and a completion. Completions equal
+    the given requests. Responses and chats have a new text, a seed and the length of the given request."""
     endpoints = (_RESPONSES, _CHATS, _COMPLETIONS)
     return [
         _kept(endpoints[place // len(KINDS) % len(endpoints)], place, asked) for place, asked in enumerate(requests)
@@ -44,19 +43,19 @@ def _endpoint_of(body: Mapping[str, Any]) -> str:
 
 
 def going_on(target: Target, endpoint: str, last_id: str, headers: Mapping[str, str]) -> bytes:
-    """The request for the events behind the one with this id."""
+    """Return the request for the events that follow the event with this id."""
     path = f"{endpoint}/{last_id.rpartition(':')[0]}"
     return target.request(path, b"", {**headers, "Last-Event-ID": last_id}, method="GET")
 
 
 @dataclass(slots=True)
 class KeptTraffic(Traffic):
-    """`num_breaks` counts connections that broke before the end of an answer."""
+    """Clients that resume broken streams. `num_breaks` counts connections that broke before the end of an answer."""
 
     num_breaks: int = 0
 
     async def ask(self, asked: Asked) -> Answer:
-        """One answer, to its end, over as many connections as that takes."""
+        """Send one request and follow its answer to the end, over several connections if necessary."""
         answer = Answer(time.perf_counter(), name=asked.name)
         self.answers.append(answer)
         reader, endpoint = _EventReader(answer), _endpoint_of(asked.body)
@@ -72,7 +71,7 @@ class KeptTraffic(Traffic):
                         broken = error
                     if answer.is_done:
                         break
-                    if not reader.last_id:  # nothing is known of it: it may be sent again
+                    if not reader.last_id:  # no event has arrived: the client may send the request again
                         if broken is not None:
                             answer.failure = "no connection"
                         return answer
@@ -87,7 +86,7 @@ class KeptTraffic(Traffic):
 
 
 class _EventReader(AnswerReader):
-    """Fills in an answer from its events, over all its connections."""
+    """Updates an answer from its events, over several connections."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__(answer)
@@ -96,7 +95,7 @@ class _EventReader(AnswerReader):
         self._status = 0
 
     def begin(self) -> None:
-        """Another connection."""
+        """Prepare for a new connection."""
         self._events = EventStream()
 
     def head(self, status: int, headers: Mapping[str, str]) -> None:
@@ -106,11 +105,11 @@ class _EventReader(AnswerReader):
 
     def body(self, data: bytes, *, at_s: float) -> None:
         if self.last_id and self._status != 200:
-            return  # it asks again
+            return  # the client asks again
         super().body(data, at_s=at_s)
         if self._events.last_id:
             self.last_id = self._events.last_id
-            # One is missing, or came twice.
+            # If the numbers differ, an event is missing or has arrived twice.
             self._answer.has_surplus |= self.last_id.rpartition(":")[2] != f"{self._num_read - 1}"
 
     def _read(self, content: bytes, at_s: float) -> None:

@@ -1,8 +1,8 @@
-"""Replicas whose cards break while requests run. They compute on a CPU, which their code takes for a GPU.
+"""Row R16: GPUs that break while requests run. The replicas compute on a CPU, which their code takes for a GPU.
 
-Steps with one of two backends raise a CUDA error at random, and after that every call of the device does. Each replica
-ends at its first error, and its replacement leaves out the backend that failed. The steps of all backends are plain
-torch here, so no kernel is tried.
+Steps with one of two backends raise a CUDA error at random, and afterwards every call of the device raises the error.
+A replica ends at its first error, and its replacement leaves out the backend that failed. The steps of all backends are
+plain torch here, so no kernel is tried.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from benchmarks.harness.command import BenchmarkError, tell
 from benchmarks.harness.machine import PROJECT
 from benchmarks.harness.service import scraped
 
-_FOLDER = "CAROUSEL_BROKEN_CARD"  # an environment variable: the folder of the file that breaks cards, and of the cache
+_FOLDER = "CAROUSEL_BROKEN_CARD"  # environment variable: the folder of the cache and of the file that breaks the GPUs
 _SEED = "CAROUSEL_BROKEN_CARD_SEED"
 _IS_BROKEN = "broken"
-_BREAK = ("graphs", "eager")  # the backends
-_PROBABILITY = 0.02  # of an error in one step
+_BREAK = ("graphs", "eager")  # the backends that break
+_PROBABILITY = 0.02  # probability of an error in one step
 _LOOK_S = 0.2
 _BACKEND = re.compile(r'backend="([^"]*)"')
 
 
 async def lose_cards(size: Size) -> list[dict[str, Any]]:
-    """R16: CUDA errors at random steps of replicas, until each computes with a backend that has none."""
+    """R16: raise CUDA errors in random steps, until every replica computes with a backend that does not break."""
     with tempfile.TemporaryDirectory(prefix="carousel-cards-") as folder:
         variables = {
             "PYTHONPATH": os.pathsep.join([str(PROJECT), str(Path(__file__).parent / "broken_card")]),
             _FOLDER: folder,
             _SEED: str(size.seed),
         }
-        # In float32 the tokens stay apart; the kernels of `batch_invariant` would be Triton's.
+        # `batch_invariant` would use Triton's kernels. In float32, rounding errors are too small to change tokens.
         with patch.dict(os.environ, variables):
             async with under_traffic(size, lengths=(15, 60), weights=True, is_batch_invariant=False) as made:
                 return [await _lose_cards(*made, Path(folder))]
@@ -64,7 +64,7 @@ async def _lose_cards(running: Stage, traffic: Traffic, folder: Path) -> dict[st
 
 
 def backends_of(running: Stage) -> dict[str, int]:
-    """How many replicas compute with each backend. Raises OSError if no ingress answers."""
+    """Return the number of replicas that compute with each backend. Raises OSError if no ingress answers."""
     samples = scraped(running.target)
     found = [match[1] for name, labels, value in samples if name == "carousel_backend" and value
              and (match := _BACKEND.search(labels))]  # fmt: skip
@@ -87,7 +87,7 @@ async def _all_sound(running: Stage) -> None:
 
 
 def put_in() -> None:
-    """Make this process take its CPU for a GPU, which breaks as soon as there is a file `broken`."""
+    """Make this process take its CPU for a GPU. The GPU can break once the file `broken` exists."""
     import torch
 
     import app.model.gpu_backends

@@ -1,7 +1,7 @@
-"""Hosts of our own: a network for this process alone, other hosts in it, and packets on the way to them that vanish.
+"""A private network for this process, with other hosts, and with packets that are lost on demand.
 
-Linux network namespaces, for which one has to be root; nothing outside of them is touched. Packets are lost as on a bad
-wire: one end is given a wrong hardware address for the other, so what it sends is lost without an error.
+Uses Linux network namespaces, which need root, and changes nothing outside of them. Packets are lost as on a bad wire:
+one end gets a wrong hardware address for the other end, so its packets are lost without an error.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ HERE = "10.77.0.1"
 _CLONE_NEWNET = 0x40000000
 _NOBODY = "02:00:00:00:00:99"
 _OURS = "/proc/thread-self/ns/net"
-_BRIDGE, _WIRE = "here", "there"  # where this host is on the wire, and where each of the others is
+_BRIDGE, _WIRE = "here", "there"  # the network devices of this host and of each other host
 
 
 def why_no_networks() -> str | None:
-    """Why there can be no network of our own on this machine; None when there can."""
+    """Return why this machine cannot have a private network; None if it can."""
     missing = [name for name in ("ip", "nsenter", "unshare") if shutil.which(name) is None]
     if sys.platform != "linux" or missing:
         return f"needs Linux with the commands ip, nsenter and unshare; missing: {', '.join(missing) or 'Linux'}"
@@ -38,19 +38,19 @@ def why_no_networks() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Another host on the wire; it lives as long as the process that holds its network."""
+    """Another host in the network. The host exists until the process that holds its namespace ends."""
 
     pid: int
     address: str
 
     @property
     def command(self) -> list[str]:
-        """What runs the rest of a command line over there."""
+        """The start of a command line that runs the rest of the command line on this host."""
         return ["nsenter", f"--net=/proc/{self.pid}/ns/net"]
 
     @contextmanager
     def visited(self) -> Iterator[None]:
-        """Sockets that this thread opens meanwhile are over there, and stay there."""
+        """Enter the host: sockets that this thread opens within the block belong to the host, even after the block."""
         with _back_home():
             _enter(f"/proc/{self.pid}/ns/net")
             yield
@@ -66,21 +66,21 @@ class Host:
         self.lose_what_is_sent_to_it()
 
     def mend(self) -> None:
-        """Nothing is lost any more."""
+        """Stop losing packets."""
         ran([*self.command, "ip", "neigh", "flush", "dev", _WIRE, "nud", "permanent"])
         ran(["ip", "neigh", "flush", "to", self.address, "dev", _BRIDGE, "nud", "permanent"])
 
 
 @contextmanager
 def own_network(num_hosts: int = 1) -> Iterator[tuple[Host, ...]]:
-    """This thread, and every process and thread that it starts, is in a network of its own, with other hosts in it.
+    """Put this thread, and all processes and threads that it starts, into a private network; yield the other hosts.
 
     Raises:
-        BenchmarkError: this machine allows none; see `why_no_networks`.
+        BenchmarkError: this machine allows no private network; see `why_no_networks`.
     """
     with _back_home(), ExitStack() as block:
         if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET):
-            raise BenchmarkError(f"no network of our own: {os.strerror(ctypes.get_errno())}")
+            raise BenchmarkError(f"cannot create a private network: {os.strerror(ctypes.get_errno())}")
         _begin_wire()
         hosts = []
         for number in range(num_hosts):
@@ -89,18 +89,18 @@ def own_network(num_hosts: int = 1) -> Iterator[tuple[Host, ...]]:
             block.callback(other.kill)
             hosts.append(Host(other.pid, f"10.77.0.{number + 2}"))
             _wire(hosts[-1], f"wire{number}")
-        # Ray names a node by the address from which the rest of the world would be reached.
+        # Ray names a node by the source address of its default route.
         ran(["ip", "route", "add", "default", "via", hosts[0].address])
         yield tuple(hosts)
 
 
 def set_tcp_retries(number: int) -> None:
-    """How often this host sends again what is not acknowledged (`net.ipv4.tcp_retries2`, 15 by default)."""
+    """Set how often this host retransmits unacknowledged TCP data (`net.ipv4.tcp_retries2`, 15 by default)."""
     ran(["sysctl", "--quiet", "--write", f"net.ipv4.tcp_retries2={number}"])
 
 
 def _begin_wire() -> None:
-    """The wire is a bridge in this network, which is also this host's own end of it."""
+    """Create the bridge that connects all hosts. The bridge is also the network device of this host."""
     ran(["ip", "link", "set", "lo", "up"])
     ran(["ip", "link", "add", "name", _BRIDGE, "type", "bridge"])
     ran(["ip", "address", "add", f"{HERE}/24", "dev", _BRIDGE])
@@ -108,7 +108,7 @@ def _begin_wire() -> None:
 
 
 def _wire(host: Host, name: str) -> None:
-    while os.readlink(f"/proc/{host.pid}/ns/net") == os.readlink(_OURS):  # it is about to have its own
+    while os.readlink(f"/proc/{host.pid}/ns/net") == os.readlink(_OURS):  # until `unshare` has made the namespace
         os.sched_yield()
     ran(["ip", "link", "add", "name", name, "type", "veth", "peer", "name", _WIRE, "netns", str(host.pid)])
     ran(["ip", "link", "set", name, "master", _BRIDGE, "up"])
@@ -119,7 +119,7 @@ def _wire(host: Host, name: str) -> None:
 
 @contextmanager
 def _back_home() -> Iterator[None]:
-    """Into whatever network is entered meanwhile: this thread leaves it again."""
+    """Return this thread to its present network namespace at the end of the block."""
     home = os.open(_OURS, os.O_RDONLY)
     try:
         yield

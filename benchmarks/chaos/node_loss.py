@@ -25,27 +25,27 @@ from benchmarks.harness.http_call import Target
 from benchmarks.harness.processes import family, kill_family
 from benchmarks.harness.service import Layout, got
 
-ON_EACH = 2  # replicas; so those of a lost node have to wait for another
+ON_EACH = 2  # maximum replicas on a node; the replicas of a lost node must wait for another node
 _NUM_INGRESSES = 2
 _STEP_MS = 100.0
-_QUIET_S = (3.0, 5.0)  # between the moment when all is there again and the next loss
+_QUIET_S = (3.0, 5.0)  # range of the pause between the recovery and the next loss
 _AFTER_S = 3.0
 _LOOK_S = 0.1
-_ANSWERS_WITHIN_S = 1.0  # a proxy that is asked whether it serves
-_MAX_AGAIN = 4  # a client tries at once; then it waits
-# The proxy on the first node only, for nodes with one address: another's would listen on the same port.
+_ANSWERS_WITHIN_S = 1.0  # timeout of the question whether a proxy serves
+_MAX_AGAIN = 4  # immediate retries of a client before it pauses
+# For nodes with one address: only the first node has a proxy, because a second proxy would listen on the same port.
 LAYOUT = Layout(may_be_joined=True, proxy_location="HeadOnly", max_replicas_per_node={f"replica-{MODEL_NAME}": ON_EACH})
-# A proxy on each node with a replica or an ingress, for clients on other hosts.
+# For nodes on several hosts: each node with a replica or an ingress has a proxy.
 _PROXIES = Layout(
     host="0.0.0.0", may_be_joined=True, max_replicas_per_node={f"replica-{MODEL_NAME}": ON_EACH, "ingress": 1}
 )  # fmt: skip
 
 
 async def lose_nodes(size: Size) -> list[dict[str, Any]]:
-    """Three nodes: the head and another have a proxy, an ingress and two replicas each; the third is a spare.
+    """Kill a node of three. The head and a second node have a proxy, an ingress and two replicas each; one is a spare.
 
-    The one with replicas beside the head is killed again and again. The spare takes over, and another node joins at
-    the address of the lost one.
+    Each run kills the node with replicas that is not the head. The spare node takes over, and a new node joins at the
+    address of the lost node.
     """
     reason = why_no_networks()
     if reason is not None:
@@ -60,9 +60,9 @@ async def lose_nodes(size: Size) -> list[dict[str, Any]]:
         members = []
         for host in hosts.values():
             members.append(block.enter_context(node(running, on=host)))
-            await asyncio.gather(running.is_whole(), _has_ingresses(running))  # the first takes all that is missing
+            await asyncio.gather(running.is_whole(), _has_ingresses(running))  # so the second node stays the spare
         traffic = await with_reference(running.target, mixed(size.streams, max_tokens=LENGTHS), RovingTraffic)
-        assert isinstance(traffic, RovingTraffic), "as asked for"
+        assert isinstance(traffic, RovingTraffic), "the class that was passed"
         losses = []
         async with traffic.flowing():
             for run in range(size.runs):
@@ -84,7 +84,7 @@ async def lose_nodes(size: Size) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class _Loss:
-    """A node that was killed, and when the rest of the service had made up for it, in seconds since then."""
+    """A killed node, and the seconds until replicas, ingresses and a proxy had been replaced."""
 
     address: str  # of the node
     struck_s: float
@@ -94,7 +94,7 @@ class _Loss:
 
     @classmethod
     async def made(cls, running: Stage, lost: Node, spare: Node) -> _Loss:
-        """Kill a node, and wait for that. Raises BenchmarkError when it does not come."""
+        """Kill a node and wait for the recovery. Raises BenchmarkError if the service does not recover."""
         struck_s = time.perf_counter()
         lost.kill()
         at_s = await asyncio.gather(
@@ -104,19 +104,19 @@ class _Loss:
 
 
 async def _has_ingresses(running: Stage) -> float:
-    """Wait until all ingresses answer; returns when that was."""
+    """Wait until all ingresses answer; return the time at which they did."""
     return await _since(lambda: running.holdings().num_ingresses == _NUM_INGRESSES, "all ingresses")
 
 
 async def _serves(target: Target) -> float:
-    """Wait until a proxy answers for the service; returns when that was."""
+    """Wait until a proxy answers for the service; return the time at which it did."""
     return await _since(lambda: bool(got(target, "/ready", timeout_s=_ANSWERS_WITHIN_S)), f"a proxy at {target.host}")
 
 
 async def _since(holds: Callable[[], bool], text: str) -> float:
     deadline_s = time.perf_counter() + RECOVERY_TIMEOUT_S
     while time.perf_counter() < deadline_s:
-        with suppress(OSError, HTTPException):  # no answer, or one that breaks off
+        with suppress(OSError, HTTPException):  # no answer, or a broken answer
             if await asyncio.to_thread(holds):
                 return time.perf_counter()
         await asyncio.sleep(_LOOK_S)
@@ -125,26 +125,26 @@ async def _since(holds: Callable[[], bool], text: str) -> float:
 
 @dataclass(slots=True)
 class RovingTraffic(Traffic):
-    """Clients of several nodes, as behind a balancer: each try goes to the next node.
+    """Clients of several nodes, as behind a load balancer: each attempt goes to the next node.
 
-    A request whose connection breaks is asked again at once. A node to which there is no connection is left out until
-    it serves again.
+    A request whose connection breaks is sent again at once. A node that does not answer is left out until the node
+    serves again.
     """
 
     targets: list[Target] = field(default_factory=list)  # default: `target`
-    tried: list[str] = field(default_factory=list)  # for each answer the node's address
-    again_s: list[float] = field(default_factory=list)  # from a broken connection to the first token of another
+    tried: list[str] = field(default_factory=list)  # the node's address for each answer
+    again_s: list[float] = field(default_factory=list)  # seconds from a broken connection to the next attempt's token
     num_requests: int = 0
 
     async def is_served_at(self, address: str) -> None:
-        """From now on this node is asked, too, once it answers."""
+        """Wait until a node serves, and add it to the nodes that clients use."""
         target = replace(self.target, host=address)
         await _serves(target)
         if target not in self.targets:
             self.targets.append(target)
 
     async def ask(self, asked: Asked) -> Answer:
-        """One request, over as many connections as that takes; the answer of the last."""
+        """Send one request, again after each broken connection; return the answer of the last attempt."""
         self.num_requests += 1
         answer = await self._try(asked)
         broken_s = answer.ended_s
@@ -170,7 +170,7 @@ class RovingTraffic(Traffic):
 
 
 def _figures(losses: Sequence[_Loss], traffic: RovingTraffic) -> dict[str, Any]:
-    """What the losses cost: seconds until each part was back, and what came of the tries at each kind of node."""
+    """Return the seconds until each part had recovered, and the outcomes of attempts at lost and at other nodes."""
     at_lost, at_others, later = Counter[str](), Counter[str](), Counter[str]()
     for answer, address in zip(traffic.answers, traffic.tried, strict=True):
         hit = [loss for loss in losses if answer.begun_s <= loss.struck_s <= answer.ended_s]
@@ -189,7 +189,7 @@ def _figures(losses: Sequence[_Loss], traffic: RovingTraffic) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node that has joined, with its raylet, its agents and its workers."""
+    """A node that has joined the service: a raylet with its agents and workers."""
 
     stage: Stage
     pid: int
@@ -199,19 +199,19 @@ class Node:
         return sorted(set(self.stage.replicas()) & family(self.pid).keys())
 
     def kill(self) -> None:
-        """All of it at once; connections to it break."""
+        """Kill all processes of the node at once. Connections to the node break."""
         kill_family(self.pid)
 
 
 _STOP_TIMEOUT_S = 10.0
-OBJECT_STORE_BYTES = 150 * 1024 * 1024  # as Ray's own tests have it; nothing here is stored
+OBJECT_STORE_BYTES = 150 * 1024 * 1024  # the size in Ray's own tests; the service stores no objects
 
 
 @contextmanager
 def node(stage: Stage, *, on: Host | None = None) -> Iterator[Node]:
-    """Another node joins the service, which must be one that `may_be_joined`, and leaves it with the block.
+    """Let another node join the service until the end of the block. The service's layout must have `may_be_joined`.
 
-    on: the host where it runs; None: this one.
+    on: the host of the node; None: this host.
     """
     raylet = stage.named("raylet")[0]
     within, address = ([], _argument(raylet, "--node_ip_address")) if on is None else (on.command, on.address)
@@ -220,7 +220,7 @@ def node(stage: Stage, *, on: Host | None = None) -> Iterator[Node]:
         "--address", _argument(raylet, "--gcs-address"), "--node-ip-address", address,
         "--num-cpus", "4", "--num-gpus", "0", "--object-store-memory", str(OBJECT_STORE_BYTES),
     ]  # fmt: skip
-    # It leaves at once: by default it waits for other nodes to take over what runs on it, which none can.
+    # By default, a stopping node waits until other nodes have taken over its actors, but no other node has room.
     variables = _environment(raylet) | {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
     joined = subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, start_new_session=True)
     stage.nodes.append(joined.pid)
@@ -231,7 +231,7 @@ def node(stage: Stage, *, on: Host | None = None) -> Iterator[Node]:
         joined.terminate()
         with suppress(subprocess.TimeoutExpired):
             joined.wait(_STOP_TIMEOUT_S)
-        member.kill()  # without a head its HAProxy is left
+        member.kill()  # without a head, the node's HAProxy keeps running
         joined.wait()
         stage.nodes.remove(joined.pid)
 
@@ -244,7 +244,7 @@ def _argument(raylet: int, name: str) -> str:
 
 
 def _environment(raylet: int) -> dict[str, str]:
-    """That of the first node: Serve reads it on each node, and the token that allows a node to join is in it."""
+    """Return the environment of the first node, which Serve reads on each node and which has the token for joining."""
     entries = Path(f"/proc/{raylet}/environ").read_bytes().split(b"\0")
     pairs = (entry.partition(b"=") for entry in entries if entry)
     return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}

@@ -1,4 +1,4 @@
-"""Row R13: the service is changed by its operator while streams run."""
+"""Row R13: an operator updates the service while streams run."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from benchmarks.harness.service import Service
 _BEFORE_S = 2.0
 _AFTER_S = 3.0
 _LOOK_S = 0.2
-_ASK_S = 1.0  # Serve: each time that starts a program
-_GIVEN_UP_S = 300.0  # Serve tries a replica that fails again and again
+_ASK_S = 1.0  # pause between questions to Serve, each of which starts a program
+_GIVEN_UP_S = 300.0  # long, because Serve retries a replica that fails
 
 
 async def change_under_load(size: Size) -> list[dict[str, Any]]:
-    """R13: `serve deploy` of fewer replicas, of other settings, which restarts all processes, of a model that cannot be
-    loaded, and of what ran before.
+    """R13: `serve deploy` with fewer replicas, then with other settings (which restarts all processes), then with
+    several models that cannot be loaded, each followed by the working settings.
     """
 
     def has_scaled(old: set[int], now: set[int]) -> bool:
@@ -54,7 +54,7 @@ async def change_under_load(size: Size) -> list[dict[str, Any]]:
 
 
 def cut_off_model(folder: Path, model: Path = PROJECT / "models" / "demo") -> str:
-    """A copy of a model, below this folder, whose weights are cut off."""
+    """Copy a model into a folder, truncate the weights of the copy, and return the path of the copy."""
     shutil.copytree(model, folder / "model")
     weights = folder / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
@@ -74,13 +74,13 @@ def _too_little_memory(folder: Path) -> dict[str, Any]:
 
 
 def _broken_adapter(folder: Path) -> dict[str, Any]:
-    """An adapter whose settings are there and whose weights are none."""
+    """Return an application with an adapter that has a valid config and invalid weights."""
     (folder / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}')
     (folder / "adapter_model.safetensors").write_bytes(b"none")
     return application(place_timeout_s=20.0, weights=True, adapters={"broken": str(folder)})
 
 
-# What fails, what is deployed, and how many of three old replicas serve on.
+# The failure, the settings to deploy, and how many of the three old replicas keep serving.
 _FAILURES: list[tuple[str, Callable[[Path], dict[str, Any]], int]] = [
     ("weights that are cut off, max_surge_percent 0", partial(_cut_off, max_surge_percent=0), 2),
     ("weights that are cut off, max_surge_percent 34", partial(_cut_off, max_surge_percent=34), 3),
@@ -91,7 +91,7 @@ _FAILURES: list[tuple[str, Callable[[Path], dict[str, Any]], int]] = [
 
 
 def deploy(service: Service, settings: dict[str, Any], wanted: str) -> None:
-    """Deploy it and wait for Serve's word. Raises BenchmarkError when it does not come."""
+    """Deploy an application and wait until Serve reports the wanted status. Raises BenchmarkError after 300 s."""
     service.deploy(settings)
     deadline = time.monotonic() + _GIVEN_UP_S
     while (status := service.status()) != wanted:
@@ -109,7 +109,7 @@ async def _failing_update(
     *,
     num_left: int,
 ) -> list[dict[str, Any]]:
-    """An update that fails, until Serve gives it up, and then back to what works."""
+    """Deploy an update that fails, wait until Serve gives up, and then deploy the working settings again."""
     with tempfile.TemporaryDirectory() as folder:
         failed = await _changing(
             running,

@@ -1,4 +1,4 @@
-"""The service under attack: its processes by what they are, and its own word on what it holds."""
+"""The service under test: its processes by kind, and the requests and blocks that the service reports to hold."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.harness.processes import Process, family
 from benchmarks.harness.service import Layout, Service, scraped, service, total
 from benchmarks.harness.service import application as served
 
-LENGTHS = (30, 120)  # tokens of an answer
+LENGTHS = (30, 120)  # range of output tokens
 STEP_MS = 30.0
 RECOVERY_TIMEOUT_S = 60.0
 MODEL = "models/demo"
@@ -33,12 +33,14 @@ _REPLICA_LABEL = re.compile(r'replica="([^"]*)"')
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """What the replicas that answer hold, and the ingresses."""
+    """The requests and blocks that the answering replicas and ingresses hold."""
 
     replica_ids: frozenset[str]
     num_ingresses: int
     num_missing: int  # processes that did not answer
-    held: Mapping[str, int]  # requests `in_flight` at ingresses, `running` and `waiting` on replicas, and `blocks`
+    held: Mapping[
+        str, int
+    ]  # requests `in_flight` in ingresses, `running` and `waiting` in replicas; KV `blocks` in use
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +50,11 @@ class Stage:
     running: Service
     num_replicas: int
     step_s: float
-    nodes: list[int] = field(default_factory=list)  # the pids of nodes that have joined it
+    nodes: list[int] = field(default_factory=list)  # pids of the nodes that have joined the service
 
     @classmethod
     def of(cls, application: Mapping[str, Any], running: Service, nodes: list[int] | None = None) -> Stage:
-        """That of a service with this application (`args`)."""
+        """Return the stage of a running service; `application`: the `args` of the service."""
         [model] = application["models"]
         step_ms = model["engine"]["model"].get("simulated", {}).get("step_ms", 0.0)
         return cls(running, model["replicas"]["num_replicas"], step_ms / 1000, [] if nodes is None else nodes)
@@ -62,37 +64,37 @@ class Stage:
         return self.running.target
 
     def replicas(self) -> list[int]:
-        """The pids of the replicas."""
+        """Return the pids of the replicas."""
         return self.named(_REPLICA)
 
     def ingresses(self) -> list[int]:
         return self.named(_INGRESS)
 
     def batches(self) -> list[int]:
-        """The process that keeps batches and responses."""
+        """Return the pid of the process that stores batches and responses."""
         return self.named(_BATCHES)
 
     def ranks(self) -> list[int]:
-        """The processes of replicas' other ranks."""
+        """Return the pids of all ranks that run in a process of their own, outside the replica's process."""
         return self.named("app.rank")
 
     def controllers(self) -> list[int]:
-        """Serve's controller: one process."""
+        """Return the pid of Serve's controller, a single process."""
         return [pid for pid, each in self.processes().items() if "ServeController" in each.title]
 
     def named(self, title: str) -> list[int]:
-        """The pids of the processes that call themselves exactly this."""
+        """Return the pids of the processes with exactly this title."""
         return sorted(pid for pid, each in self.processes().items() if each.title == title)
 
     def processes(self) -> dict[int, Process]:
-        """All of it, on all nodes."""
+        """Return all processes of the service, on all nodes."""
         found = self.running.processes()
         for node in self.nodes:
             found |= family(node)
         return found
 
     def holdings(self) -> Holdings:
-        """Asked over /metrics. Raises OSError when no ingress answers."""
+        """Return the holdings from /metrics. Raises OSError if no ingress answers."""
         samples = scraped(self.target)
         ids = {match[1] for name, labels, _ in samples if name == "carousel_slots_used"
                and (match := _REPLICA_LABEL.search(labels))}  # fmt: skip
@@ -109,10 +111,10 @@ class Stage:
         )
 
     async def is_whole(self) -> float:
-        """Wait until all replicas are there and answer; returns when that was, by `time.perf_counter`.
+        """Wait until all replicas run and answer; return the time at which they did, from `time.perf_counter`.
 
         Raises:
-            BenchmarkError: they are not within a minute.
+            BenchmarkError: a replica was still missing after a minute.
         """
         deadline = time.perf_counter() + RECOVERY_TIMEOUT_S
         while time.perf_counter() < deadline:
@@ -124,12 +126,12 @@ class Stage:
     async def _all_answer(self) -> bool:
         try:
             holdings = await asyncio.to_thread(self.holdings)
-        except (OSError, http.client.HTTPException):  # the latter where an answer breaks off
+        except (OSError, http.client.HTTPException):  # an HTTPException if an answer breaks off
             return False
         return len(holdings.replica_ids) == self.num_replicas and not holdings.num_missing
 
     async def left_over(self, patience_s: float = 20.0) -> dict[str, int]:
-        """What is still held without any request under way; waits for it to become nothing."""
+        """Wait until the service holds nothing; return the rest. Call while no client sends requests."""
         deadline = time.perf_counter() + patience_s
         while True:
             held = (await asyncio.to_thread(self.holdings)).held
@@ -142,7 +144,7 @@ class Stage:
 def stage(
     application: Mapping[str, Any], *, with_dashboard: bool = False, layout: Layout | None = None
 ) -> Iterator[Stage]:
-    """Start the service; it ends with the block."""
+    """Run the service until the end of the block."""
     with service(application, with_dashboard=with_dashboard, layout=layout) as running:
         yield Stage.of(application, running)
 
@@ -157,9 +159,9 @@ async def under_traffic(
     layout: Layout | None = None,
     **settings: Any,
 ) -> AsyncIterator[tuple[Stage, Traffic]]:
-    """A service with these settings of `application`, and requests that have been answered twice without a fault.
+    """Run a service with these settings of `application`, and get the reference answers to `requests`.
 
-    The requests are a stream of each kind in turn, unless others are given.
+    The default requests are streams of each kind in turn.
     """
     states = {} if settings.get("weights") else {"num_state_slots": size.num_state_slots}
     with stage(
@@ -187,16 +189,16 @@ def application(
     cache: Mapping[str, Any] = MappingProxyType({}),
     **replicas: Any,
 ) -> dict[str, Any]:
-    """The `args` of an application with simulated replicas, or with real `weights`, which adapters need.
+    """Return the `args` of an application with simulated replicas, or with real `weights`, which adapters need.
 
-    num_state_slots: of simulated replicas, as of a model with recurrent layers; 0: they have no states. adapters: their
-    folders by name. is_batch_invariant: of real replicas of one rank. replicas: settings of that branch.
+    num_state_slots: of simulated replicas, as with recurrent layers; 0: no states. adapters: folders by name.
+    is_batch_invariant: for real replicas with one rank. replicas: settings of the branch `replicas`.
     """
     costs = {
         "step_ms": step_ms, "per_token_ms": per_token_ms, "end_probability": end_probability,
         "crash_token_id": crash_token_id, "num_state_slots": num_state_slots,
     }  # fmt: skip
-    # Ranks on CPUs run transformers' code, which cannot promise equal bits: there float32 keeps the tokens apart.
+    # Ranks on CPUs run transformers' code, which does not guarantee equal bits, so float32 keeps rounding errors small.
     is_batch_invariant &= replicas.get("tensor_parallel", 1) == 1
     computed = {"batch_invariant": True} if is_batch_invariant else {"dtype": "float32"}
     engine = {
@@ -211,9 +213,9 @@ def application(
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """`runs` faults in a row that repeats them, `streams` clients at once; a row by time lasts `minutes`.
+    """The size of a row: `runs` faults, `streams` concurrent clients, `minutes` of a row that runs for a time.
 
-    `model` and `num_state_slots` are as in `application`, for the rows with one stream of each kind.
+    `model` and `num_state_slots` are as in `application`, for the rows that use `under_traffic`.
     """
 
     runs: int
@@ -224,5 +226,5 @@ class Size:
     num_state_slots: int = 0
 
     def source(self, name: str) -> random.Random:
-        """Random numbers of their own for each seed and name: when a fault comes, and which process it hits."""
+        """Return the random source for a name and this seed, which decides the times and the victims of faults."""
         return random.Random(f"{self.seed} {name}")

@@ -1,4 +1,4 @@
-"""Row R15: prefixes in a folder of `cache.tiers`, or from another replica, while something happens to either."""
+"""Row R15: prefixes come from a folder of `cache.tiers` or from another replica, while one of the two has a fault."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from benchmarks.harness.processes import connections
 from benchmarks.harness.service import scraped, total
 
 _DISK_MIB = 512
-_NUM_BLOCKS = 1024  # of a replica: less than its streams' prompts
-_PROMPT_TOKENS = (560, 760)  # what comes once is kept from 512 on
+_NUM_BLOCKS = 1024  # blocks of a replica: too few for the prompts of its streams
+_PROMPT_TOKENS = (560, 760)  # prompts seen once are stored from 512 tokens on
 _MAX_TOKENS = (60, 160)
 _FLIPPED_BITS = 1000
 _TRANSFER_WITHIN_S = 60.0
@@ -35,8 +35,8 @@ _TOKENS_READ = "carousel_tier_tokens_total"
 
 
 async def break_tier(size: Size) -> list[dict[str, Any]]:
-    """R15: replicas share a folder of prefixes that their memory does not hold: kill -9, a folder that is deleted,
-    damaged, full or hangs. Without a folder they fetch prefixes from one another: kill -9 of either in a transfer."""
+    """R15: faults of a folder of prefixes that replicas share: kill -9, a deleted, damaged, full or hanging folder.
+    Without a folder, replicas fetch prefixes from each other: kill -9 of the sender or receiver in a transfer."""
     with small_disk(_DISK_MIB) as disk:
         folder = disk / "kv"
         faults = {
@@ -70,15 +70,15 @@ async def _under(
             fault = Fault(row="R15", text=text, choose=choose, source=text, after_s=LASTS_S)
             read_before = total(scraped(running.target), _TOKENS_READ)
             rows.append(await fault.figures(running, replace(traffic, answers=[]), size))
-            # A replica that dies begins at 0.
+            # The counter of a replaced replica starts at 0.
             rows[-1]["tokens_read"] = total(scraped(running.target), _TOKENS_READ) - read_before
     return rows
 
 
 def _in_transfer(end: int, running: Stage, source: random.Random) -> Strike:
-    """Kill the sender (0) or the receiver (1) of a prefix. The sender stands still until one asks it: a second at most.
+    """Return a strike that kills the sender (`end` 0) or the receiver (1) of a prefix during the transfer.
 
-    Raises BenchmarkError where no replica fetches a prefix: then the row would tell nothing.
+    The sender is stopped for at most a second, until a replica connects. Raises BenchmarkError if no replica connects.
     """
     replicas, deadline_s = running.replicas(), time.perf_counter() + _TRANSFER_WITHIN_S
     while time.perf_counter() < deadline_s:
@@ -95,7 +95,7 @@ def _in_transfer(end: int, running: Stage, source: random.Random) -> Strike:
 
 def _kill_and_go_on(victim: int, go_on: Mend) -> None:
     kill([victim])
-    with suppress(ProcessLookupError):  # it was the victim
+    with suppress(ProcessLookupError):  # the stopped process was the victim
         go_on()
 
 
@@ -108,15 +108,15 @@ def _delete(folder: Path, _source: random.Random) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The blocks. Raises BenchmarkError where there is none: then no fault of the folder tells anything."""
+    """Return the files of blocks. Raises BenchmarkError if there is none, because a fault would then have no effect."""
     found = [each for each in folder.rglob("*") if len(each.name) == 40 and each.is_file()]
     if not found:
-        raise BenchmarkError(f"no block of KV lies in {folder}: the row would tell nothing")
+        raise BenchmarkError(f"no KV block is stored in {folder}, so the row would be meaningless")
     return found
 
 
 def _flip(folder: Path, source: random.Random) -> None:
-    """Flip bits of any blocks, in place."""
+    """Flip bits of random blocks in place."""
     files = _files(folder)
     for _ in range(_FLIPPED_BITS):
         with suppress(FileNotFoundError), source.choice(files).open("r+b", buffering=0) as file:
@@ -132,7 +132,7 @@ def _fill(folder: Path, _source: random.Random) -> Mend:
 
 
 def _hang(folder: Path, _source: random.Random) -> Mend:
-    """Put a pipe in the place of each block: an open waits for a writer."""
+    """Replace each block by a named pipe, so that a reader's open blocks until there is a writer."""
     files = _files(folder)
     for path in files:
         with suppress(OSError):
@@ -143,7 +143,7 @@ def _hang(folder: Path, _source: random.Random) -> Mend:
 
 
 def _release(files: Sequence[Path]) -> None:
-    """Let each reader find an empty file, and delete it."""
+    """Let each blocked reader find an empty file, and delete the pipes."""
     for path in files:
         with suppress(FileNotFoundError):
             if not stat.S_ISFIFO(path.stat().st_mode):

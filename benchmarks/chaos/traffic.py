@@ -1,4 +1,4 @@
-"""Clients that ask the same requests again and again, and the answers that they got when nothing was wrong."""
+"""Clients that repeat the same requests, and the reference answers that they got without a fault."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from benchmarks.harness.answer import Answer, follow, random_prompt, streamed
 from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.http_call import Target
 
-TIMEOUT_S = 90.0  # a client that has waited so long counts as hung
-_AFTER_FAILURE_S = 0.2  # a client waits, as real ones do
+TIMEOUT_S = 90.0  # a client that waits longer counts as hung
+_AFTER_FAILURE_S = 0.2  # pause of a client after a failure, as real clients make
 
 
 @dataclass(slots=True)
 class Traffic:
-    """One client for each request. `answers` grows with every request, and each fills up as it comes."""
+    """One client for each request. Every sent request adds an item to `answers`, which is updated as parts arrive."""
 
     target: Target
     requests: Sequence[Asked]
@@ -30,7 +30,7 @@ class Traffic:
 
     @asynccontextmanager
     async def flowing(self) -> AsyncIterator[None]:
-        """All clients at work until the end of the block; then each has its last answer to the end."""
+        """Run all clients until the end of the block, and then wait for their last answers."""
         is_over = asyncio.Event()
         clients = [asyncio.create_task(self._client(asked, is_over)) for asked in self.requests]
         try:
@@ -40,7 +40,7 @@ class Traffic:
             await asyncio.gather(*clients)
 
     async def once(self) -> list[Answer]:
-        """Every request once, all at the same time."""
+        """Send every request once, all at the same time; return the answers."""
         return list(await asyncio.gather(*map(self.ask, self.requests)))
 
     async def _client(self, asked: Asked, is_over: asyncio.Event) -> None:
@@ -50,7 +50,7 @@ class Traffic:
                 await asyncio.sleep(_AFTER_FAILURE_S)
 
     async def ask(self, asked: Asked) -> Answer:
-        """One request, to the end of its answer."""
+        """Send one request; return its answer after the end of the answer."""
         answer = Answer(time.perf_counter(), name=asked.name)
         self.answers.append(answer)
         await follow(answer, self.target, self.target.request("completions", asked.body), timeout_s=self.timeout_s)
@@ -58,12 +58,12 @@ class Traffic:
 
 
 async def with_reference(target: Target, requests: Sequence[Asked], clients: type[Traffic] = Traffic) -> Traffic:
-    """Ask everything by such clients while nothing is wrong, twice.
+    """Send all requests twice without a fault; return clients with the answers as reference.
 
-    Gives the kind `stop`, which is asked without them first, its stop strings.
+    Requests of the kind `stop` get stop strings from an answer without stop strings.
 
     Raises:
-        BenchmarkError: an answer is not whole, or is another one the second time.
+        BenchmarkError: an answer is incomplete, or the two answers to a request differ.
     """
     plain = await _answers(target, [asked for asked in requests if asked.kind == "stop"])
     given = [with_stop(asked, plain[asked.name].texts[0]) if asked.kind == "stop" else asked for asked in requests]
@@ -83,7 +83,7 @@ async def _answers(target: Target, requests: Sequence[Asked], clients: type[Traf
 
 
 async def moment(is_now: Callable[[], bool], *, look_s: float = 0.002) -> None:
-    """Poll until a condition holds: other processes and answers that fill up send no event."""
+    """Poll until a condition holds, because other processes and growing answers send no event."""
     while not is_now():  # noqa: ASYNC110
         await asyncio.sleep(look_s)
 
@@ -91,12 +91,12 @@ async def moment(is_now: Callable[[], bool], *, look_s: float = 0.002) -> None:
 MODEL_NAME = "chaos"
 KINDS = ("greedy", "seeded", "penalties", "stop", "min_tokens", "n=3")
 _PROMPT_TOKENS = (5, 60)
-_STOP_CHARACTERS = 7  # more than most tokens have, so that it spans two or three
+_STOP_CHARACTERS = 7  # longer than most tokens, so that a stop string spans two or three tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One request, by a name that begins with its kind."""
+    """One request. Its name starts with its kind or, for other endpoints and pipelines, with their name."""
 
     name: str
     kind: str
@@ -106,13 +106,13 @@ class Asked:
 def mixed(
     number: int, *, max_tokens: tuple[int, int], prompt_tokens: tuple[int, int] = _PROMPT_TOKENS, seed: int = 7
 ) -> list[Asked]:
-    """So many requests of all kinds in turn; lengths differ. The kind `stop` has none yet: see `with_stop`."""
+    """Return requests of all kinds in turn, with random lengths. `with_stop` adds the stop strings of kind `stop`."""
     source = random.Random(seed)
     return [_asked(place, KINDS[place % len(KINDS)], source, max_tokens, prompt_tokens) for place in range(number)]
 
 
 def alike(number: int, *, num_tokens: int, num_prompt_tokens: int = 20) -> list[Asked]:
-    """So many requests of one length, so that all are at the same point of it."""
+    """Return requests of equal length, so that all streams are in the same phase at the same time."""
     source = random.Random(11)
     usual = {"model": MODEL_NAME, "ignore_eos": True, "temperature": 1}
     return [
@@ -126,7 +126,7 @@ def alike(number: int, *, num_tokens: int, num_prompt_tokens: int = 20) -> list[
 
 
 def with_stop(asked: Asked, text: str) -> Asked:
-    """The request with a stop string that its answer, which is `text` without one, meets on the way."""
+    """Return the request with a stop string from the middle of `text`, the answer without stop strings."""
     place = max(1, 2 * len(text) // 3)
     return Asked(asked.name, asked.kind, {**asked.body, "stop": [text[place : place + _STOP_CHARACTERS]]})
 

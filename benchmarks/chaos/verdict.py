@@ -1,4 +1,4 @@
-"""What streams came to, against what they said when nothing was wrong."""
+"""Compares streams with the reference answers, and makes the figures of a row."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from benchmarks.chaos.traffic import Traffic
 from benchmarks.harness.answer import TIMEOUT, Answer
 from benchmarks.harness.figures import percentile
 
-_AFTERMATH_S = 10.0  # in which a pause counts as the fault's
-SAMPLES = "_samples"  # ends the names of lists of single measurements, which a printed line leaves out
+_AFTERMATH_S = 10.0  # seconds after a fault in which a pause counts as an effect of the fault
+SAMPLES = "_samples"  # suffix of lists of single measurements, which a printed line leaves out
 
 
 def judged(answers: Sequence[Answer], reference: Mapping[str, Answer]) -> dict[str, Any]:
-    """Counts of streams. A simulated token depends on all before it, so a wrong one changes all that follow.
+    """Return counts of streams. A simulated token depends on all previous tokens, so an error changes all later ones.
 
-    The API tells text and the number of tokens, not their ids: a wrong stream that is shorter than its reference counts
-    as `lost`, a longer one as `repeated`, one of the same length as `different`.
+    The API reports the text and the number of tokens, but no token ids. A wrong stream that is shorter than its
+    reference counts as `lost`, a longer stream as `repeated`, a stream of equal length as `different`.
     """
     complete = [each for each in answers if each.is_complete]
     wrong = [each for each in complete if each.said != reference[each.name].said]
@@ -38,11 +38,11 @@ def judged(answers: Sequence[Answer], reference: Mapping[str, Answer]) -> dict[s
 
 
 def outcomes(answers: Sequence[Answer], reference: Mapping[str, Answer]) -> dict[str, int]:
-    """Counts of streams by what their clients got.
+    """Return counts of streams by their results for the clients.
 
-    right, wrong: whole answers. refused, ended: an error in the API's words before the first token, or after it.
-    cut: the connection broke, or there was none. by_proxy: an error that the proxy made. hung: neither within the
-    client's patience. malformed: anything else.
+    right, wrong: complete answers. refused, ended: an API error as the response, or inside the stream. cut: the
+    connection failed or broke. by_proxy: an error that is not an API error. hung: no end before the client's timeout.
+    malformed: anything else.
     """
     found = Counter(_outcome(each, reference) for each in answers)
     names = ("right", "wrong", "refused", "ended", "cut", "by_proxy", "hung", "malformed")
@@ -60,7 +60,7 @@ def _outcome(answer: Answer, reference: Mapping[str, Answer]) -> str:
 
 
 def is_bad(line: Mapping[str, Any]) -> bool:
-    """Whether a row says that a promise was broken: a wrong or a hung stream, something still held, or missing."""
+    """Return whether a row shows a failure: a wrong or hung stream, left-over resources, or missing processes."""
     counted = [line, line.get("after", {}), line.get("outcomes", {})]
     names = ("lost", "repeated", "different", "hung", "wrong")
     of_all = any(counts.get(name) for counts in counted for name in names)
@@ -74,7 +74,7 @@ def _num_characters(answer: Answer) -> int:
 
 
 def by_kind(answers: Sequence[Answer], reference: Mapping[str, Answer]) -> dict[str, dict[str, int]]:
-    """For each kind of request: how many were asked, how many came to their end, and how many of those wrong."""
+    """Return, for each kind of request, the numbers of sent requests, complete answers and wrong complete answers."""
     counts: dict[str, dict[str, int]] = {}
     for each in answers:
         count = counts.setdefault(each.name.split()[0], {"asked": 0, "completed": 0, "wrong": 0})
@@ -85,12 +85,12 @@ def by_kind(answers: Sequence[Answer], reference: Mapping[str, Answer]) -> dict[
 
 
 def in_flight(answers: Iterable[Answer], at_s: float) -> list[Answer]:
-    """The streams that ran at a moment."""
+    """Return the streams that ran at time `at_s`."""
     return [each for each in answers if each.begun_s <= at_s <= (each.ended_s or at_s)]
 
 
 def pauses_ms(streams: Iterable[Answer], struck_s: float, *, step_s: float, within_s: float) -> list[float]:
-    """Of each stream the longest pause that touches the seconds after a fault, less the step that any token needs."""
+    """Return each stream's longest pause within `within_s` after a fault, less the step that every token needs."""
     return [(each.longest_pause_s(struck_s, struck_s + within_s) - step_s) * 1000 for each in streams]
 
 
@@ -101,9 +101,9 @@ async def judged_row(
     struck_s: Sequence[float],
     more: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """A row of the table: its name, what came of the streams, of those that ran when the faults were made, `more`.
+    """Return a row of the table: `found`, counts of all streams, pauses of the streams that ran at a fault, and `more`.
 
-    A stream whose connection broke has no pause.
+    Streams with a broken connection are left out of the pauses.
     """
     hit = [(at_s, each) for at_s in struck_s for each in in_flight(traffic.answers, at_s)]
     pauses = [
@@ -123,7 +123,7 @@ async def judged_row(
 
 
 def spread(name: str, samples: Sequence[float], digits: int = 1) -> dict[str, Any]:
-    """Median, 99th percentile and the largest, under names that begin alike, the unit last; and all samples."""
+    """Return median, 99th percentile, maximum and samples; `recovery_s` gives `recovery_p50_s` and so on."""
     stem, _, unit = name.rpartition("_")
     found = {"p50": percentile(samples, 50), "p99": percentile(samples, 99), "max": max(samples, default=None)}
     rounded = {f"{stem}_{key}_{unit}": None if value is None else round(value, digits) for key, value in found.items()}
@@ -131,5 +131,5 @@ def spread(name: str, samples: Sequence[float], digits: int = 1) -> dict[str, An
 
 
 def without_samples(line: Mapping[str, Any]) -> dict[str, Any]:
-    """A line as it is printed."""
+    """Return a line without the lists of samples, for printing."""
     return {name: value for name, value in line.items() if not name.endswith(SAMPLES)}

@@ -1,1 +1,1 @@
-"""What all benchmarks share: workloads, options, the service under test, HTTP, figures and tables."""
+"""The common code of all benchmarks: workloads, options, the service under test, HTTP, figures and tables."""

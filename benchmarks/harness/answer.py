@@ -1,4 +1,4 @@
-"""What a client sees of one streamed answer: what it says, when its parts came, and how it ended."""
+"""One streamed answer as a client sees it: the text, the arrival times of its parts, and how the answer ended."""
 
 from __future__ import annotations
 
@@ -15,53 +15,53 @@ from benchmarks.harness.http_call import EventStream, Target, call
 from benchmarks.harness.timeline import Deliveries
 
 TIMEOUT = "timeout"
-_MAX_KEPT_BYTES = 4096  # of an answer that is no stream
+_MAX_KEPT_BYTES = 4096  # maximum bytes stored of an answer that is not a stream
 
 
 @dataclass(slots=True)
 class Answer(Deliveries):
-    """One request and what came of it; it fills up as that comes. Times are of `time.perf_counter`."""
+    """One request and its answer, updated as the answer arrives. Times are from `time.perf_counter`."""
 
     name: str = ""  # of the request
-    begun_s: float = field(default_factory=time.perf_counter)  # when the client turned to it, to connect after that
-    status: int | None = None  # None: no answer at all
+    begun_s: float = field(default_factory=time.perf_counter)  # when the client began, before it connected
+    status: int | None = None  # None: the server sent no status
     headers: Mapping[str, str] = field(default_factory=dict)
-    events_s: list[float] = field(default_factory=list)  # of all choices, also those without text
-    num_pieces: int = 0  # of text
+    events_s: list[float] = field(default_factory=list)  # times of the events of all choices, with and without text
+    num_pieces: int = 0  # number of events with text
     texts: dict[int, str] = field(default_factory=dict)  # by choice
     finish_reasons: dict[int, str] = field(default_factory=dict)  # by choice
-    num_reported_tokens: int | None = None  # as the server's usage says
-    is_done: bool = False  # its [DONE] came
-    has_surplus: bool = False  # events after that, or a second end of a choice
-    refusal: bytes = b""  # what came with another status than 200
-    error: dict[str, Any] | None = None  # the server's error event, or that in the refusal
-    failure: str | None = None  # of the connection, in the client's words
-    ended_s: float = 0.0  # 0: it still runs
+    num_reported_tokens: int | None = None  # the number of output tokens in the server's usage
+    is_done: bool = False  # whether [DONE] has arrived
+    has_surplus: bool = False  # whether an event came after [DONE], or a choice ended twice
+    refusal: bytes = b""  # the first bytes of a body with a status other than 200
+    error: dict[str, Any] | None = None  # the error in the server's error event or in the refusal
+    failure: str | None = None  # the client's description of a failed connection
+    ended_s: float = 0.0  # 0: the request still runs
 
     @property
     def said(self) -> tuple[Any, ...]:
-        """All that must be the same whenever the same request is answered."""
+        """The parts of an answer that must be equal each time the server answers the same request."""
         return (sorted(self.texts.items()), sorted(self.finish_reasons.items()), self.num_reported_tokens)
 
     @property
     def num_tokens(self) -> int:
-        """As the server counts them; where it does not, pieces of text."""
+        """The number of output tokens that the server reported, or else the number of text pieces."""
         return self.num_pieces if self.num_reported_tokens is None else self.num_reported_tokens
 
     @property
     def has_succeeded(self) -> bool:
-        """It came to its end with some text, as any server of the API tells it."""
+        """Whether the answer ended normally with some text. Servers that report no usage can succeed."""
         is_whole = self.status == 200 and self.is_done and self.failure is None and self.error is None
         return is_whole and bool(self.delivered_s)
 
     @property
     def is_complete(self) -> bool:
-        """It is well-formed, and the server has counted its tokens."""
+        """Whether the answer is well-formed and without an error, and the server has reported the number of tokens."""
         return self.is_well_formed and self.error is None and self.num_reported_tokens is not None
 
     @property
     def is_well_formed(self) -> bool:
-        """It ended as a client's library expects: refused in the API's words, or each choice once and one [DONE]."""
+        """Whether a client library accepts the end: an API error, or each choice ended once, followed by one [DONE]."""
         if self.status is None or self.failure is not None:
             return False
         if self.status != 200:
@@ -70,7 +70,7 @@ class Answer(Deliveries):
 
     @property
     def outcome(self) -> str:
-        """`completed`, or in a few words what else."""
+        """`completed`, or a few words about how the request failed."""
         if self.failure is not None:
             return self.failure
         if self.status != 200:
@@ -83,31 +83,31 @@ class Answer(Deliveries):
 
     @property
     def in_words(self) -> str:
-        """The outcome with what the server says of it."""
+        """The outcome with the server's error or refusal."""
         return f"{self.outcome} {self.error or self.refusal.decode(errors='replace')}".strip()
 
     def longest_pause_s(self, from_s: float, to_s: float) -> float:
-        """The longest time without an event, of the pauses that touch this span; from the request to the first, too."""
+        """Return the longest of the pauses that touch this time span. The wait for the first event is a pause."""
         moments = [self.begun_s, *self.events_s]
         pauses = [after - before for before, after in pairwise(moments) if after >= from_s and before <= to_s]
         return max(pauses, default=0.0)
 
 
 def streamed(prompt: Sequence[int], max_tokens: int, **more: Any) -> dict[str, Any]:
-    """The body of a completion of which the answer is streamed, with the count of its tokens; greedy by default."""
+    """Return the body of a completion request with a streamed answer and usage; greedy by default."""
     asked = {"prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}
     return asked | {"stream": True, "stream_options": {"include_usage": True}} | more
 
 
 def random_prompt(source: random.Random, num_tokens: int) -> list[int]:
-    """Ids that are text in most vocabularies."""
+    """Return random token ids from 300 to 599, which stand for text in most vocabularies."""
     return source.choices(range(300, 600), k=num_tokens)
 
 
 async def ask(target: Target, request: bytes, *, timeout_s: float, arrival_s: float | None = None) -> Answer:
-    """Send a streaming request of the OpenAI API and follow its answer to the end. Never raises for the server's part.
+    """Send a streaming request of the OpenAI API and return its answer. The answer records errors of the server.
 
-    request: as `Target.request` makes it. arrival_s: when it was to be sent; None: now.
+    request: the bytes from `Target.request`. arrival_s: the time at which the request was due; None: now.
     """
     answer = Answer(time.perf_counter() if arrival_s is None else arrival_s)
     await follow(answer, target, request, timeout_s=timeout_s)
@@ -115,7 +115,7 @@ async def ask(target: Target, request: bytes, *, timeout_s: float, arrival_s: fl
 
 
 async def follow(answer: Answer, target: Target, request: bytes, *, timeout_s: float) -> None:
-    """The same, seen while it comes. Cancelling it closes the connection."""
+    """Send a request and update `answer` as the parts arrive, until the end. Cancelling closes the connection."""
     try:
         async with asyncio.timeout(timeout_s):
             await call(target, request, AnswerReader(answer))
@@ -128,7 +128,7 @@ async def follow(answer: Answer, target: Target, request: bytes, *, timeout_s: f
 
 
 class AnswerReader:
-    """Fills in an answer from its bytes."""
+    """A `Reader` that parses the bytes of a response into an `Answer`."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer

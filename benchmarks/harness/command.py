@@ -1,4 +1,4 @@
-"""A benchmark as a command: options, progress on stderr, figures as one line of JSON on stdout, errors."""
+"""The command line of a benchmark: options, progress on stderr, figures as one line of JSON on stdout, errors."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Figures = Mapping[str, Any]
 
 
 class BenchmarkError(Exception):
-    """A mistake in a workload, an option or a setting, or a part of a benchmark that failed: one sentence."""
+    """A mistake in a workload, an option or a setting, or a failed part of a benchmark. The message is one sentence."""
 
 
 def command_parser(name: str, description: str | None) -> argparse.ArgumentParser:
-    """For `python -m benchmarks.NAME`; the description is the module's docstring."""
+    """Return a parser for `python -m benchmarks.NAME`; `description` is the docstring of the module."""
     return argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}",
         description=description,
@@ -35,7 +35,7 @@ def command_parser(name: str, description: str | None) -> argparse.ArgumentParse
 
 
 def numbers_above_zero(option: str, text: str) -> list[float]:
-    """Read `0.5,0.8,1`. Raises BenchmarkError when it is no such list."""
+    """Parse a list such as `0.5,0.8,1`. Raises BenchmarkError if the text is not a list of positive numbers."""
     try:
         return [above_zero(part) for part in text.split(",")]
     except (ValueError, argparse.ArgumentTypeError) as error:
@@ -43,12 +43,12 @@ def numbers_above_zero(option: str, text: str) -> list[float]:
 
 
 def tell(text: str) -> None:
-    """Progress and notes go to stderr; stdout is for figures."""
+    """Print progress or a note to stderr, because stdout is for figures."""
     print(text, file=sys.stderr, flush=True)
 
 
 def where() -> dict[str, Any]:
-    """The machine and the code behind a figure."""
+    """Return the machine, the commit and the versions that a figure was measured with."""
     return {
         "cpu": machine.cpu_name(),
         "num_cores": num_cores(),
@@ -64,18 +64,18 @@ def run_command(
     *,
     is_bad: Callable[[Figures], bool] | None = None,
 ) -> int:
-    """Measure; print the figures, the options and the machine as one JSON object. Returns the program's exit status.
+    """Measure; print the figures, the options and the machine as one JSON object. Return the program's exit status.
 
-    The object is written to the file of `--json`, too. `is_bad`: whether these figures mean that what was measured has
-    failed (status 1). A mistake is one line on stderr (status 2).
+    With `--json`, a file gets the object as well. `is_bad`: whether the figures show a failure of the measured system
+    (status 1). A mistake prints one line to stderr (status 2).
     """
-    parser.add_argument("--json", metavar="FILE", help="write the JSON object there too")
+    parser.add_argument("--json", metavar="FILE", help="also write the JSON object to this file")
     given = parser.parse_args(arguments)
     options = {name: value for name, value in vars(given).items() if name != "json" and not callable(value)}
     try:
         figures = measure(given)
         line = json.dumps({**figures, "options": options, **where()})
-        print(line, flush=True)  # before the file: one that cannot be written must not cost the run
+        print(line, flush=True)  # print first: an unwritable file must not lose the figures
         if given.json is not None:
             write_json(given.json, line)
     except (BenchmarkError, CarouselError) as error:
@@ -84,10 +84,10 @@ def run_command(
 
 
 def ran(command: Sequence[str], *, timeout_s: float | None = None, **options: Any) -> str:
-    """What a program prints on stdout. options: more of `subprocess.run`.
+    """Run a program and return its stdout. options: further arguments of `subprocess.run`.
 
     Raises:
-        BenchmarkError: it cannot be started, fails or does not end; with what it said, or its errors where it has some.
+        BenchmarkError: the program cannot start, fails or times out. The message quotes its `ERROR:` lines, or stderr.
     """
     shown = f"`{' '.join(command)}`"
     try:
@@ -102,7 +102,7 @@ def ran(command: Sequence[str], *, timeout_s: float | None = None, **options: An
 
 
 def write_json(path: str, line: str) -> None:
-    """Write it and end the line. Raises BenchmarkError when it cannot be written."""
+    """Write a line of JSON to a file. Raises BenchmarkError if the file cannot be written."""
     try:
         Path(path).write_text(line + "\n", encoding="utf-8")
     except OSError as error:
@@ -110,13 +110,13 @@ def write_json(path: str, line: str) -> None:
 
 
 def refused(error: Exception) -> int:
-    """Print a mistake on stderr; returns the exit status that stands for it."""
+    """Print a mistake to stderr and return the exit status for mistakes."""
     print(f"error: {error}", file=sys.stderr)
     return 2
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error message: the names close to one that does not exist, or all of them where none is close."""
+    """Return the end of a message about an unknown name: the names close to it, or all names if none is close."""
     names = list(known)
     close = get_close_matches(name, names, n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(close)}?" if close else f"; there are {', '.join(names)}"

@@ -1,4 +1,4 @@
-"""A file system of one's own in memory, and a full one."""
+"""Creates a small file system in memory, and fills a file system."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.harness.command import BenchmarkError, ran
 
 @contextmanager
 def small_disk(size_mib: int) -> Iterator[Path]:
-    """A folder on a file system of its own, in memory (0: on none). Raises BenchmarkError where none can be made."""
+    """Yield a folder on a new file system in memory (0: a plain folder). Raises BenchmarkError if mounting fails."""
     with tempfile.TemporaryDirectory(prefix="carousel-disk-") as folder:
         if not size_mib:
             yield Path(folder)
@@ -22,7 +22,7 @@ def small_disk(size_mib: int) -> Iterator[Path]:
         try:
             ran(["mount", "-t", "tmpfs", "-o", f"size={size_mib}m", "tmpfs", folder])
         except BenchmarkError as error:
-            raise BenchmarkError(f"no file system of its own: {error}; run as root on Linux") from error
+            raise BenchmarkError(f"cannot mount a file system in memory: {error}; run as root on Linux") from error
         try:
             yield Path(folder)
         finally:

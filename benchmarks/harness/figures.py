@@ -1,4 +1,4 @@
-"""Figures: percentiles, interpolated as numpy does by default, and tables in Markdown that read well in a terminal."""
+"""Figures: percentiles with numpy's default interpolation, and Markdown tables that are readable in a terminal."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Any
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The first column is aligned left, the others, being numbers, right."""
+    """Return a Markdown table. The first column is aligned left, the number columns are aligned right."""
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     return "\n".join(_line(cells, widths) for cells in (heads, rule, *rows))
 
 
 def cell(number: float | None, form: str = "") -> str:
-    """A number in its cell; a dash for what is unknown. Without a form, it has three digits below 0.1."""
+    """Return the text of a table cell: a dash for None; by default three decimals below 0.1, and two above."""
     if number is None:
         return "–"
     return (form or ("{:.2f}" if number >= 0.1 else "{:.3f}")).format(number)
 
 
-Columns = Sequence[tuple[str, str, str]]  # heads, the figures below them, and how they are written
+Columns = Sequence[tuple[str, str, str]]  # (head, name of the figure, format) of each column
 
 
 def table_of(columns: Columns, rows: Sequence[Mapping[str, Any]], **names: Sequence[str]) -> str:
-    """These figures of each row. `names`: the cells before them, by their head."""
+    """Return a table with these figures of each row. `names`: the cells of the first columns, by head."""
     cells = [
         [*name, *(cell(row[figure], form) for _, figure, form in columns)]
         for *name, row in zip(*names.values(), rows, strict=True)
@@ -39,7 +39,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def percentile(samples: Sequence[float], percent: float) -> float | None:
-    """The value that `percent` of 100 samples lie below; None when there are no samples."""
+    """Return the percentile `percent` (0 to 100), interpolated between samples; None if there are no samples."""
     if not samples:
         return None
     ordered = sorted(samples)
@@ -52,7 +52,7 @@ def percentile(samples: Sequence[float], percent: float) -> float | None:
 def percentiles(
     name: str, samples: Sequence[float], percents: Sequence[int] = (50, 95, 99), *, unit: str = "s", digits: int = 6
 ) -> dict[str, float | None]:
-    """`NAME_pPERCENT_UNIT` for each of the percents."""
+    """Return the percentiles, under the names `NAME_pPERCENT_UNIT`."""
     return {f"{name}_p{percent}_{unit}": rounded(percentile(samples, percent), digits) for percent in percents}
 
 

@@ -1,6 +1,6 @@
-"""One HTTP/1.1 POST on a connection of its own; the response is handed on as it comes.
+"""One HTTP/1.1 request on a new connection; a reader gets the response as the response arrives.
 
-On asyncio's own protocols: a client that measures streams must cost little, and be installed wherever Python is.
+Uses only asyncio's protocols: a client that measures streams must be cheap and must run without installed packages.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ _HEAD_END = b"\r\n\r\n"
 
 
 class CutOff(OSError):
-    """The server closed the connection before the answer was whole."""
+    """The server closed the connection before the end of the answer, or the answer is not HTTP/1.1."""
 
 
 class Reader(Protocol):
-    """Receives a response, and the times of its body."""
+    """Receives a response, and the arrival time of each part of its body."""
 
     def head(self, status: int, headers: Mapping[str, str]) -> None:
-        """The status and the headers, by their names in small letters."""
+        """Receive the status and the headers, by their names in lower case."""
 
     def body(self, data: bytes, *, at_s: float) -> None:
-        """The next bytes of the body, its transfer coding taken off."""
+        """Receive the next bytes of the body, without the transfer coding."""
 
 
 class EventStream:
-    """The data of server-sent events, from bytes in pieces of any size."""
+    """Parses server-sent events from pieces of bytes of any size."""
 
     def __init__(self) -> None:
-        self.last_id = ""  # of the events that are whole
+        self.last_id = ""  # id of the last complete event
         self._held = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The lines of data in the events that are whole now; comments and names of events are left out."""
-        if b"\r" in data:  # some servers end lines with CR LF; inside of JSON there is no CR
+        """Return the data lines of newly completed events, without comments and event names."""
+        if b"\r" in data:  # some servers end lines with CR LF, and JSON contains no CR
             data = data.replace(b"\r", b"")
         *events, self._held = (self._held + data).split(b"\n\n")
         lines = [line for event in events for line in event.split(b"\n")]
@@ -54,7 +54,7 @@ class EventStream:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where an OpenAI server is."""
+    """The address of a server with an OpenAI API."""
 
     host: str
     port: int
@@ -63,7 +63,7 @@ class Target:
 
     @classmethod
     def parse(cls, base_url: str) -> Target:
-        """Read `http://127.0.0.1:8000`, with or without `/v1`. Raises BenchmarkError when it is no such address."""
+        """Parse a URL like `http://127.0.0.1:8000`, with or without `/v1`. Raises BenchmarkError for other texts."""
         try:
             parts = urlsplit(base_url)
             port = parts.port
@@ -79,14 +79,14 @@ class Target:
         )  # fmt: skip
 
     def url(self, path: str) -> str:
-        """Of what the server has beside the API, for example `/metrics`."""
+        """Return the URL of a path outside the API, for example `/metrics`."""
         scheme = "https" if self.is_encrypted else "http"
         return f"{scheme}://{self.host}:{self.port}{self.path.removesuffix('/v1')}{path}"
 
     def request(
         self, endpoint: str, body: object, headers: Mapping[str, str] = MappingProxyType({}), *, method: str = "POST"
     ) -> bytes:
-        """The bytes of a request to an endpoint, for example `completions`: of JSON, unless the body is bytes."""
+        """Return the bytes of a request to an endpoint such as `completions`. Bodies other than bytes become JSON."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         given = {"Host": f"{self.host}:{self.port}", "Content-Type": "application/json", "Connection": "close"}
         lines = [f"{name}: {value}\r\n" for name, value in (given | {"Content-Length": len(data), **headers}).items()]
@@ -94,10 +94,10 @@ class Target:
 
 
 async def call(target: Target, request: bytes, reader: Reader) -> None:
-    """Send a request and return when its answer has ended. A new connection each time, as new clients make it.
+    """Send a request on a new connection, as a new client does; return at the end of the answer.
 
     Raises:
-        OSError: no connection, or it ended too soon (CutOff).
+        OSError: the connection failed, or ended before the answer (CutOff).
     """
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
@@ -111,7 +111,7 @@ async def call(target: Target, request: bytes, reader: Reader) -> None:
 
 
 class _Exchange(asyncio.Protocol):
-    """One connection: what is sent at once, and the answer's framing."""
+    """One connection: sends the request and finds the end of the answer."""
 
     def __init__(self, request: bytes, reader: Reader, ended: asyncio.Future[None]) -> None:
         self._request = request
@@ -129,12 +129,12 @@ class _Exchange(asyncio.Protocol):
         try:
             self._receive(data, at_s)
         except (ValueError, IndexError) as error:
-            self._end(CutOff(f"the answer is no HTTP/1.1: {error}"))
+            self._end(CutOff(f"the answer is not HTTP/1.1: {error}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._framing is not None and self._framing.ends_with_connection and exc is None:
             self._end(None)
-        self._end(CutOff(str(exc or "the server closed the connection before the answer was whole")))
+        self._end(CutOff(str(exc or "the server closed the connection before the answer was complete")))
 
     def _receive(self, data: bytes, at_s: float) -> None:
         if self._framing is None:
@@ -161,7 +161,7 @@ class _Exchange(asyncio.Protocol):
 
 
 class _Framing:
-    """Where a body ends: after a length, with its connection, or with an empty chunk."""
+    """Finds the end of a body: after a given length, at the end of the connection, or at an empty chunk."""
 
     def __init__(self, num_left: int | None) -> None:
         self._num_left = num_left
@@ -188,13 +188,13 @@ class _Framing:
 
 
 class _Chunks(_Framing):
-    """Chunked transfer coding (RFC 9112, 7.1); trailers are not read."""
+    """The chunked transfer coding (RFC 9112, 7.1). Trailers are not read."""
 
     def __init__(self) -> None:
         super().__init__(0)
         self.is_done = False
         self._held = b""
-        self._in_chunk = 0  # bytes of the chunk that are still to come
+        self._in_chunk = 0  # bytes of the current chunk that have not arrived
 
     def feed(self, data: bytes) -> bytes:
         held, place, parts = self._held + data, 0, []
@@ -208,7 +208,7 @@ class _Chunks(_Framing):
             line_end = held.find(b"\r\n", place)
             if line_end < 0:
                 break
-            if line_end > place:  # else it is the end of the chunk before
+            if line_end > place:  # an empty line ends the previous chunk
                 self._in_chunk = int(held[place:line_end].partition(b";")[0], 16)
                 self.is_done = self._in_chunk == 0
             place = line_end + 2

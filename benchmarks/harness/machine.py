@@ -1,6 +1,6 @@
-"""Where a figure was measured: the hardware, the versions. What is unknown is None.
+"""The hardware and the versions behind a figure. Unknown values are None.
 
-torch is imported only where a GPU is asked about: a client that measures a service does without it.
+torch is imported only for questions about a GPU: a client that measures a service does not need torch.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ PROJECT = Path(__file__).resolve().parent.parent.parent
 
 
 def environment(tree: Path = PROJECT) -> dict[str, str]:
-    """This process's, in which Python finds the modules of a checkout first."""
+    """Return the environment of this process, changed so that Python finds the modules of a checkout first."""
     paths = [str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def versions() -> dict[str, str | None]:
-    """As the service tells them; our own from the checkout, which need not be installed where figures are made."""
+    """Return the versions that the service reports. Carousel's comes from the checkout, which may not be installed."""
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return app.versions.versions() | {"carousel": str(project["version"])}
 
@@ -46,7 +46,7 @@ def gpu_name(device: str) -> str | None:
 
 
 def seconds_since_start() -> float | None:
-    """How long ago this process was started, imports and all."""
+    """Return the seconds since the start of this process, including imports."""
     uptime, stat = _lines(Path("/proc/uptime")), _lines(Path("/proc/self/stat"))
     if not uptime or not stat:
         return None
@@ -55,20 +55,20 @@ def seconds_since_start() -> float | None:
 
 
 def own_cpu_s() -> float:
-    """Seconds that this process has computed."""
+    """Return the CPU seconds of this process, user and system."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
 
 def peak_rss_mb() -> int | None:
-    """The peak resident sizes of this process and of its living descendants, added up, in MiB."""
+    """Return the sum of the peak resident sizes of this process and its living descendants, in MiB."""
     lines = [line for pid in family(os.getpid()) for line in _lines(Path(f"/proc/{pid}/status"))]
     peaks_kb = [int(line.split()[1]) for line in lines if line.startswith("VmHWM:")]
     return sum(peaks_kb) // 1024 if peaks_kb else None
 
 
 def peak_device_mb(device: str) -> int | None:
-    """The most this process had allocated on the GPU, in MiB."""
+    """Return the peak of the memory that torch allocated on the GPU for this process, in MiB."""
     if device != "cuda":
         return None
     import torch

@@ -1,4 +1,4 @@
-"""The options that the pages which run a workload have in common."""
+"""The options of all benchmarks that run a workload."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ def add_run_options(
     settings: bool = False,
     also: bool = False,
 ) -> None:
-    """The model, the requests, the numbers and the machine; where asked for, `--repeat` (its default), and so on."""
-    parser.set_defaults(repeat=1, outputs=None, set=[], also=[])  # where they are not asked for
+    """Add the options for model, workload, dtype and machine. `repeat`: the default of `--repeat`, if it is added."""
+    parser.set_defaults(repeat=1, outputs=None, set=[], also=[])  # for the options that are not added
     parser.add_argument("--model", required=True, metavar="DIR", help="folder of a transformers model, or a hub id")
-    parser.add_argument("--workload", required=True, metavar="FILE.jsonl", help="one request a line")
+    parser.add_argument("--workload", required=True, metavar="FILE.jsonl", help="one request per line")
     if also:
         parser.add_argument(
             "--also", nargs="+", action="extend", default=[], metavar="FILE.jsonl",
-            help="workloads to serve after that one, in the same process",
+            help="workloads to run after --workload, in the same process",
         )  # fmt: skip
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: bf16 on CUDA, fp32 on a CPU")
     parser.add_argument("--threads", type=positive, default=num_cores(), metavar="N", help="CPU threads")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if available")
     if repeat is not None:
         parser.add_argument("--repeat", type=positive, default=repeat, metavar="N", help="timed runs after the warm-up")
     if outputs:
-        parser.add_argument("--outputs", metavar="FILE", help="write each request's token ids there, as JSONL")
+        parser.add_argument("--outputs", metavar="FILE", help="write each request's token ids to FILE, as JSONL")
     if settings:
         parser.add_argument(
             "--set", nargs="+", action="extend", default=[], metavar="PATH=VALUE",

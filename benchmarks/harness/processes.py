@@ -1,4 +1,4 @@
-"""What the processes of a service have computed, from /proc. Linux only."""
+"""Reads the processes of a service from /proc: CPU time, memory, connections. Linux only."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process as it is now."""
+    """A snapshot of one process."""
 
     pid: int
     parent: int
     session: int
-    cpu_s: float  # user and system, of all its threads since it began, to a clock tick (10 ms)
+    cpu_s: float  # user and system time of all threads since the start, rounded to a clock tick (10 ms)
     title: str
 
 
 def family(root: int) -> dict[int, Process]:
-    """A process, its descendants, and the sessions that any of them leads, by pid.
+    """Return a process, its descendants, and the members of the sessions that these processes lead, by pid.
 
-    Sessions, because a daemon has no parent: only its session tells which process began it, also once that has ended.
+    A daemon has no parent. Only the daemon's session shows which process started it, even after that process has ended.
     """
     processes = {process.pid: process for process in _all()}
     found = {root}
@@ -41,7 +41,7 @@ def family(root: int) -> dict[int, Process]:
 
 
 def cpu_between(before: Mapping[int, Process], after: Mapping[int, Process]) -> dict[str, float]:
-    """CPU seconds by what processes call themselves; one that has ended in between is not seen."""
+    """Return the CPU seconds between two snapshots by process title, without processes that ended in between."""
     spent: defaultdict[str, float] = defaultdict(float)
     for pid, process in after.items():
         spent[process.title] += process.cpu_s - (before[pid].cpu_s if pid in before else 0.0)
@@ -49,7 +49,7 @@ def cpu_between(before: Mapping[int, Process], after: Mapping[int, Process]) -> 
 
 
 def resident_mib(pid: int) -> float:
-    """The memory that a process holds; 0 when it has ended."""
+    """Return the resident memory of a process; 0 if the process has ended."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
     except OSError:
@@ -57,7 +57,7 @@ def resident_mib(pid: int) -> float:
 
 
 def connections(pids: Sequence[int]) -> set[tuple[int, int]]:
-    """The TCP connections (IPv4) between these processes: the one that listens, and the one that has connected."""
+    """Return the TCP connections (IPv4) between these processes, as pairs of the listening and the connected pid."""
     found = _tcp(pids)
     listening = {each.port: each.pid for each in found if each.state == _LISTEN}
     return {
@@ -68,7 +68,7 @@ def connections(pids: Sequence[int]) -> set[tuple[int, int]]:
 
 
 def clients_of(pids: Sequence[int], port: int) -> tuple[int, int]:
-    """How many connections these processes have on a port (IPv4), and how many of them the client has closed."""
+    """Return the number of connections of these processes on a port (IPv4), and how many the client has closed."""
     held = [each.state for each in _tcp(pids) if each.port == port and each.state != _LISTEN]
     return len(held), held.count(_CLOSE_WAIT)
 
@@ -85,7 +85,7 @@ class _Tcp:
 
 
 def _tcp(pids: Sequence[int]) -> list[_Tcp]:
-    """The TCP sockets (IPv4) that these processes hold."""
+    """Return the TCP sockets (IPv4) of these processes."""
     owners = {socket: pid for pid in pids for socket in _sockets(pid)}
     # sl local_address rem_address st tx:rx tr:tm retrnsmt uid timeout inode ...; an address is IP:port in hex
     rows = [line.split()[:10] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
@@ -97,20 +97,20 @@ def _tcp(pids: Sequence[int]) -> list[_Tcp]:
 
 
 def _sockets(pid: int) -> set[str]:
-    """The inodes of a process's sockets; none when it has ended."""
+    """Return the inodes of a process's sockets; none if the process has ended."""
     found = set()
     with suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/fd"):
-            with suppress(OSError):  # closed in this moment
+            with suppress(OSError):  # the descriptor was closed just now
                 target = os.readlink(f"/proc/{pid}/fd/{name}")
                 found |= {target[8:-1]} if target.startswith("socket:[") else set()
     return found
 
 
 def kill_family(root: int) -> None:
-    """Kill a process and all that came from it, as when a machine loses its power."""
+    """Kill a process and its whole family, as when a machine loses its power."""
     for pid in family(root):
-        with suppress(ProcessLookupError):  # it ended with its parent
+        with suppress(ProcessLookupError):  # the process ended with its parent
             os.kill(pid, signal.SIGKILL)
 
 
@@ -120,8 +120,8 @@ def _all() -> Iterator[Process]:
         try:
             stat, command = (folder / "stat").read_text(), (folder / "cmdline").read_bytes()
         except OSError:
-            continue  # ended in this moment
-        # pid (name with anything) state ppid pgrp session ... utime stime
+            continue  # the process ended just now
+        # pid (name, with any characters) state ppid pgrp session ... utime stime
         head, _, rest = stat.rpartition(")")
         fields = rest.split()
         cpu_s = (int(fields[11]) + int(fields[12])) * tick_s
@@ -129,7 +129,7 @@ def _all() -> Iterator[Process]:
 
 
 def _title(command: bytes, name: str) -> str:
-    """`ray::ServeReplica:carousel:ingress` and the like; else the program's name."""
+    """Return Ray's title such as `ray::ServeReplica:carousel:ingress`, or else the name of the module or program."""
     first, *others = command.decode(errors="replace").rstrip("\0").split("\0")
     if first.startswith("ray::"):
         return first.split()[0]

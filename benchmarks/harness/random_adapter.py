@@ -1,4 +1,4 @@
-"""LoRA adapters of random numbers, as PEFT writes them."""
+"""Writes LoRA adapters with random weights in PEFT's format."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-_SCALE = 0.02  # of their numbers: outputs change, and stay finite
+_SCALE = 0.02  # standard deviation of the weights: large enough to change outputs, small enough to keep them finite
 
 
 def save_random_adapter(
     folder: Path, sizes: Mapping[str, tuple[int, int]], *, rank: int, seed: int, scale: float = _SCALE
 ) -> None:
-    """Write an adapter of these linear layers. sizes: inputs and outputs, by name. The folder is made."""
+    """Write an adapter for linear layers into a new folder. sizes: (inputs, outputs) of each layer, by name."""
     numbers = np.random.default_rng(seed)
     tensors = {}
     for name, (num_inputs, num_outputs) in sizes.items():
@@ -30,7 +30,7 @@ def save_random_adapter(
 
 
 def projections_in(model: Path) -> dict[str, tuple[int, int]]:
-    """The sizes of the linear layers of attention and MLP in a folder with one model.safetensors."""
+    """Return (inputs, outputs) of the attention and MLP layers, by name, for a folder with one model.safetensors."""
     suffix = "_proj.weight"
     with safe_open(model / "model.safetensors", framework="numpy") as file:
         shapes = {name: file.get_slice(name).get_shape() for name in file.keys() if name.endswith(suffix)}  # noqa: SIM118

@@ -1,4 +1,4 @@
-"""The real service in processes of its own, started as `make serve` starts it, on a port of its own."""
+"""Runs the real service on a free port, started as `make serve` starts it."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from ray import serve
 ray.init(sys.argv[1], namespace="serve", log_to_driver=False)
 print(serve.status().applications["carousel"].status.value)
 """
-_CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # which the launcher sets to 0, unless it is set
+_CLUSTER = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # the launcher sets this variable to 0, unless it is set
 _TEMPLATE = "chat_template.jinja"
 _TOOLS = "{%- if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
 _SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 
 
 def write_keys(path: Path, keys: Mapping[str, str], *, admin: str = "") -> Path:
-    """Write the file of API keys of a service, from the keys by their names. `admin`: the one that opens /admin."""
+    """Write a file of API keys and return its path. `keys`: keys by name. `admin`: the name of the admin key."""
     entries = [
         {"name": name, "sha256": hashlib.sha256(key.encode()).hexdigest(), "admin": name == admin}
         for name, key in keys.items()
@@ -54,10 +54,10 @@ def write_keys(path: Path, keys: Mapping[str, str], *, admin: str = "") -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """On which nodes the parts of a service are. The default: one node, everything on loopback."""
+    """The placement of a service on nodes. The default is one node with everything on loopback."""
 
-    host: str = "127.0.0.1"  # where its clients reach it
-    may_be_joined: bool = False  # by other nodes: Ray's ports are on this machine's outside address then
+    host: str = "127.0.0.1"  # the address that the service listens on
+    may_be_joined: bool = False  # whether other nodes may join; Ray then listens on this machine's external address
     proxy_location: str = "EveryNode"
     max_replicas_per_node: Mapping[str, int] = field(default_factory=dict)  # by deployment
 
@@ -67,20 +67,20 @@ class Service:
     """A running service."""
 
     target: Target
-    pid: int  # of the launcher, from which everything else comes that has not joined
-    token: str = field(default="", repr=False)  # that Ray asks for before a deployment, or when a node joins
+    pid: int  # of the launcher, the ancestor of all processes except those on nodes that joined
+    token: str = field(default="", repr=False)  # the token that Ray asks for when a node joins or a client deploys
     layout: Layout = field(default_factory=Layout)
-    head: str = ""  # the address of Ray's head, where it has no dashboard
-    variables: Mapping[str, str] = field(default_factory=dict, repr=False)  # more of those of what talks to it
+    head: str = ""  # the address of Ray's head, if the head has no dashboard
+    variables: Mapping[str, str] = field(default_factory=dict, repr=False)  # further environment for Serve's commands
 
     def processes(self) -> dict[int, Process]:
-        """All of it: launcher, driver, Ray's own processes, controller, proxy, ingresses, replicas."""
+        """Return all processes: launcher, driver, Ray's processes, controller, proxy, ingresses, replicas."""
         return family(self.pid)
 
     def deploy(self, application: Mapping[str, Any], *, num_replicas: Mapping[str, int] | None = None) -> None:
-        """Put an application in the place of what runs, as `serve deploy` does; returns when Serve has been told.
+        """Replace the running application, as `serve deploy` does; return once Serve has accepted the config.
 
-        `num_replicas`: by deployment, as a Serve config file can say beside `args`: without it nothing is restarted.
+        `num_replicas`: by deployment, set outside `args`. A change of these numbers alone restarts no process.
         """
         with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as config:
             json.dump(serve_file(application, self.target.port, self.layout, num_replicas or {}), config)
@@ -91,7 +91,7 @@ class Service:
                 self._serve("deploy", config.name, "-a", _DASHBOARD)
 
     def status(self) -> str:
-        """The word of `serve status` for the application, as RUNNING or DEPLOY_FAILED."""
+        """Return the application's status from `serve status`, for example RUNNING or DEPLOY_FAILED."""
         if self.head:
             return ran([sys.executable, "-c", _STATUS, self.head], env=self._environment).splitlines()[-1]
         _, _, applications = self._serve("status", "-a", _DASHBOARD).partition("applications:")
@@ -113,9 +113,9 @@ def application(
     model: Mapping[str, Any] = MappingProxyType({}),
     **branches: Any,
 ) -> dict[str, Any]:
-    """The `args` of a service of one model, of which all replicas fit onto this machine.
+    """Return the `args` of a service with one model. By default, all replicas fit onto this machine.
 
-    `replicas`, `model`: more settings of these branches. `branches`: more of the application's.
+    `replicas`, `model`: further settings of these branches. `branches`: further branches of the application.
     """
     replicas = {"num_replicas": 1, "num_cpus": 0.1, "drain_timeout_s": 5, **replicas}
     return {"models": [{"name": name, "engine": dict(engine), "replicas": replicas, **model}], **branches}
@@ -128,12 +128,12 @@ def service(
     with_dashboard: bool = False,
     layout: Layout | None = None,
 ) -> Iterator[Service]:
-    """Serve an application (`args` of a Serve config file) until the end of the block; what it prints goes to stderr.
+    """Serve an application (`args` of a Serve config file) until the end of the block. Its output goes to stderr.
 
-    `with_dashboard`: so that it can be deployed to; costs a process more, on port 8265.
+    `with_dashboard`: start Ray's dashboard on port 8265, which `Service.deploy` needs.
 
     Raises:
-        BenchmarkError: it does not start; its own words are on stderr.
+        BenchmarkError: the service does not start; stderr has the reason.
     """
     port, layout = next(free_ports()), layout or Layout()
     with tempfile.TemporaryDirectory(prefix="carousel-benchmark-") as folder:
@@ -157,7 +157,7 @@ def service(
 
 @contextmanager
 def with_tools(model: Path) -> Iterator[Path]:
-    """A copy of a model's folder with a place for tools in its chat template, where it has none."""
+    """Yield a copy of a model's folder whose chat template includes the tools of a request."""
     template = (model / _TEMPLATE).read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory(prefix="carousel-benchmark-") as folder:
         copy = Path(folder) / "model"
@@ -169,7 +169,7 @@ def with_tools(model: Path) -> Iterator[Path]:
 
 @contextmanager
 def ended_by_exception() -> Iterator[None]:
-    """SIGTERM raises SystemExit meanwhile, so that what this process has started ends with it."""
+    """Make SIGTERM raise SystemExit within the block, so that the context managers end the started processes."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
@@ -178,7 +178,7 @@ def ended_by_exception() -> Iterator[None]:
 
 
 def with_token(token: str) -> dict[str, str]:
-    """An environment in which Ray asks for this token."""
+    """Return an environment that makes Ray ask for this token."""
     return environment() | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
 
 
@@ -188,7 +188,7 @@ def serve_file(
     layout: Layout | None = None,
     num_replicas: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """As deployments/serve.yaml, with another application (`args`)."""
+    """Return a Serve config like deployments/serve.yaml, with this application (`args`)."""
     layout = layout or Layout()
     options = {"num_replicas": num_replicas, "max_replicas_per_node": layout.max_replicas_per_node}
     named = sorted({name for numbers in options.values() for name in numbers})
@@ -212,7 +212,7 @@ def serve_file(
 
 
 def wait_until_ready(starter: subprocess.Popen[Any], target: Target) -> None:
-    """Return when /ready answers. Raises BenchmarkError when it does not, or what starts the service has ended."""
+    """Wait until /ready answers. Raises BenchmarkError if the time is up, or if the starting process has ended."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if starter.poll() is not None:
@@ -234,9 +234,7 @@ def got(
     timeout_s: float = 10.0,
     body: object = None,
 ) -> bytes:
-    """The body of a GET, for example of /openapi.json, or of a POST of JSON. Raises OSError when there is none, or a
-    refusal.
-    """
+    """Return the response to a GET, or to a POST of `body` as JSON. Raises OSError for a refusal or no answer."""
     data = None if body is None else json.dumps(body).encode()
     kind = {} if body is None else {"Content-Type": "application/json"}
     request = urllib.request.Request(target.url(path), data, {**kind, **headers})
@@ -246,11 +244,11 @@ def got(
 
 
 def scraped(target: Target) -> list[tuple[str, str, float]]:
-    """(name, labels, value) of every sample of /metrics."""
+    """Return (name, labels, value) of every sample of /metrics."""
     text = got(target, "/metrics").decode()
     return [(name, labels, float(value)) for name, labels, value in _SAMPLE.findall(text)]
 
 
 def total(samples: Iterable[tuple[str, str, float]], name: str) -> int:
-    """The sum of a metric over its labels."""
+    """Return the sum of a metric over all its labels."""
     return round(sum(value for found, _, value in samples if found == name))

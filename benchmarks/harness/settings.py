@@ -1,4 +1,4 @@
-"""`--set scheduler.max_running=64`: any setting below EngineConfig by its dotted path."""
+"""Parses `--set scheduler.max_running=64`: any setting of EngineConfig by its dotted path."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pydantic import ValidationError
 from app.config import EngineConfig, leaves, mistakes_of
 from benchmarks.harness.command import BenchmarkError, did_you_mean
 
-Assignments = Mapping[str, str | None]  # values by the settings' dotted paths, in the order in which they were given
+Assignments = Mapping[str, str | None]  # values by dotted path of the setting, in the order of the command line
 
 
 def parse_assignments(texts: Iterable[str]) -> Assignments:
-    """Read `path=value` texts; `none` stands for no value, where it is no choice itself.
+    """Parse texts of the form `path=value`. `none` means no value, unless `none` is a choice of the setting.
 
     Raises:
-        BenchmarkError: one is no assignment, or there is no such setting.
+        BenchmarkError: a text is not an assignment, or the setting does not exist.
     """
     return dict(map(_parse, texts))
 
@@ -34,15 +34,15 @@ def _parse(text: str) -> tuple[str, str | None]:
 
 
 def told(assignments: Assignments) -> list[str]:
-    """As they could be given again."""
+    """Return the assignments as texts that `parse_assignments` accepts."""
     return [f"{path}={value}" for path, value in assignments.items()]
 
 
 def engine_config(settings: Mapping[str, object]) -> EngineConfig:
-    """The engine's settings from values by dotted path, put in their order.
+    """Build the engine's settings from values by dotted path; a later value replaces an earlier one.
 
     Raises:
-        BenchmarkError: a value is refused; the message says what the setting takes.
+        BenchmarkError: a value is invalid; the message names the values that the setting accepts.
     """
     tree: dict[str, Any] = {}
     for path, value in settings.items():
@@ -54,7 +54,7 @@ def engine_config(settings: Mapping[str, object]) -> EngineConfig:
 
 
 def _set(branch: dict[str, Any], path: list[str], value: object) -> None:
-    """Put a value into the tree. A choice by name and its parameters may come in any order."""
+    """Put a value into the tree. The name of a choice and the parameters of the choice may come in any order."""
     name, *below = path
     held = branch.get(name)
     if not below:

@@ -1,4 +1,4 @@
-"""When the tokens of a request came, in this process or over HTTP, and what a service level asks of that."""
+"""The arrival times of a request's tokens, in this process or over HTTP, and the SLO for these times."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from benchmarks.harness.figures import percentiles
 
 @dataclass(slots=True)
 class Deliveries:
-    """One request. Seconds of one clock."""
+    """The times of one request, in seconds of one clock."""
 
-    arrival_s: float  # when it came, or was to be sent
-    delivered_s: list[float] = field(default_factory=list)  # once for each delivery of one or more tokens
+    arrival_s: float  # the time at which the request arrived or was due
+    delivered_s: list[float] = field(default_factory=list)  # the time of each delivery of one or more tokens
 
     @property
     def time_to_first_token_s(self) -> float:
@@ -25,16 +25,16 @@ class Deliveries:
 
     @property
     def gaps_s(self) -> list[float]:
-        """Seconds between one delivery and the next."""
+        """Seconds between consecutive deliveries."""
         return [after - before for before, after in zip(self.delivered_s, self.delivered_s[1:], strict=False)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """A service level: what a request that was answered must see to count for goodput. Seconds; None: no bound."""
+    """The bounds, in seconds, that an answered request must meet to count as goodput; None: no bound."""
 
     ttft_s: float | None = None
-    itl_s: float | None = None  # mean time between its tokens after the first (DistServe's time per output token)
+    itl_s: float | None = None  # mean time per token after the first (DistServe's time per output token)
     latency_s: float | None = None
 
     def is_kept(self, answered: Deliveries, num_tokens: int) -> bool:
@@ -46,7 +46,7 @@ class Slo:
 def times_of(
     answered: Sequence[Deliveries], percents: Sequence[int] = (50, 95, 99), *, streams: bool = True
 ) -> dict[str, float | None]:
-    """Percentiles over requests that were answered, and their gaps; without `streams`, of the latency alone."""
+    """Return percentiles of TTFT, ITL and latency over answered requests; without `streams`, TTFT and ITL are None."""
     streamed = answered if streams else ()
     return (
         percentiles("ttft", [each.time_to_first_token_s for each in streamed], percents)

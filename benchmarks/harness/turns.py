@@ -1,4 +1,4 @@
-"""Measurements in turn: A B, B A, A B, so that a machine that changes with the hour changes for all of them."""
+"""Alternates measurements (A B, B A, A B), so that slow changes of the machine affect all measurements equally."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from benchmarks.harness.machine import PROJECT, environment
 
 
 def turns(names: Sequence[str], *, rounds: int) -> Iterator[tuple[int, str]]:
-    """(round, name): each name once in a round, in the opposite order in every second round. Rounds count from 1."""
+    """Yield (round, name): each round has each name once, and even rounds reverse the order. Rounds count from 1."""
     for number in range(1, rounds + 1):
         for name in names if number % 2 else reversed(names):
             yield number, name
 
 
 def median_of_ratios(values: Sequence[float], base: Sequence[float]) -> float | None:
-    """The median over the rounds of a value over the base's value in the same round; None without such rounds."""
+    """Return the median over all rounds of value divided by base; None if no round has a base other than 0."""
     ratios = [value / other for value, other in zip(values, base, strict=False) if other]
     return round(statistics.median(ratios), 4) if ratios else None
 
 
 def last_object(stdout: str) -> dict[str, Any]:
-    """The JSON object in the last line of a benchmark's output. Raises BenchmarkError when there is none."""
+    """Return the JSON object in the last line of a benchmark's output. Raises BenchmarkError if there is none."""
     lines = stdout.strip().splitlines()
     try:
         found = json.loads(lines[-1]) if lines else None
     except json.JSONDecodeError:
         found = None
     if not isinstance(found, dict):
-        raise BenchmarkError("its last line of output is no JSON object")
+        raise BenchmarkError("its last line of output is not a JSON object")
     return found
 
 
 def run_module(module: str, arguments: Sequence[str], *, tree: Path = PROJECT) -> str:
-    """Run `python -m MODULE` in a checkout; returns its stdout. Its stderr is shown as it comes.
+    """Run `python -m MODULE` in a checkout and return the stdout. The stderr passes through.
 
     Raises:
-        BenchmarkError: it ended with an error.
+        BenchmarkError: the module ended with an error status.
     """
     command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, cwd=tree, env=environment(tree))
@@ -53,7 +53,7 @@ def run_module(module: str, arguments: Sequence[str], *, tree: Path = PROJECT) -
 
 
 def numbers_of(figures: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """The numbers in a JSON object by their dotted path; lists, truth values and `options` are left out."""
+    """Return the numbers in a JSON object by dotted path, without lists, booleans and the object `options`."""
     found: dict[str, float] = {}
     for name, value in figures.items():
         if isinstance(value, Mapping) and name != "options":

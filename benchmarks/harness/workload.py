@@ -1,4 +1,4 @@
-"""A workload file: one request a line, as JSON. Says where in the file a mistake stands."""
+"""Reads workload files, which have one request per line as JSON. Messages name the line of a mistake."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TokenId = Annotated[int, Field(ge=0)]
 
 
 class _Line(BaseModel):
-    """What a line may say. Greedy unless it has a temperature."""
+    """The fields of a line. A request without a temperature is greedy."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -49,7 +49,7 @@ _REQUEST = {"prompt_token_ids", "tenant", "priority", "deadline_s"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedRequest:
-    """A request and when it comes, in seconds after the start."""
+    """A request and its arrival time, in seconds after the start."""
 
     request: Request
     arrival_s: float = 0.0
@@ -69,7 +69,7 @@ class TimedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in order of arrival; at the same time, in the order of the file."""
+    """Requests in order of arrival. Requests with equal arrival times have the order of the file."""
 
     requests: tuple[TimedRequest, ...]
 
@@ -78,7 +78,7 @@ class Workload:
         return sum(timed.num_prompt_tokens for timed in self.requests)
 
     def warm_up(self) -> Workload:
-        """The first requests, all at once and cut short: enough to compile, allocate and fault in what a run needs."""
+        """Return the first requests, shortened and all at time 0: enough to compile kernels and touch all memory."""
         return Workload(tuple(_shortened(timed) for timed in self.requests[:WARM_UP_REQUESTS]))
 
 
@@ -86,7 +86,7 @@ def read_workload(path: str) -> Workload:
     """Read a workload file.
 
     Raises:
-        BenchmarkError: it cannot be read, a line is wrong (named by its number), or two requests have the same id.
+        BenchmarkError: the file cannot be read, a line is wrong (the message has its number), or two ids are equal.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -99,7 +99,7 @@ def read_workload(path: str) -> Workload:
             continue
         line = _parse(content, place=f"{path}:{number}")
         if line.id in numbers:
-            raise BenchmarkError(f"{path}:{number}: the id {line.id!r} stands in line {numbers[line.id]} already")
+            raise BenchmarkError(f"{path}:{number}: the id {line.id!r} is already used in line {numbers[line.id]}")
         numbers[line.id] = number
         lines.append(line)
     if not lines:
@@ -108,7 +108,7 @@ def read_workload(path: str) -> Workload:
 
 
 def read_workloads(paths: Iterable[str]) -> dict[str, Workload]:
-    """Several files, by name without folder and suffix. Raises BenchmarkError as above, or when two have one name."""
+    """Read several files, by name without folder and suffix. Raises BenchmarkError, for two equal names as well."""
     found: dict[str, Workload] = {}
     for path in paths:
         name = Path(path).stem

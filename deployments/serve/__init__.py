@@ -1,1 +1,1 @@
-"""What runs inside Ray Serve: the application, its ingress, its replicas, its batches."""
+"""The deployments that run inside Ray Serve: the application, its ingress, its replicas and its batches."""

@@ -1,6 +1,6 @@
-"""The typed Serve builder that `serve.yaml` names: one replica deployment per model, one ingress in front."""
+"""Serve's application builder, which `serve.yaml` names: a replica deployment for each model, and the ingress."""
 
-# No `from __future__ import annotations`: Serve reads the builder's annotation to make the pydantic model from `args`.
+# No `from __future__ import annotations`: Serve reads the annotation of `build` to validate `args` with pydantic.
 
 from pathlib import Path
 from typing import Any
@@ -29,20 +29,20 @@ from deployments.serve.settings import (
 )
 
 _IN_COMMON: Any = {
-    # How often a stopping replica looks whether it has drained; Serve's 2 s would be the shortest stop.
+    # Seconds between checks whether a stopping replica has drained. Serve's default of 2 s delays every stop.
     "graceful_shutdown_wait_loop_s": 0.5,
     "health_check_period_s": 5.0,
-    # A replica must answer within this; its loop is never blocked, the engine computes in its own thread.
+    # The engine computes in its own thread, so the event loop of a healthy replica answers much sooner.
     "health_check_timeout_s": 15.0,
-    # A model that cannot be loaded stays so; the second and third try are for memory that was not free yet.
+    # The second and the third attempt help only when memory was not free yet; other load errors are permanent.
     "max_constructor_retry_count": 3,
 }
 
 
 def build(args: ApplicationConfig) -> Application:
-    """The application that `args` describes.
+    """Return the Serve application that `args` describes.
 
-    Raises InvalidSetup, with a line for each mistake, if its parts do not fit together or a model cannot be served.
+    Raises InvalidSetup, with one line per mistake, if settings contradict each other or a model cannot be served.
     """
     check(args)
     mistakes = Mistakes()
@@ -62,7 +62,7 @@ def build(args: ApplicationConfig) -> Application:
 
 
 def _at_absolute_paths(config: ApplicationConfig) -> ApplicationConfig:
-    """Deployments may run in another folder than this."""
+    """Make all paths absolute, because the deployments may run in a different working directory."""
     if config.api.keys_file is not None:
         config = config.with_setting("api.keys_file", _absolute(config.api.keys_file))
     batches = config.batches
@@ -84,11 +84,10 @@ def _replica_deployment(model: ServedModelConfig, ingress: IngressConfig) -> ser
         name=model.deployment_name,
         **number_of_replicas(model),
         ray_actor_options={"num_cpus": replicas.reserved_cpus, "num_gpus": replicas.reserved_gpus},
-        # Requests come over sockets, and the engine refuses what is beyond its limits. Serve counts calls for control,
-        # of each ingress and of the batches, twice as many while one is replaced, and one call for each request that
-        # waits for the first replica.
+        # Requests use sockets, and the engine enforces its own limits. Serve counts only control calls, from each
+        # ingress and the batches process (an update doubles them), and the requests that wait for the first replica.
         max_ongoing_requests=max_requests + 2 * (ingress.num_replicas + 1) + 8,
-        # The router refuses when all are full; this bounds those that wait while no replica is there at all.
+        # The router refuses calls when all replicas are full. The limit is for calls that wait while no replica runs.
         max_queued_requests=max_requests * replicas.max_replicas,
         graceful_shutdown_timeout_s=replicas.drain_timeout_s,
         max_surge_percent=replicas.max_surge_percent,
@@ -98,8 +97,8 @@ def _replica_deployment(model: ServedModelConfig, ingress: IngressConfig) -> ser
 
 
 def _ingress_deployment(config: ApplicationConfig) -> serve.Deployment:
-    # Of the ingresses, rounded up: an update starts the next one before it stops one. Otherwise a request
-    # that comes between the stop of a single ingress and the start of the next waits at Serve's proxy for that long.
+    # Serve rounds up, so an update starts one new ingress before it stops an old one. Without the surge, requests to a
+    # single ingress would wait in Serve's proxy until the new ingress has started.
     ingress_surge_percent = 1
     return serve.deployment(serve.ingress()(Ingress)).options(
         name="ingress",
@@ -113,10 +112,10 @@ def _ingress_deployment(config: ApplicationConfig) -> serve.Deployment:
 
 
 def _batches_deployment() -> serve.Deployment:
-    # All calls are short, and files go over in pieces. A response that its client waits for holds one call until it is
-    # accepted, and each ingress has one call for the stream of the answers that it reads.
+    # Calls are short, because files are sent in pieces. Two kinds last longer: a response that its client waits for
+    # holds one call until the response is accepted, and each ingress holds one call to stream stored answers.
     max_batch_calls = 256 + 2 * BatchLimits().max_responses
-    # Calls end in moments, and batches go on after a restart.
+    # Short calls need little time to end, and batches resume after a restart.
     batches_drain_timeout_s = 2.0
     return serve.deployment(Batches).options(
         name="batches",

@@ -1,7 +1,7 @@
 """Adapter from Serve's autoscaling to `app.fleet.autoscaling`. Serve's controller runs the policy ten times a second.
 
-Serve has the delays, the limits and the start from zero; replicas report their work. Serve pickles this
-module by value into its controller, so nothing here is shared with other modules of that process.
+Serve applies the delays and the limits, and starts replicas from zero. Replicas report their outstanding work. Serve
+pickles this module by value into the controller, so the module shares no state with other modules of that process.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from app.config import AutoscalingConfig, ServedModelConfig
 from app.engine.stats import EngineMeasurements, EngineStats
 from app.fleet.autoscaling import AutoscalingLoad, WantedReplicas, decide
 
-# Seconds of too much load before there are more replicas: five reports, so that one burst starts none, and short beside
-# the time that a model takes to load.
+# Seconds of excess load before the controller adds replicas. Five reports fit into this delay, so a single burst starts
+# no replica, and the delay is short compared with the time that a model needs to load.
 UPSCALE_DELAY_S = 10.0
-REPORT_INTERVAL_S = 2.0  # how often replicas and handles report to the controller
-# Over which the tokens to compute are averaged: a prompt is computed in a second or two, and the next comes at random.
+REPORT_INTERVAL_S = 2.0  # seconds between two reports of a replica or a handle to the controller
+# Seconds over which outstanding tokens are averaged: a prompt takes a second or two, and prompts arrive at random.
 LOOK_BACK_S = 30.0
-# What a replica reports.
-TOKENS = "num_outstanding_tokens"  # still to compute, of prompts and of outputs as far as they are predicted
-REQUESTS = "num_requests"  # running and waiting
-KV_USE = "kv_use"  # share of its blocks that requests own, 0 to 1
+# The names of the values that a replica reports.
+TOKENS = "num_outstanding_tokens"  # prompt and predicted output tokens still to compute
+REQUESTS = "num_requests"  # running and waiting requests
+KV_USE = "kv_use"  # share of the replica's blocks that requests own, 0 to 1
 SPEED = "tokens_per_s"  # `EngineStats.speed`; 0: not measured yet
-MISSES = "misses_targets"  # 1 while it is busy and misses its targets at the best limits
+MISSES = "misses_targets"  # 1 while the replica is busy and misses its targets even with the best batch limits
 _NAMES = frozenset({TOKENS, REQUESTS, KV_USE, SPEED, MISSES})
 
 
 class TokenPolicy:
-    """Called by Serve with what it knows of a deployment; returns how many replicas it should have."""
+    """Serve's autoscaling policy: computes the number of replicas of a deployment from the load that Serve reports."""
 
     def __init__(self, autoscaling: Mapping[str, Any], num_slots: int) -> None:
-        """`autoscaling` are our settings as plain values: Serve passes JSON."""
+        """`autoscaling`: the fields of an `AutoscalingConfig` as plain values, because Serve passes them as JSON."""
         self._config = AutoscalingConfig.model_validate(autoscaling)
         self._num_slots = num_slots
         self._told: WantedReplicas | None = None
-        self._fewer = (0, 0)  # the target, and the most of the lower numbers that were asked for since
+        self._fewer = (0, 0)  # the target, and the highest of the lower numbers that were decided in a row
 
     def __call__(self, context: serve_config.AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        """The number, and no state to be kept. The controller's log has each that is another one, with the reason."""
+        """Return the number of replicas and an empty state. The controller logs each new decision with its reason."""
         uses = _recent_uses(context.raw_metrics)
         decision = decide(
             _load(
@@ -57,7 +57,7 @@ class TokenPolicy:
             self._config,
         )
         if decision.number != context.target_num_replicas and (
-            self._told is None or decision[:2] != self._told[:2]  # it is asked ten times a second
+            self._told is None or decision[:2] != self._told[:2]  # the policy runs ten times a second
         ):
             logging.getLogger("ray.serve").info(
                 "%s should have %d replicas and not %d: %s",
@@ -67,7 +67,7 @@ class TokenPolicy:
         return self._held(decision.number, context.target_num_replicas), {}
 
     def _held(self, number: int, target: int) -> int:
-        """Of lower numbers in a row the highest: Serve would take the one that comes last in `downscale_delay_s`."""
+        """Return the highest of consecutive lower numbers. Serve would use the last one within `downscale_delay_s`."""
         before, most = self._fewer
         if number >= target:
             self._fewer = (target, 0)
@@ -77,15 +77,15 @@ class TokenPolicy:
 
 
 def advice(model: ServedModelConfig, uses: Sequence[Mapping[str, float]], num_in_flight: int) -> WantedReplicas | None:
-    """What the policy would say of replicas that report these `use_of`; None where the model has no autoscaling.
+    """Return the policy's decision; None if the model has no autoscaling. `uses`: the result of `use_of` per replica.
 
-    num_in_flight: requests that ingresses are answering, of which the replicas report those that they have.
+    num_in_flight: requests that the ingresses are answering, including the requests that the replicas report.
     """
     autoscaling = model.replicas.autoscaling
     if autoscaling is None:
         return None
     num_there = len(uses) if model.replicas.is_elastic else model.replicas.num_replicas
-    uses = [use for use in uses if use.keys() >= _NAMES]  # a replica of another version may report others
+    uses = [use for use in uses if use.keys() >= _NAMES]  # a replica of another version may lack some names
     num_queued = max(0.0, num_in_flight - sum(use[REQUESTS] for use in uses))
     num_slots = model.engine.scheduler.max_running
     return decide(_load(uses, num_slots, target=num_there, num_running=num_there, num_queued=num_queued), autoscaling)
@@ -109,12 +109,12 @@ def _load(
 
 
 def number_of_replicas(model: ServedModelConfig) -> dict[str, Any]:
-    """The options of a deployment that say how many replicas it has."""
+    """Return the Serve options that set a deployment's number of replicas, fixed or autoscaled."""
     replicas, autoscaling = model.replicas, model.replicas.autoscaling
     if autoscaling is None or not replicas.is_elastic:
         return {"num_replicas": replicas.num_replicas}
     with warnings.catch_warnings():
-        # Ray 2.60 announces an environment variable in place of this field, and does not read it yet.
+        # Ray 2.60 warns that an environment variable will replace this field, but does not read the variable yet.
         warnings.filterwarnings("ignore", message="The `metrics_interval_s` field", category=DeprecationWarning)
         return {
             "autoscaling_config": serve_config.AutoscalingConfig(
@@ -138,7 +138,7 @@ def number_of_replicas(model: ServedModelConfig) -> dict[str, Any]:
 
 
 def use_of(stats: EngineStats, measurements: EngineMeasurements) -> dict[str, float]:
-    """What a replica reports to Serve."""
+    """Return the values that a replica reports to Serve."""
     num_requests, tuning = stats.num_running + stats.num_waiting, measurements.tuning
     return {
         TOKENS: measurements.num_outstanding_tokens,
@@ -150,9 +150,9 @@ def use_of(stats: EngineStats, measurements: EngineMeasurements) -> dict[str, fl
 
 
 def _recent_uses(metrics: Mapping[str, Mapping[Any, Any]]) -> list[dict[str, float]]:
-    """The last report of each replica that has reported, with the mean of its tokens over the time looked back.
+    """Return the last report of each replica, with its tokens averaged over `LOOK_BACK_S`.
 
-    `metrics` are time series by our names, then by replica.
+    metrics: time series by the name of the value, then by replica.
     """
     series = {name: metrics.get(name, {}) for name in _NAMES}
     replicas = set.intersection(*(set(by_replica) for by_replica in series.values()))

@@ -1,4 +1,4 @@
-"""The batches deployment: files and batches in one process; their items go to the replicas. No torch here."""
+"""The batches deployment: one process stores files and batches and sends batch items to replicas. No torch here."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ logger = logging.getLogger(__name__)
 
 
 class Batches(Sender):
-    """The one process that writes. Another of the same folder waits until this one is gone."""
+    """The only process that writes the batches folder. A second process waits until the first one has ended."""
 
     def __init__(
         self, config: ApplicationConfig, paths: Mapping[str, str], handles: Mapping[str, DeploymentHandle]
     ) -> None:
         """See `Sender`."""
-        # Items wait: of what no process asks for it needs no part.
+        # Batch items can wait, so this process needs no share of a key's limits before it asks for one.
         super().__init__(config, paths, handles, pools=SharedPools(first_share=0.0, shares_budgets=True))
         self._feeds: dict[str, Feed] = {}
-        # Serve calls this on the loop that everything here runs on.
+        # Serve calls the constructor on the event loop, so a task can start here.
         self._opening = asyncio.create_task(self._open())
 
     async def call(self, method: str, *arguments: Any) -> Any:
@@ -44,7 +44,7 @@ class Batches(Sender):
             return await getattr(service, method)(*arguments)
         except CarouselError:
             raise
-        except Exception as error:  # Serve would log it with its message
+        except Exception as error:  # Serve would log the error's message, which may quote a request
             logger.error("%s of files and batches failed: %s", method, traceback_of(error))
             raise Failure("the process of files and batches failed on this request; its log has the reason") from None
 
@@ -56,7 +56,7 @@ class Batches(Sender):
         return self._opening.result()
 
     async def feed(self, stream_id: str) -> AsyncGenerator[list[FeedItem], None]:
-        """The stored answers that one ingress reads; see `change_feed`."""
+        """Stream the stored answers that one ingress reads. `change_feed` adds and removes the readers."""
         feed = self._feeds[stream_id] = Feed(await self._opened())
         try:
             async with aclosing(feed.messages()) as messages:
@@ -66,29 +66,26 @@ class Batches(Sender):
             del self._feeds[stream_id]
 
     async def change_feed(self, stream_id: str, change: FeedChange) -> None:
-        """Note what an ingress tells about its readers."""
+        """Apply an ingress's change of its readers. Raises Unavailable if the stream has ended."""
         feed = self._feeds.get(stream_id)
         if feed is None:
             raise Unavailable("the stream of answers has ended; open another one")
         feed.change(change)
 
     async def metrics_report(self) -> IngressReport:
-        """What this process has measured of the lines that it sent, and what has come of them."""
+        """Return the measurements of this process, with `LocalBatchService.counts` once the folder is open."""
         is_open = self._opening.done() and not self._opening.exception()
         counts = await self._opening.result().counts() if is_open else {}
         return replace(await super().metrics_report(), batches=counts)
 
     def check_health(self) -> None:
-        """Called by Serve; raises when the batches could not be opened or the keys' file is not followed.
-
-        Serve replaces this process then.
-        """
+        """Raise if the batches could not be opened or the keys file is no longer read; Serve replaces the process."""
         super().check_health()
         if self._opening.done():
             self._opening.result().check_health()
 
     async def _open(self) -> LocalBatchService:
-        """Wait for a replica of every model and for the folder, then go on with what is unfinished there."""
+        """Wait for a replica of every model and for the folder, then resume the unfinished batches."""
         config = self._config
         assert config.batches is not None, "deployed only with batches"
         handler = await self.make_handler()

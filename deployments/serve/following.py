@@ -1,7 +1,7 @@
-"""Carries the parts of stored answers from the process of batches to an ingress, all in one stream of messages.
+"""Streams the parts of all stored answers that an ingress reads from the batches process, in one Serve call.
 
-One call for each part would cost more CPU than the rest of a token's way. Each answer has its own window and fails
-alone: a slow reader delays no other reader.
+One call for each part would cost more CPU than all other work on a token outside the engine. Each answer has its own
+window and its own errors, so a slow reader does not delay other readers.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from app.errors import CarouselError, Failure, Unavailable, traceback_of
 if TYPE_CHECKING:
     from app.jobs.local_service import LocalBatchService
 
-WINDOW_BYTES = 512 * 1024  # of one answer, sent and not taken by its reader
-RETRY_S = 0.5  # after a change that has failed
-MAX_MESSAGE_BYTES = 1024 * 1024  # Serve's calls carry 4 MiB at most
+WINDOW_BYTES = 512 * 1024  # maximum bytes of one answer that are sent but not yet taken by the reader
+RETRY_S = 0.5  # pause after a change that failed to arrive
+MAX_MESSAGE_BYTES = 1024 * 1024  # a Serve call carries at most 4 MiB
 
 
 @dataclass(frozen=True, slots=True)
 class WantedAnswer:
-    """An answer that a reader wants, and the arguments of `BatchService.follow_response`."""
+    """The stored answer that a reader wants: the arguments of `BatchService.follow_response`."""
 
     owner: str
     response_id: str
@@ -41,32 +41,32 @@ class WantedAnswer:
 
 @dataclass(slots=True)
 class FeedChange:
-    """A change in the readers of an ingress."""
+    """A change of an ingress's readers, by reader id: readers opened, bytes taken, readers closed."""
 
     opened: dict[int, WantedAnswer] = field(default_factory=dict)
-    taken: dict[int, int] = field(default_factory=dict)  # bytes that each reader has taken since the last report
+    taken: dict[int, int] = field(default_factory=dict)  # bytes that each reader has taken since the last change
     closed: list[int] = field(default_factory=list)
 
     def tell_again(self, failed: FeedChange) -> None:
-        """Add a change that may not have arrived. The readers that it opens have been given up."""
+        """Repeat a change that may not have arrived. The readers that it opened have failed, so close them."""
         for reader_id, num_bytes in failed.taken.items():
             self.taken[reader_id] = self.taken.get(reader_id, 0) + num_bytes
         self.closed += [*failed.closed, *failed.opened]
 
 
-# For one reader: the next bytes of its answer, or the end of them: how the answer has ended, the error that ended the
-# reading, or None. There is an item for each token, so its values are plain: they take little time to pickle.
+# A reader id with the next bytes of the answer, or with the end: the `AnswerEnd`, the error that ended the reading, or
+# None. Every token makes an item, so items are plain tuples, which pickle quickly.
 FeedItem = tuple[int, bytes | AnswerEnd | CarouselError | None]
 
 
 class Feed:
-    """The end of one stream in the process of batches."""
+    """The sending end of one stream, in the batches process."""
 
     def __init__(self, service: LocalBatchService) -> None:
         self._service = service
         self._readers: dict[int, _Sending] = {}
         self._items: deque[FeedItem] = deque()
-        self._wanted: asyncio.Future[None] | None = None  # while the stream has nothing to send
+        self._wanted: asyncio.Future[None] | None = None  # set while the stream waits for an item to send
 
     def change(self, change: FeedChange) -> None:
         """Apply a change that the ingress reports."""
@@ -80,7 +80,7 @@ class Feed:
                 self._readers.pop(reader_id).task.cancel()
 
     async def messages(self) -> AsyncGenerator[list[FeedItem], None]:
-        """The parts for all readers, as they arrive. The first message is empty and says that the stream is open."""
+        """Yield the items for all readers as they arrive. The first message is empty and says the stream is open."""
         try:
             yield []
             while True:
@@ -127,7 +127,7 @@ class Feed:
         self._readers.pop(reader_id, None)
 
     def _take(self, reader_id: int, reader: _Sending, data: bytes) -> bool:
-        """Send bytes to a reader. Returns False where its window is full."""
+        """Send bytes to a reader. Return False, and send nothing, if the reader's window is full."""
         if reader.is_full:
             return False
         if data:
@@ -142,7 +142,7 @@ class Feed:
 
 
 class _Sending:
-    """The bytes on their way to one reader."""
+    """The window of one reader: the bytes that were sent to the reader and that the reader has not taken."""
 
     def __init__(self, task: asyncio.Task[None]) -> None:
         self.task = task
@@ -151,11 +151,11 @@ class _Sending:
 
     @property
     def is_full(self) -> bool:
-        """Whether more than the window is on its way."""
+        """Whether more bytes than `WINDOW_BYTES` are sent and not taken."""
         return self.num_bytes > WINDOW_BYTES
 
     async def room(self) -> None:
-        """Wait until the reader has taken something."""
+        """Wait until the reader reports that it has taken bytes."""
         self._room = asyncio.get_running_loop().create_future()
         await self._room
 
@@ -171,25 +171,25 @@ SendChange = Callable[[str, FeedChange], Awaitable[None]]
 
 
 class Following:
-    """The end of the stream in an ingress, and all answers that it reads."""
+    """The receiving end of the stream, in an ingress: opens the stream and serves all readers of this ingress."""
 
     def __init__(self, open_stream: OpenStream, send_change: SendChange) -> None:
-        """`open_stream` opens a stream, `send_change` sends a change to its other end. Both raise CarouselErrors."""
+        """`open_stream` opens a stream with an id, `send_change` reports a change; the two raise CarouselErrors."""
         self._open_stream = open_stream
         self._send_change = send_change
         self._readers: dict[int, _Receiving] = {}
         self._ids = count()
         self._streaming: asyncio.Task[None] | None = None
-        self._sending: asyncio.Task[None] | None = None  # while there is anything to tell
+        self._sending: asyncio.Task[None] | None = None  # runs while there are changes to report
         self._change = FeedChange()
-        self._is_there = asyncio.Event()  # the stream has begun
+        self._is_there = asyncio.Event()  # set while the stream is open
 
     async def follow(self, wanted: WantedAnswer) -> AsyncGenerator[AnswerPart, None]:
-        """The parts of one answer. Raises its error, and Unavailable when the stream breaks off."""
+        """Yield the parts of one answer. Raises the error of the answer, or Unavailable if the stream breaks."""
         reader_id, reader = next(self._ids), _Receiving()
         self._readers[reader_id] = reader
         if self._streaming is None:
-            # An empty context: Serve would cancel the task together with the request that started it.
+            # An empty context, because Serve would cancel a task in the request's context when the request ends.
             self._streaming = asyncio.create_task(self._stream(), context=Context())
         self._change.opened[reader_id] = wanted
         self._tell()
@@ -249,17 +249,17 @@ class Following:
 
 
 class _Receiving:
-    """The bytes for one reader that it has not taken yet."""
+    """The buffer of one reader: the bytes that have arrived and that the reader has not taken."""
 
     def __init__(self) -> None:
-        self.has_ended = False  # the process of batches sends nothing more
+        self.has_ended = False  # whether the batches process sends no more items for this reader
         self._data: list[bytes] = []
         self._end: AnswerEnd | CarouselError | None = None
         self._news: asyncio.Future[None] | None = None
         self._num_untold = 0
 
     def put(self, content: bytes | AnswerEnd | CarouselError | None) -> None:
-        """Bytes have come, or the end of them."""
+        """Add bytes that have arrived, or note the end of the answer."""
         if isinstance(content, bytes):
             self._data.append(content)
         elif not self.has_ended:
@@ -268,7 +268,7 @@ class _Receiving:
             self._news.set_result(None)
 
     async def next(self) -> AnswerPart | None:
-        """All that has come since the last call; None at the end. Raises the error that ended it."""
+        """Return all bytes since the last call; None at the end. Raises the error that ended the answer."""
         if not self._data and not self.has_ended:
             self._news = asyncio.get_running_loop().create_future()
             await self._news
@@ -281,7 +281,7 @@ class _Receiving:
         return None if end is None else AnswerPart(b"", end)
 
     def take(self, num_bytes: int) -> int:
-        """Count bytes that were taken. Returns the number to report, or 0 while the report can wait."""
+        """Count bytes that the reader has taken. Return the number to report, or 0 while the report can wait."""
         self._num_untold += num_bytes
         if self._num_untold < WINDOW_BYTES // 2:
             return 0

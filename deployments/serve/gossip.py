@@ -1,4 +1,4 @@
-"""The adapters and the scheduler's override of one model, on its replicas and in all processes that use them."""
+"""Shares a model's adapters and scheduler override among its replicas and all processes that send requests to it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from deployments.serve.transport import (
 class ModelGossip:
     """`AdapterFleet` and `SchedulerSwitch` over the handle of one replica deployment, for one process.
 
-    Replicas and processes that start later learn the table from the others: a replica from each ingress that connects
-    to it. It loads an adapter when a request needs it.
+    A replica that starts later receives the table from each ingress that connects; a process that starts later receives
+    the table from the replicas. A replica loads an adapter when a request needs the adapter.
     """
 
     def __init__(
         self, model: str, handle: DeploymentHandle, transport: ServeTransport, senders: Sequence[DeploymentHandle] = ()
     ) -> None:
-        """`senders`: the other deployments that send requests."""
+        """`senders`: the other deployments that send requests to the model."""
         self._model = model
         self._handle = handle
         self._transport = transport
@@ -50,7 +50,7 @@ class ModelGossip:
         return adapters_in(self._transport.table)
 
     async def loaded(self) -> Answers[LoadedAdapters]:
-        """See `AdapterFleet`. This process and all replicas know the same afterwards."""
+        """See `AdapterFleet`. Afterwards this process knows all entries of the replicas that answered."""
         answers = await self._ask(self._transport.table)
         replicas = [
             LoadedAdapters(replica_id=each.replica_id, loaded=each.loaded, max_loaded=each.max_loaded)
@@ -84,18 +84,18 @@ class ModelGossip:
         return _scheduling_of(await self._ask(self._transport.table))
 
     async def switch(self, strategy: StrategyConfig | None, policy: PolicyConfig | None) -> Answers[ReplicaScheduling]:
-        """See `SchedulerSwitch`. Raises Unavailable when there is no replica to switch."""
+        """See `SchedulerSwitch`. Raises Unavailable if no replica answers."""
         override = SchedulerOverride(strategy=strategy, policy=policy)
         answers = await self._ask(with_entry(self._transport.table, OVERRIDE, override, now=time.time()))
         if not answers.reports:
-            raise Unavailable(f"no replica of {self._model!r} has answered; a switch lasts as long as one has it")
+            raise Unavailable(f"no replica of {self._model!r} has answered; only replicas store a switch")
         await self._tell_senders()
         return _scheduling_of(answers)
 
     # ------------------------------------------------------------------ the table
 
     def note(self, table: Table) -> None:
-        """What another process knows."""
+        """Merge the table of another process into the table of this process."""
         self._transport.table = merged([self._transport.table, table])
         self.on_change(self.adapters)
 

@@ -1,4 +1,4 @@
-"""The ingress deployment: `app.api` over handles to the replicas. No torch here, ever."""
+"""The ingress deployment: serves `app.api` over handles to the replicas. This process never imports torch."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from deployments.serve.process import collect_in_pieces, collect_later, freeze_l
 from deployments.serve.ray_metrics import RayMetrics, families_of_requests
 from deployments.serve.sender import Sender
 from deployments.serve.settings import check_exposure, max_ingress_requests
-from deployments.serve.shared_look import SharedLook
+from deployments.serve.shared_look import SharedQuery
 from deployments.serve.transport import detached_call, to_carousel_error
 
-_ROOM_FOR_THE_REST = 64 * 1024  # of a call that carries a body
-READY_CACHE_S = 1.0  # a yes and a no hold so long: probes need no key
+_ROOM_FOR_THE_REST = 64 * 1024  # bytes for all other fields of a call that carries a request body
+READY_CACHE_S = 1.0  # seconds that a readiness result is reused: probes need no key, so anyone may send many
 
 
 class Ingress(Sender):
-    """One HTTP process. It is ready once a replica of every model has sent its facts."""
+    """One HTTP process. The ingress is ready once a replica of every model has sent its model info."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Ingress(Sender):
         handles: Mapping[str, DeploymentHandle],
         batches: DeploymentHandle | None = None,
     ) -> None:
-        """See `Sender`. `batches` is the deployment that keeps files and batches, where they are served."""
+        """See `Sender`. `batches` is the deployment that stores files and batches; None if the API has no batches."""
         collect_later()
         pools = SharedPools(
             max_ingress_requests(config),
@@ -57,15 +57,15 @@ class Ingress(Sender):
         accept_odd_headers()
         leave_request_ids_alone()
         use_own_protocol()
-        # Here too: on a cluster no launcher has checked it.
+        # On a cluster no launcher has checked the exposure.
         check_exposure(http_host(), config.api)
         self._service = None if batches is None else cast(BatchService, _RemoteService(batches))
         self._fleets = {name: client.fleet for name, client in self._clients.items()}
         self._running = RunningCalls(self._fleets)
-        self._is_ready = SharedLook(self._look_at_replicas, holds_s=READY_CACHE_S)
+        self._is_ready = SharedQuery(self._look_at_replicas, holds_s=READY_CACHE_S)
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Called by Serve after the constructor; waits for a replica of every model."""
+        """Return the ASGI application once a replica of every model runs. Serve calls this after the constructor."""
         handler = await self.make_handler()
         service = self._service
         if service is not None:
@@ -89,7 +89,7 @@ class Ingress(Sender):
         )
 
     async def cancel_request(self, request_id: str, account: str | None) -> bool:
-        """Whether this process had the request, which it has cancelled; for the ingress that was asked."""
+        """Cancel a request if this process runs the request; return whether it does. Other ingresses call this."""
         return await self._running.cancel(request_id, account)
 
     async def _cancel(self, request_id: str, account: str | None) -> bool:
@@ -98,16 +98,16 @@ class Ingress(Sender):
         return any((await answers_of(this_deployment(), "cancel_request", request_id, account)).reports)
 
     async def _look_at_replicas(self) -> bool:
-        """Whether every model has a replica that answers, or may sleep until the first request wakes it."""
-        # To ask a model that sleeps would wake it.
+        """Return whether every model either has a replica that answers or may scale to zero."""
+        # A call to a model that sleeps would wake the model.
         awake = [self._clients[model.name] for model in self._config.models if not model.replicas.may_sleep]
         return all(await asyncio.gather(*(client.answers() for client in awake)))
 
 
 class _RemoteService:
-    """`BatchService` over the handle of the batches deployment: each method is one call to it.
+    """`BatchService` over the handle of the batches deployment: each method is one call to the deployment.
 
-    The calls are detached: a client that hangs up must not cancel work that others wait for, or that is half done.
+    The calls are detached: a client that disconnects must not cancel work that is half done or that other clients need.
     """
 
     def __init__(self, handle: DeploymentHandle) -> None:
@@ -118,7 +118,7 @@ class _RemoteService:
         return partial(self._detached, "call", method)
 
     async def create_response(self, new: NewResponse) -> None:
-        """See `BatchService`. Raises BodyTooLarge for a body that one of Serve's calls cannot carry."""
+        """See `BatchService`. Raises BodyTooLarge if the body does not fit into one Serve call."""
         limit = max_call_bytes() - _ROOM_FOR_THE_REST
         if len(new.body) > limit:
             raise BodyTooLarge(

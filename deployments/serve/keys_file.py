@@ -1,4 +1,4 @@
-"""The API keys of an ingress: those of a file, which may change while it runs."""
+"""Reads the API keys from a file that may change while the process runs."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from deployments.serve.settings import read_keys
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 5.0
-MAX_SILENCE_S = 60.0  # without a look: what was revoked would stay valid
+MAX_SILENCE_S = 60.0  # maximum seconds without a check of the file: until the next check, a revoked key stays valid
 
 
 class Keys:
-    """The valid API keys. A change of the file holds within `LOOK_EVERY_S`; a file with mistakes changes nothing."""
+    """The valid API keys. A changed file takes effect within `LOOK_EVERY_S`; a file with mistakes changes nothing."""
 
     def __init__(self, config: ApiConfig, pools: SharedPools | None = None) -> None:
-        """`pools` are shared by the accounts of all keys. Raises InvalidSetup when the file has mistakes."""
+        """`pools`: shared by the accounts of all keys. Raises InvalidSetup if the file has mistakes."""
         self._path = Path(config.keys_file).expanduser() if config.keys_file else None
         self._looked_at: float | None = None
         self._reported = ""
         self._state = self._look()
-        # A file without keys is a mistake, so that no mistake can end authentication.
+        # `read_keys` refuses a file without keys, so an emptied file cannot turn authentication off.
         self._ring = None if self._path is None else KeyRing(read_keys(self._path), pools=pools)
         self.authenticator: Authenticator = self._ring or without_keys(config, pools)
 
     async def follow(self) -> NoReturn:
-        """Look again and again, whatever is wrong with the file."""
+        """Check the file every `LOOK_EVERY_S` and take changed keys. Errors are logged; the loop never ends."""
         self._looked_at = time.monotonic()
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             try:
-                # The accounts are the event loop's: a thread only reads.
+                # Only the event loop may change accounts, so the thread only reads the file.
                 self._take(await asyncio.to_thread(self.changed))
             except Exception as error:
                 self._report(described(error))
@@ -48,7 +48,7 @@ class Keys:
                 self._looked_at = time.monotonic()
 
     def check_health(self) -> None:
-        """Raises Failure when the file has not been looked at for too long, for example as its disk does not answer."""
+        """Raise Failure if no check of the file ended for `MAX_SILENCE_S`, for example because the disk hangs."""
         if self._looked_at is None:
             return
         silence_s = time.monotonic() - self._looked_at
@@ -56,11 +56,11 @@ class Keys:
             raise Failure(f"the file of API keys has not been read for {silence_s:.0f} s; a revoked key may be valid")
 
     def refresh(self) -> None:
-        """Take the keys of the file if it has changed since the last look."""
+        """Check the file now, and take the keys if the file has changed."""
         self._take(self.changed())
 
     def changed(self) -> tuple[tuple[int, ...], Sequence[KeyConfig]] | None:
-        """The state and the keys of a file that has changed; None: they stay as they are."""
+        """Return the state and the keys of the file if the file has changed and has no mistakes, else None."""
         state = self._look()
         if self._path is None or state == self._state:
             return None
@@ -84,7 +84,7 @@ class Keys:
         self._reported = mistake
 
     def _look(self) -> tuple[int, ...]:
-        """What changes when the file does."""
+        """Return a value that differs whenever the file has changed: modification time, size and inode."""
         if self._path is None:
             return ()
         try:

@@ -1,4 +1,4 @@
-"""Collects what all ingresses and replicas have measured: a scrape reaches one ingress, and its answer is about all."""
+"""Collects the measurements of all ingresses and replicas, because a scrape of /metrics reaches only one ingress."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ from app.metrics import (
 from app.metrics.requests import merge
 from deployments.ray_internals import begin_call_on_all_replicas
 from deployments.serve.autoscaling import advice
-from deployments.serve.shared_look import SharedLook
+from deployments.serve.shared_look import SharedQuery
 
 logger = logging.getLogger(__name__)
 
 SCRAPE_TIMEOUT_S = 2.0
-_READ_IN_A_TURN = 50  # reports of replicas, between which the event loop does other work
+_READ_IN_A_TURN = 50  # replica reports to decode before the event loop may do other work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IngressReport:
-    """What one process that sends requests has measured."""
+    """The measurements of one process that sends requests."""
 
     deployment: str  # "ingress" or "batches"
     ingress_id: str
     requests: Snapshot
     loop: LoopSnapshot
-    batches: Mapping[str, int] = field(default_factory=dict)  # `LocalBatchService.counts` where it has the folder
+    batches: Mapping[str, int] = field(default_factory=dict)  # `LocalBatchService.counts` of the batches process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownCounts:
-    """What an ingress knows of all counts there have been, in short."""
+    """A summary of the counts that an ingress knows, so that another ingress can send the missing counts."""
 
     replicas: Mapping[str, Known[EngineCounts]]  # by model
     senders: Known[Snapshot]
@@ -66,14 +66,14 @@ class KnownCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaterCounts:
-    """What another ingress knows beyond that."""
+    """The counts that another ingress knows and that `KnownCounts` lacks."""
 
     replicas: Mapping[str, Later[EngineCounts]]  # by model
     senders: Later[Snapshot]
 
 
 class AllSenders(Protocol):
-    """All processes that send requests, as one of them reaches them: over Serve's handles, or in a test's process."""
+    """Access to all processes that send requests: over Serve's handles, or inside one process in tests."""
 
     @property
     def itself(self) -> tuple[str, str]:
@@ -81,11 +81,11 @@ class AllSenders(Protocol):
         ...
 
     async def reports(self) -> Answers[IngressReport]:
-        """The reports of those that answer in time; this process may be among them."""
+        """Return the reports of the processes that answer in time; this process may be one of them."""
         ...
 
     async def later_counts(self, known: KnownCounts) -> Answers[LaterCounts]:
-        """What each of those that answer scrapes knows beyond what this process does."""
+        """Return, from each ingress, the counts that this process lacks. Only ingresses answer scrapes."""
         ...
 
 
@@ -93,7 +93,7 @@ class ServeSenders:
     """`AllSenders` over Serve's handles."""
 
     def __init__(self, others: Sequence[DeploymentHandle]) -> None:
-        """`others`: the deployments beside that of this process."""
+        """`others`: the deployments that send requests, without the deployment of this process."""
         self._others = others
 
     @property
@@ -118,7 +118,7 @@ class ServeSenders:
 
 
 class MetricsCollector:
-    """One for each ingress process: has its measurements, and asks the others for theirs at each scrape."""
+    """The metrics of one process. At each scrape, the collector also asks the other processes for their metrics."""
 
     def __init__(
         self,
@@ -127,21 +127,21 @@ class MetricsCollector:
         fleets: Mapping[str, Fleet],
         senders: AllSenders,
     ) -> None:
-        """`requests` are measured here; `fleets` are the replicas by the model's name."""
+        """`requests`: the measurements of this process. `fleets`: the replicas, by model name."""
         self._models = models
         self.requests = requests
-        self.loop = LoopMonitor()  # to be started
+        self.loop = LoopMonitor()  # the caller starts the monitor
         self._fleets = fleets
         self._senders = senders
         self._known = {name: ProcessCounts(lambda counts: counts.num_counted, sum_counts) for name in fleets}
         self._known_senders: ProcessCounts[Snapshot] = ProcessCounts(num_counted, merge)
-        self._present: dict[str, Collection[str]] = dict.fromkeys(fleets, ())  # the replicas that were asked last
-        self._unread: dict[str, Collection[str]] = dict.fromkeys(fleets, ())  # those whose answers could not be read
-        self.expose = SharedLook(self._expose)
-        self.wanted_replicas = SharedLook(self._wanted_replicas)
+        self._present: dict[str, Collection[str]] = dict.fromkeys(fleets, ())  # replicas asked in the last scrape
+        self._unread: dict[str, Collection[str]] = dict.fromkeys(fleets, ())  # replicas with an unreadable answer
+        self.expose = SharedQuery(self._expose)
+        self.wanted_replicas = SharedQuery(self._wanted_replicas)
 
     def report(self) -> IngressReport:
-        """What this process has measured."""
+        """Return the measurements of this process."""
         deployment, ingress_id = self._senders.itself
         return IngressReport(
             deployment=deployment,
@@ -151,7 +151,7 @@ class MetricsCollector:
         )
 
     def later_counts(self, known: KnownCounts) -> LaterCounts:
-        """What this process knows beyond what the one that asks does."""
+        """Return the counts that this process knows and the calling ingress lacks."""
         return LaterCounts(
             replicas={
                 name: here.beyond(known.replicas[name]) for name, here in self._known.items() if name in known.replicas
@@ -160,7 +160,7 @@ class MetricsCollector:
         )
 
     async def _expose(self) -> list[bytes]:
-        """The text of /metrics in pieces, summed over all ingresses and replicas that answer in time."""
+        """Return the text of /metrics in pieces, summed over all ingresses and replicas that answer in time."""
         text = []
         for piece in pieces(await self._scrape()):
             text.append(piece)
@@ -168,7 +168,7 @@ class MetricsCollector:
         return text
 
     async def _wanted_replicas(self) -> list[Json]:
-        """Of each model with autoscaling how many replicas there are and should be, and why."""
+        """Return the current number, the wanted number and the reason for each model with autoscaling."""
         if all(model.replicas.autoscaling is None for model in self._models):
             return []
         scrape = await self._scrape()
@@ -203,14 +203,14 @@ class MetricsCollector:
         )
 
     async def _ask_replicas(self, model: str) -> _Answered:
-        """Ask the replicas of a model, and learn what they have counted."""
+        """Ask the replicas of a model for their metrics, and learn their counts."""
         answers = await self._fleets[model].ask_metrics(SCRAPE_TIMEOUT_S)
         found: dict[str, ReplicaMetrics] = {}
         unread: dict[str, str] = {}
         for number, replica_id in enumerate(answers):
             if number % _READ_IN_A_TURN == 0:
                 await asyncio.sleep(0)
-            answer, answers[replica_id] = answers[replica_id], None  # a thousand of them have 20 MB
+            answer, answers[replica_id] = answers[replica_id], None  # free each answer: 1,000 answers take 20 MB
             if answer is None:
                 continue
             try:
@@ -223,7 +223,7 @@ class MetricsCollector:
         return _Answered(list(found.values()), len(answers) - len(found))
 
     def _note_unread(self, model: str, unread: Mapping[str, str]) -> None:
-        """Log the replicas whose metrics cannot be read, when there are others than before."""
+        """Log all replicas with unreadable metrics when a further replica is added to them."""
         new = unread.keys() - self._unread[model]
         self._unread[model] = frozenset(unread)
         if new:
@@ -234,9 +234,9 @@ class MetricsCollector:
             )  # fmt: skip
 
     async def _learn_of_gone(self, senders: Collection[str]) -> int:
-        """Ask the other ingresses for what they know of others and this one does not; returns how many are silent.
+        """Learn the counts of ended processes from the other ingresses; return how many ingresses did not answer.
 
-        Only ingresses answer scrapes.
+        Only ingresses answer scrapes, so only they know such counts.
         """
         known = KnownCounts(
             replicas={name: each.known() for name, each in self._known.items()}, senders=self._known_senders.known()
@@ -254,24 +254,24 @@ class MetricsCollector:
 
 @dataclass(frozen=True, slots=True)
 class _Answered:
-    """What the replicas of a model have answered."""
+    """The metrics that a model's replicas have sent."""
 
     metrics: Sequence[ReplicaMetrics]
     num_missing: int
 
 
 def this_deployment() -> DeploymentHandle:
-    """The handle of the deployment that this process is a replica of."""
+    """Return the handle of the deployment that this process is a replica of."""
     context = serve.get_replica_context()
     return serve.get_deployment_handle(context.deployment, context.app_name)
 
 
 async def answers_of(handle: DeploymentHandle, method: str, *arguments: object) -> Answers[Any]:
-    """What a method gives on all replicas of a deployment that answer in time."""
+    """Call a method on all replicas of a deployment; return the results that arrive in time."""
     try:
         async with asyncio.timeout(SCRAPE_TIMEOUT_S):
             calls = await begin_call_on_all_replicas(handle, method, *arguments)
-    except DeploymentUnavailableError:  # it has no replicas now
+    except DeploymentUnavailableError:  # the deployment has no replicas now
         return Answers(reports=[])
     except Exception as error:
         logger.warning("no %s of %s: %s", method, handle.deployment_name, described(error))

@@ -1,4 +1,4 @@
-"""One model's replicas as the API sees them: `generate`, facts, and whether a replica answers."""
+"""The replicas of one model as the API uses them: `generate`, the model info, and whether a replica answers."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from deployments.serve.transport import ServeTransport, to_carousel_error
 logger = logging.getLogger(__name__)
 
 
-# By the name of the replica deployment. Routers find them here by import: Serve makes them and gives them nothing else.
+# By the name of the replica deployment. Serve constructs the routers and passes them no registry, so routers import it.
 _registries: dict[str, ReplicaRegistry] = {}
 
 
 def registry_of(deployment: str) -> ReplicaRegistry | None:
-    """The registry of a deployment; None when this process sends no requests to it."""
+    """Return the registry of a deployment; None if this process sends no requests to the deployment."""
     return _registries.get(deployment)
 
 
 class ModelClient:
-    """All replicas of one model, seen through their handle."""
+    """All replicas of one model, behind the handle of their deployment."""
 
     def __init__(self, model: ServedModelConfig, handle: DeploymentHandle, metrics: FleetMetrics) -> None:
-        """The handle must not have been used yet: its router looks for the registry once."""
+        """The handle must be unused: the handle's router looks for the registry once, at the first use."""
         replicas = model.replicas
         registry = ReplicaRegistry(
             make_policy(replicas.dispatch, random.Random()),
@@ -48,7 +48,7 @@ class ModelClient:
             clock=time.monotonic,
         )
         _registries[model.deployment_name] = registry
-        # The router and the registry share this loop: neither has locks.
+        # The router must run on this event loop: the registry and the router have no locks.
         route_in_this_loop(handle)
         self._handle = handle
         limits = FailoverLimits(
@@ -62,12 +62,12 @@ class ModelClient:
         self.generate: Generate = self.fleet.generate
 
     async def facts(self) -> ModelInfo:
-        """What the model's replicas know of it. Waits until one is there; raises when they cannot start."""
+        """Return the model info of a replica. Waits until a replica runs; raises if the replicas cannot start."""
         facts: ModelInfo = await self._handle.facts.remote()
         return facts
 
     async def answers(self) -> bool:
-        """Whether a replica answers now. A refusal because it is full is an answer."""
+        """Return whether a replica answers now. A replica that refuses because it is full counts as an answer."""
         ready_timeout_s = 3.0
         try:
             await asyncio.wait_for(self.facts(), ready_timeout_s)
@@ -77,7 +77,7 @@ class ModelClient:
 
 
 async def served_model(model: ServedModelConfig, path: str, client: ModelClient) -> ServedModel:
-    """The model as `app.api` needs it. `path` is resolved. Waits until a replica is there."""
+    """Return the model for `app.api`, once a replica runs. `path`: the resolved folder of the model."""
     tokenizer = await asyncio.to_thread(Tokenizer.load, path, revision=model.engine.model.revision)
     form = await asyncio.to_thread(_tool_format, model.tool_parser, tokenizer)
     facts = await client.facts()
@@ -98,7 +98,7 @@ async def served_model(model: ServedModelConfig, path: str, client: ModelClient)
 
 
 def pooling_of(model: ServedModelConfig, facts: ModelInfo) -> Pooling | None:
-    """What the embeddings of a model are; None: it gives none. Raises InvalidSetup for what it cannot give."""
+    """Return how a model pools embeddings; None if it has none. Raises InvalidSetup for a pooling it cannot do."""
     if model.pooling == "none" or facts.embedding_size is None:
         return None
     if model.pooling == "auto":

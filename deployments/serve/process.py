@@ -1,4 +1,4 @@
-"""What every process of ours sets up in Serve: where it logs, and how its memory stays level."""
+"""Sets up logging, garbage collection and malloc in the processes that run inside Serve."""
 
 from __future__ import annotations
 
@@ -10,52 +10,52 @@ import threading
 import time
 from pathlib import Path
 
-# glibc's mallopt(3). By itself it raises the size from which a block is mapped alone up to 32 MiB, as large blocks are
-# freed. Then the bodies of requests lie between small blocks, and what they leave cannot go back to the system.
+# Parameters of glibc's mallopt(3). When large blocks are freed, glibc raises the size from which a block gets its own
+# mapping, up to 32 MiB. Request bodies then lie between small blocks, so their memory cannot return to the system.
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
-# Bodies of many small values leave free blocks between others. To give those back takes some 5 ms of a thread.
+# Bodies of many small values leave free blocks between other blocks. Returning free blocks takes a thread some 5 ms.
 TRIM_EVERY_S = 5.0
-# Seconds between collections of new objects, and at least between collections of all objects.
+# Seconds between collections of new objects, and minimum seconds between collections of all objects.
 COLLECT_EVERY_S, COLLECT_ALL_EVERY_S = 0.25, 60.0
 
 
 def log_where_serve_does() -> None:
-    """Send what `app` and `deployments` log in this process to Serve's handlers, at Serve's level.
+    """Send the log records of `app` and `deployments` to Serve's handlers, at Serve's level.
 
-    Without it Ray drops what is below a warning and sends the rest to the worker's stderr, far from Serve's files.
+    Otherwise Ray drops records below WARNING and writes the other records to the worker's stderr, not to Serve's files.
     """
     serves = logging.getLogger("ray.serve")
     for room in ("app", "deployments"):
         ours = logging.getLogger(room)
-        # In throughput mode Serve holds a thousand lines back; ours are few and wanted at once.
+        # In throughput mode Serve buffers a thousand lines. Our few lines bypass the buffer to appear at once.
         ours.handlers = [getattr(handler, "target", None) or handler for handler in serves.handlers]
         ours.setLevel(serves.getEffectiveLevel())
         ours.propagate = False
 
 
 def collect_later() -> None:
-    """Call it before anything is loaded, and `freeze_loaded` after: collections would free nothing meanwhile."""
+    """Disable collections before loading, because loading creates no garbage. Call `freeze_loaded` after loading."""
     gc.disable()
 
 
 def freeze_loaded() -> None:
-    """Call it when everything is loaded: it stays, and no later collection looks at it."""
+    """Exclude all loaded objects from later collections. Call this function once everything is loaded."""
     gc.enable()
     gc.collect()
     gc.freeze()
-    # Python's 700 has the collector look at what requests in flight have; a request that has ended leaves no cycles.
+    # Python's default of 700 makes the collector visit the objects of requests in flight, which leave no cycles.
     allocations_between = 5_000
     gc.set_threshold(allocations_between)
 
 
 def collect_in_pieces() -> None:
-    """Keep collections short in a process with thousands of requests in flight. Call it after `freeze_loaded`.
+    """Keep collections short in a process with thousands of requests in flight. Call after `freeze_loaded`.
 
-    Every token makes a handful of new objects for its stream. Python collects when it has made more objects than it has
-    freed. So it seldom collects while streams go on, and a collection then looks at the new objects of all streams:
-    when many requests come or move at once, it takes 0.1 s with 20,000 streams, and 0.4 s if it looks at all objects.
-    This function replaces Python's own moments. New objects are collected often, so there are never many. All objects
-    are collected when few streams go on, or after ten minutes.
+    Every token creates a few objects for its stream. Python starts a collection when it has created many more objects
+    than it has freed. Python therefore collects seldom while streams run, and a collection visits the new objects of
+    all streams: when many requests arrive or move at once, a collection takes 0.1 s with 20,000 streams, and 0.4 s if
+    the collection visits all objects. A thread replaces Python's schedule. The thread collects new objects often, so
+    there are never many. The thread collects all objects when few streams run, or after ten minutes.
 
     Finalizers of garbage run in the thread that collects, as with Python's own collections, which run in any thread.
     That is safe: tasks and futures only log, asyncio has the event loop close asynchronous generators, and tasks that
@@ -66,10 +66,10 @@ def collect_in_pieces() -> None:
 
 
 def _keep_collected() -> None:
-    """Collect new objects often, and all objects seldom."""
-    most_share = 0.001  # of the time, for collections of all objects
-    quiet_s = 0.005  # A collection of new objects takes less while few streams go on.
-    lately_s = 0.0  # the longest collection of new objects, fading within seconds
+    """Collect new objects every `COLLECT_EVERY_S`, and all objects seldom."""
+    most_share = 0.001  # maximum share of the time for collections of all objects
+    quiet_s = 0.005  # a collection of new objects takes less time while few streams run
+    lately_s = 0.0  # seconds of the longest recent collection of new objects; decays within seconds
     all_at = time.monotonic() + COLLECT_ALL_EVERY_S
     while True:
         time.sleep(COLLECT_EVERY_S)
@@ -86,26 +86,27 @@ def _keep_collected() -> None:
 
 
 def return_freed_memory() -> None:
-    """Call it first: what large bodies took goes back to the system when they are done.
+    """Make glibc return the memory of large request bodies to the system. Call before all other work.
 
-    It does nothing without glibc 2.33 or later. For processes that read bodies; in one that computes, tensors are the
-    large blocks, and to map them costs time.
+    Without glibc 2.33 or later, the function does nothing. Call the function only in processes that read request
+    bodies: in a process that computes, tensors are the large blocks, and mapping each tensor costs time.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallinfo2"):
         return
     mmapped_from_bytes = 256 * 1024
     libc.mallopt(_M_MMAP_THRESHOLD, mmapped_from_bytes)
-    max_arenas = 2  # else eight for each core: every thread leaves free memory in its own
+    max_arenas = 2  # glibc's default is eight for each core, and each thread leaves free memory in its own arena
     libc.mallopt(_M_ARENA_MAX, max_arenas)
     libc.mallinfo2.restype = _MallocInfo
     threading.Thread(target=_keep_trimmed, args=(libc,), name="memory", daemon=True).start()
 
 
 def _keep_trimmed(libc: ctypes.CDLL) -> None:
-    """Freed memory goes back when it has grown by 16 MiB; memory in use, however much it is, causes no trim.
+    """Return freed memory to the system each time the freed memory has grown by 16 MiB. Memory in use causes no trim.
 
-    What a trim leaves counts as kept when the next trim leaves it too. Until then it may have been freed just after.
+    The bytes that a trim leaves raise the level only after the next trim has left them as well: the first trim may have
+    run just before the process freed these bytes.
     """
     rise_bytes = 16 * 2**20
     level = previous = 0
@@ -131,9 +132,9 @@ class _MallocInfo(ctypes.Structure):
 
 
 def _bytes_not_in_use(libc: ctypes.CDLL) -> int:
-    """Resident, less what malloc has given out, in all arenas and in blocks that are mapped alone.
+    """Return the resident bytes minus the bytes that malloc has given out, in arenas and in separate mappings.
 
-    Resident is read first: memory that is given out between the two must not count as free.
+    The resident bytes are read first, so that memory given out between the two reads does not count as free.
     """
     resident = _resident_bytes()
     info = libc.mallinfo2()

@@ -1,7 +1,7 @@
-"""Hands figures under vLLM's names to `ray.util.metrics`, for the LLM board of Ray's dashboard.
+"""Exports metrics under vLLM's names through `ray.util.metrics`, for the LLM board of Ray's dashboard.
 
-That board joins them with Serve's own by the process, so each process hands over what it has measured itself: an
-ingress requests, a replica its engine.
+The board joins these metrics with Serve's metrics by process, so each process exports only its own measurements: an
+ingress exports the metrics of requests, a replica the metrics of its engine.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from app.metrics.vllm_names import ModelReport, vllm_families
 
 logger = logging.getLogger(__name__)
 
-_EVERY_S = 10.0  # as often as Ray's agents report
-# What Ray's board asks for. What is counted for each token or step is left out: each value is a call of Ray's.
+_EVERY_S = 10.0  # the period of Ray's agents
+# The metrics on Ray's board, without those counted for each token or step, because each value costs one call of Ray.
 _OF_REQUESTS = (
     "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:request_success", "vllm:time_to_first_token_seconds",
     "vllm:request_time_per_output_token_seconds", "vllm:e2e_request_latency_seconds", "vllm:request_prompt_tokens",
@@ -37,13 +37,13 @@ _OF_ENGINES = (
 
 
 def families_of_requests(requests: Snapshot) -> list[Metric]:
-    """What an ingress has measured."""
+    """Return the metric families of an ingress."""
     reports = [ModelReport(name, model, (), EngineCounts()) for name, model in requests.items()]
     return [each for each in vllm_families(reports) if each.name in _OF_REQUESTS]
 
 
 def families_of_engine(model_name: str, report: EngineReport) -> list[Metric]:
-    """What a replica has measured."""
+    """Return the metric families of a replica's engine."""
     no_requests = RequestMetrics([model_name]).snapshot()[model_name]
     reports = [ModelReport(model_name, no_requests, [gauges_of(report)], counts_of(report))]
     return [each for each in vllm_families(reports) if each.name in _OF_ENGINES]
@@ -51,7 +51,7 @@ def families_of_engine(model_name: str, report: EngineReport) -> list[Metric]:
 
 @dataclass(frozen=True, slots=True)
 class ValueBucket:
-    """The values of a histogram from above one bound up to the next."""
+    """The number of a histogram's values in the range (lower, upper]."""
 
     lower: float
     upper: float
@@ -59,16 +59,16 @@ class ValueBucket:
 
 
 class RayMetrics:
-    """The counts that Ray has by now, and the difference to those of the process."""
+    """Exports metrics to Ray: Ray's counters take differences, so this object stores the values exported so far."""
 
     def __init__(self, families: Callable[[], Iterable[Metric]]) -> None:
-        """`families` gives what the process has measured since its start."""
+        """`families` returns the metric families of the process, with counts since its start."""
         self._families = families
         self._handed: dict[tuple[str, tuple[str, ...]], float] = {}  # by the sample's name and labels
         self._made: dict[str, Any] = {}  # Ray's metrics, by name
 
     async def hand_over_for_ever(self) -> None:
-        """Hand over what is new, from time to time."""
+        """Call `hand_over` every ten seconds."""
         while True:
             await asyncio.sleep(_EVERY_S)
             try:
@@ -77,7 +77,7 @@ class RayMetrics:
                 logger.warning("Ray's metrics got nothing: %s", described(error))
 
     async def hand_over(self) -> None:
-        """Tell Ray what is new. Each value is a call of Ray's: requests go on between two families."""
+        """Export the new values to Ray, one call for each value. Other tasks run between two families."""
         for family in self._families():
             self._hand_over(family)
             await asyncio.sleep(0)
@@ -111,7 +111,7 @@ class RayMetrics:
             metric.inc(new, tags=sample.labels)
 
     def _new_values(self, family: Metric) -> Iterator[tuple[dict[str, str], list[ValueBucket], float]]:
-        """The new values of each histogram of a family, and their sum. Samples come as buckets, count, sum."""
+        """Yield the labels, new bucket counts and new sum of each histogram. Samples come as buckets, count, sum."""
         buckets: list[ValueBucket] = []
         lower = below = 0.0
         for sample in family.samples:
@@ -133,15 +133,15 @@ class RayMetrics:
 
 
 def representatives(buckets: Sequence[ValueBucket], total: float) -> list[tuple[float, float]]:
-    """(value, how often) for values of which only the buckets and the sum are known: same buckets, same sum.
+    """Return (value, count) pairs with the given bucket counts and, if the buckets allow it, the given sum.
 
-    All lie at the same share of the width of their buckets. The last counts as twice its bound.
+    Every value lies at the same share of its bucket's width. The last bucket ends at twice its lower bound.
     """
     filled = [each for each in buckets if each.count]
     least = sum(each.count * each.lower for each in filled)
     width = sum(each.count * _width(each) for each in filled)
     share = min(1.0, max(0.0, (total - least) / width)) if width else 0.0
-    # A value at its lower bound would be in the bucket before.
+    # A value equal to the lower bound would fall into the previous bucket.
     return [(each.lower + max(share, 1e-6) * _width(each), each.count) for each in filled]
 
 

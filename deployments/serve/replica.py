@@ -1,4 +1,4 @@
-"""The replica deployment: one engine behind a socket for requests. Thin: it adds no behaviour to the engine.
+"""The replica deployment: serves one engine over a socket and adds no behaviour to the engine.
 
 Calls through Serve's handle are for control only.
 """
@@ -42,7 +42,7 @@ class Replica(StopsWithServe):
     """One Serve actor with one device and one engine."""
 
     def __init__(self, model: ServedModelConfig, threads: AskedThreads) -> None:
-        """Load the weights and start the engine. `threads`: of all engines of the application.
+        """Load the weights and start the engine. `threads`: the `num_threads` of all engines of the application.
 
         Raises:
             InvalidSetup: the model cannot be served as configured.
@@ -67,22 +67,23 @@ class Replica(StopsWithServe):
         )
         freeze_loaded()
         progress.tell(progress.JOINING)
-        if model.replicas.num_gpus > 0:  # on two cores of a CPU it costs a tenth of the tokens
+        if model.replicas.num_gpus > 0:  # on two CPU cores, short waits cost a tenth of the tokens
             keep_waits_for_the_interpreter_short()
         self._loop = LoopMonitor()
-        # Serve calls this on the loop. Without causes: the engine's thread would be interrupted for them.
+        # Serve calls the constructor on the event loop. Naming causes would interrupt the engine's thread.
         self._loop.start(names_causes=False)
         to_ray = RayMetrics(lambda: families_of_engine(model.name, self._engine_report()))
         self._handing_over = asyncio.create_task(to_ray.hand_over_for_ever())
 
     async def reconfigure(self, user_config: object, rank: ReplicaRank) -> None:
-        """Called by Serve at the start, with another `user_config` of the deployment, and with another rank.
+        """Apply a `user_config` and a rank. Serve calls this at the start and whenever one of the two changes.
 
-        `user_config` is `{"scheduler": {...}}`, see `settings.apply_override`. With the rank of a replica that has gone
-        this one takes its group, too: else a group might have no replica after an update or a scale-down.
+        `user_config` is `{"scheduler": {...}}`, see `settings.apply_override`. The rank decides the group: a replica
+        that gets the rank of an ended replica takes its group, so every group has a replica after updates and scaling.
 
-        Returns once the settings hold, so that Serve calls the deployment healthy when every replica has them. No
-        request is lost. Raises InvalidSetup when they cannot; Serve's status then has the reason of a `user_config`.
+        Returns once the settings are in force, so Serve reports the deployment as healthy only when every replica has
+        the settings. No request is lost. Raises InvalidSetup if the settings cannot apply; Serve's status then shows
+        the reason if a `user_config` was the cause.
         """
         group, user_config = group_of_rank(rank.rank, groups_of(self._model)), user_config or {}
         if (group, user_config) == (self._group, self._user_config):
@@ -100,9 +101,9 @@ class Replica(StopsWithServe):
         self._group = group
 
     async def gossip(self, table: Table = MappingProxyType({})) -> GossipAnswer:
-        """What this replica knows and does, after it has learnt what another process knows.
+        """Merge the table of another process, apply the changes, and return the state of this replica.
 
-        An override from before another `user_config` is none.
+        An override that was made under a different `user_config` is ignored.
         """
         before, override = self._table, table.get(OVERRIDE)
         if override is not None and override.value.user_config not in (None, self._user_config):
@@ -133,7 +134,7 @@ class Replica(StopsWithServe):
         return self._tuned if override is None else override.value.applied_to(self._tuned)
 
     def _configured_adapters(self, paths: Mapping[str, str]) -> Table:
-        """Each is loaded once, so that a replica does not start with one that cannot be used."""
+        """Return the table of the configured adapters. Loads each adapter once, so an unusable one fails the start."""
         if paths and self._engine.adapters is None:
             raise InvalidSetup(f"models[].adapters: got {', '.join(paths)}; {NO_ADAPTERS}")
         found = {name: adapter_at(name, path) for name, path in paths.items()}
@@ -143,7 +144,7 @@ class Replica(StopsWithServe):
         return {name: Entry(0.0, adapter) for name, adapter in found.items()}
 
     async def load_adapter(self, name: str, path: str) -> Adapter:
-        """Load an adapter that is not served yet. Raises UnsupportedAdapter, and Overloaded when there is no room."""
+        """Load an adapter that is not served yet. Raises UnsupportedAdapter, or Overloaded if there is no room."""
         if self._engine.adapters is None:
             raise UnsupportedAdapter(NO_ADAPTERS)
         adapter = await asyncio.to_thread(adapter_at, name, path)
@@ -151,24 +152,24 @@ class Replica(StopsWithServe):
         return adapter
 
     async def frame_address(self, caller: FramesFrom) -> Address:
-        """Where ingresses connect to this replica, for requests and frames."""
+        """Return the address of this replica's socket for requests and frames, after merging the caller's table."""
         await self.gossip(getattr(caller, "table", {}))
         return await self._frame_server.open()
 
     def facts(self) -> ModelInfo:
-        """What the engine knows about its model."""
+        """Return the model info of the engine."""
         return self._engine.facts
 
     def stats(self) -> EngineStats:
-        """A snapshot of the engine."""
+        """Return a snapshot of the engine's state."""
         return self._engine.stats()
 
     def _metrics(self) -> bytes:
-        """For /metrics: what the frame server sends to ingresses that ask."""
+        """Return the encoded metrics that the frame server sends to ingresses for /metrics."""
         return encoded(replica_metrics(self._model.name, self._engine_report(), self.record_autoscaling_stats()))
 
     def _engine_report(self) -> EngineReport:
-        """What the engine counts and measures."""
+        """Return the counts and measurements of the engine."""
         return EngineReport(
             replica_id=serve.get_replica_context().replica_id.unique_id,
             stats=self._engine.stats(),
@@ -178,15 +179,15 @@ class Replica(StopsWithServe):
         )
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Asked by Serve every two seconds, for the autoscaling policy."""
+        """Return the values for the autoscaling policy. Serve calls this every two seconds."""
         return use_of(self._engine.stats(), self._engine.measurements())
 
     def check_health(self) -> None:
-        """Called by Serve; raises when the engine no longer runs, and Serve replaces this replica."""
+        """Raise if the engine no longer runs. Serve calls this and replaces a replica that raises."""
         self._engine.check_health()
 
     def stop(self) -> Coroutine[Any, Any, None] | None:
-        """See `StopsWithServe`: Serve knows no requests that came over sockets."""
+        """See `StopsWithServe`. The coroutine drains the requests on sockets, because Serve does not count them."""
         if not hasattr(self, "_frame_server"):  # the constructor has failed
             return None
         if not self._frame_server.is_idle:

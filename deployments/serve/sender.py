@@ -1,4 +1,4 @@
-"""What the processes that send requests have in common: the ingresses, and the process of batches."""
+"""The common part of the processes that send requests to replicas: the ingresses and the batches process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from deployments.serve.tracing import tracer_of_environment
 
 
 class Sender:
-    """One process with a client of each model, its keys, what it measures, and what it is told by the others."""
+    """One process with a client of each model, the API keys, its metrics, and the gossip with other processes."""
 
     def __init__(
         self,
@@ -50,11 +50,11 @@ class Sender:
     ) -> None:
         """`paths` are resolved model paths, `handles` the replica deployments, both by the model's name.
 
-        `batches`: the deployment of the other senders, if this is not it. Accounts of keys share `pools`.
+        `batches`: the batches deployment; None in the batches process itself. The accounts of all keys share `pools`.
         """
         log_where_serve_does()
         return_freed_memory()
-        allow_many_files()  # on a cluster no launcher has done it
+        allow_many_files()  # on a cluster no launcher has raised the limit
         keep_calls_on_loopback()
         self._config = config
         self._paths = paths
@@ -76,7 +76,7 @@ class Sender:
         }
 
     async def make_handler(self) -> RequestHandler:
-        """What answers requests. Waits for a replica of every model."""
+        """Return the handler that answers requests, once a replica of every model runs. Starts background tasks."""
         models = [
             await served_model(model, self._paths[model.name], self._clients[model.name])
             for model in self._config.models
@@ -100,8 +100,8 @@ class Sender:
         return handler
 
     def exchange_usage(self, owner: Owner) -> None:
-        """From now on report what is used here to the owner of the ledger."""
-        assert self._config.batches is not None, "the ledger is in its folder"
+        """Start to report the usage of this process to the owner of the ledger."""
+        assert self._config.batches is not None, "the ledger is in the folder of batches"
         authenticator, folder = self._keys.authenticator, Path(self._config.batches.path) / JOURNALS
         exchange = UsageExchange(
             authenticator.pools.usage,
@@ -112,19 +112,19 @@ class Sender:
         self._exchanging = asyncio.create_task(exchange.run())
 
     def check_health(self) -> None:
-        """Called by Serve; raises when this process would not notice that a key is revoked, and Serve replaces it."""
+        """Raise if the keys file is no longer checked for revoked keys. Serve replaces a process that raises."""
         self._keys.check_health()
 
     async def metrics_report(self) -> IngressReport:
-        """What this process has measured, for the ingress that answers the scrape."""
+        """Return the measurements of this process, for the ingress that answers the scrape."""
         return self._metrics.report()
 
     def later_counts(self, known: KnownCounts) -> LaterCounts:
-        """What this process knows of others beyond what the ingress that answers a scrape does."""
+        """Return the counts that this process knows and the ingress that answers the scrape lacks."""
         return self._metrics.later_counts(known)
 
     def admin_report(self) -> ProcessReport:
-        """What this process knows of keys and replicas, for the ingress that answers the admin."""
+        """Return this process's view of keys and replicas, for the ingress that answers an admin request."""
         registries = {model.name: registry_of(model.deployment_name) for model in self._config.models}
         return ProcessReport(
             process=serve.get_replica_context().replica_id.unique_id,
@@ -134,16 +134,16 @@ class Sender:
         )
 
     def note_gossip(self, model: str, table: Table) -> None:
-        """Another process has loaded or unloaded adapters, or has switched a model's replicas."""
+        """Take the table of a process that has loaded or unloaded adapters or has switched a model's scheduler."""
         self._gossip[model].note(table)
 
     async def collect_admin_reports(self) -> Answers[ProcessReport]:
-        """The reports of all processes that send requests, as far as they answer in time."""
+        """Return the reports of all processes that send requests and answer in time, including this process."""
         asked = await asyncio.gather(
             *(answers_of(handle, "admin_report") for handle in (this_deployment(), *self._other_senders))
         )
         reports = {report.process: report for each in asked for report in each.reports}
-        ours = self.admin_report()  # also while Serve's routing does not know this process yet
+        ours = self.admin_report()  # Serve's routing may not know this process yet
         return Answers(
             reports=list((reports | {ours.process: ours}).values()), num_missing=sum(each.num_missing for each in asked)
         )

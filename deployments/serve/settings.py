@@ -1,4 +1,4 @@
-"""Reads and checks `serve.yaml` before anything starts; each mistake is one line. No Ray here: it takes no time."""
+"""Reads and checks `serve.yaml` before anything starts. Imports no Ray, so that the check is quick."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from app.webhooks.receiver import check_default
 
 SettingsT = TypeVar("SettingsT", bound=BaseModel)
 
-SERVE_YAML = PROJECT / "deployments" / "serve.yaml"  # what is served where nothing else is named
-BATCHES_CPUS = 0.1  # reserved for the process of batches: it waits for replicas and disks most of the time
+SERVE_YAML = PROJECT / "deployments" / "serve.yaml"  # the default file
+BATCHES_CPUS = 0.1  # cores reserved for the batches process, which mostly waits for replicas and disks
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
-# What Ray reserves for an ingress; it may use a core. So little that two replicas of half a core, an ingress and the
-# next one of an update find room on two cores. On a larger node an ingress uses what the replicas do not reserve.
+# Cores that Ray reserves for an ingress, which may use a whole core. The reservation is small so that two replicas of
+# half a core, an ingress and its successor in an update fit on two cores. A larger node has cores left for the ingress.
 INGRESS_CPUS = 0.25
 
 
-# The settings that Serve has, level by level; a test compares them with its schema. Our own are in `args`.
+# The names of Serve's settings at each level; a test compares them with Serve's schema. Our settings are in `args`.
 SERVE_NAMES: Mapping[str, tuple[str, ...]] = {
     "": (
         "proxy_location", "http_options", "grpc_options", "controller_options", "logging_config", "tracing_config",
@@ -83,18 +83,17 @@ class ServeFile:
 
     host: str
     port: int
-    applications: dict[str, ApplicationConfig]  # ours, by the name of the Serve application
-    # All models whose own settings can be read, each with its place in `args`: also those of an application that has a
-    # mistake elsewhere.
+    applications: dict[str, ApplicationConfig]  # the applications of this project, by name
+    # The models with valid settings, each with its place in `args`, even if their application has a mistake elsewhere.
     models: tuple[tuple[str, ServedModelConfig], ...] = ()
 
 
 class Mistakes(list[str]):
-    """Mistakes that are found one after the other, a line each."""
+    """A list of mistakes, one line each."""
 
     @contextmanager
     def noted(self, at: str = "") -> Iterator[None]:
-        """Note an InvalidSetup, and go on behind it. at: the path of the setting, where the error does not name it."""
+        """Note an InvalidSetup and suppress it. at: the path of the setting, if the error does not name the setting."""
         try:
             yield
         except InvalidSetup as error:
@@ -110,9 +109,9 @@ def read_serve_file(path: Path) -> ServeFile:
 
 
 def examined(path: Path) -> tuple[ServeFile, Mistakes]:
-    """What can be read of a Serve config file, and all mistakes in it.
+    """Return the valid parts of a Serve config file, and all mistakes in the file.
 
-    Raises InvalidSetup if it is no such file at all.
+    Raises InvalidSetup if the file is not a Serve config file for this project.
     """
     document = read_yaml(path)
     entries = document.get("applications") if isinstance(document, dict) else None
@@ -141,7 +140,7 @@ def examined(path: Path) -> tuple[ServeFile, Mistakes]:
 
 
 def place_in(application: str, all_of_them: Collection[str]) -> str:
-    """How a mistake names the application that it is in: not at all if there is no other."""
+    """Return the prefix that names an application in a mistake; empty if there is only one application."""
     return f"application {application!r}" if len(all_of_them) > 1 else ""
 
 
@@ -153,7 +152,7 @@ def _deployments_of(application: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _unknown_names(document: dict[str, Any]) -> Iterator[str]:
-    """A line for each name that Serve would pass over in silence."""
+    """Yield a line for each unknown name. Serve would ignore such names without a message."""
     yield from _unknown(document, "", "")
     for name in ("http_options", "grpc_options", "logging_config"):
         yield from _unknown(document.get(name), name, name)
@@ -169,7 +168,7 @@ def _unknown_names(document: dict[str, Any]) -> Iterator[str]:
 def _unknown(given: object, level: str, at: str) -> Iterator[str]:
     known = SERVE_NAMES[level]
     for name in given if isinstance(given, dict) else ():
-        if name not in known and not str(name).startswith("x-"):  # YAML's own place for what is used again
+        if name not in known and not str(name).startswith("x-"):  # `x-` names hold YAML anchors that are used elsewhere
             yield f"{at}.{name}: no such setting{suggestion(str(name), known)}".lstrip(".")
 
 
@@ -181,14 +180,14 @@ def _models_in(args: object) -> Iterator[tuple[str, ServedModelConfig]]:
 
 
 def mistakes_of_model(where: str, served: ServedModelConfig, *, are_all_here: bool = True) -> Mistakes:
-    """All mistakes in the files of a model, its draft model and its adapters.
+    """Return all mistakes in the files of a model, its draft model and its adapters.
 
-    where: the place of the model in the config. are_all_here: a file with an absolute path that is not on this machine
-    is a mistake, too. On a cluster, such a file may be on other machines.
+    where: the place of the model in the config. are_all_here: whether an absolute path that does not exist on this
+    machine is a mistake. On a cluster, the file may be on other machines.
     """
     mistakes, engine = Mistakes(), served.engine
 
-    def may_be_elsewhere(path: str) -> bool:  # a GGUF file is read where the application is built
+    def may_be_elsewhere(path: str) -> bool:  # a GGUF file is read on this machine, while the application is built
         is_absolute = os.path.isabs(os.path.expanduser(path))
         return not are_all_here and is_absolute and not path.endswith(".gguf") and existing_place(path) is None
 
@@ -198,7 +197,7 @@ def mistakes_of_model(where: str, served: ServedModelConfig, *, are_all_here: bo
                 continue
             if engine.model.simulated is None:
                 check_model(engine.model if path == engine.model.path else ModelConfig(path=path))
-            else:  # it has no weights, and reads the tokenizer
+            else:  # a simulated model has no weights and reads only the tokenizer
                 check_path(path)
     for name, path in served.adapters.items():
         with mistakes.noted(f"{where}.adapters.{name}"):
@@ -208,14 +207,14 @@ def mistakes_of_model(where: str, served: ServedModelConfig, *, are_all_here: bo
 
 
 def parse(args: object) -> ApplicationConfig:
-    """The checked config in an application's `args`. Raises InvalidSetup with one line per mistake."""
+    """Return the checked config in an application's `args`. Raises InvalidSetup with one line per mistake."""
     config = validated(ApplicationConfig, args if args is not None else {})
     check(config)
     return config
 
 
 def validated(kind: type[SettingsT], given: object, *, at: str = "") -> SettingsT:
-    """Settings from plain values. Raises InvalidSetup with one line per mistake; `at`: where the values are from."""
+    """Return settings from plain values, which are at path `at`. Raises InvalidSetup with one line per mistake."""
     try:
         return kind.model_validate(given)
     except ValidationError as error:
@@ -223,10 +222,10 @@ def validated(kind: type[SettingsT], given: object, *, at: str = "") -> Settings
 
 
 def check_exposure(host: str, config: ApiConfig) -> tuple[KeyConfig, ...]:
-    """The keys of an application, which are read from its file; none without a file.
+    """Return the keys in the keys file of an application; none without a file. host: the address that Serve listens on.
 
-    Raises InvalidSetup for mistakes in the file, and when other machines could use the application without a key and no
-    setting allows it. host: where Serve listens.
+    Raises InvalidSetup for mistakes in the file, or if other machines could use the application without a key although
+    no setting allows that.
     """
     if config.keys_file is not None:
         return read_keys(Path(config.keys_file))
@@ -240,10 +239,10 @@ def check_exposure(host: str, config: ApiConfig) -> tuple[KeyConfig, ...]:
 
 
 def read_keys(path: Path) -> tuple[KeyConfig, ...]:
-    """The API keys in a file, at least one. Raises InvalidSetup with one line per mistake."""
+    """Return the API keys in a file, at least one. Raises InvalidSetup with one line per mistake."""
     hint = "`carousel key NAME` prints an entry"
     if not os.path.isfile(os.path.expanduser(path)):
-        raise InvalidSetup(f"api.keys_file: there is no file {path}; {hint} of the list that the file should have")
+        raise InvalidSetup(f"api.keys_file: there is no file {path}; {hint} for the list in the file")
     entries = read_yaml(path)
     if not isinstance(entries, list) or not entries:
         raise InvalidSetup(f"{path}: should be a list of keys; {hint}")
@@ -251,13 +250,13 @@ def read_keys(path: Path) -> tuple[KeyConfig, ...]:
         return KeysConfig.model_validate({"keys": entries}).keys
     except ValidationError as error:
         mistakes = [str(path) + line.removeprefix("keys") for line in mistakes_of(error, KeysConfig)]
-        raise InvalidSetup("\n".join(mistakes)) from None  # it would show what is in the file
+        raise InvalidSetup("\n".join(mistakes)) from None  # the cause would show the content of the file
 
 
 def asked_threads(config: ApplicationConfig) -> list[int | None]:
-    """`model.num_threads` of every engine that there can be at once, of every rank of it.
+    """Return `model.num_threads` for every rank of every engine that can run at once.
 
-    Simulated engines are left out: they compute nothing.
+    Simulated engines are left out, because they compute nothing.
     """
     models = [model for model in config.models if model.engine.model.simulated is None]
     return [
@@ -268,23 +267,23 @@ def asked_threads(config: ApplicationConfig) -> list[int | None]:
 
 
 def max_replica_requests(model: ServedModelConfig) -> int:
-    """What one replica holds at most: background requests, of which there may be as many, count beside the others."""
+    """Return the maximum number of requests on one replica: `max_requests` normal and as many background requests."""
     return 2 * model.engine.scheduler.max_requests
 
 
 def max_ingress_requests(config: ApplicationConfig) -> int:
-    """What one ingress serves at once.
+    """Return the maximum number of requests that one ingress serves at once.
 
-    Twice what the replicas hold: the ingress must have room to say 429 itself, with an OpenAI body, and one account
-    alone, which may take half of it, can fill the replicas.
+    The limit is twice the capacity of all replicas. The ingress then has room to answer 429 itself, with an OpenAI
+    body. A single account may use half of the limit, so one account can still fill the replicas.
     """
     held = sum(max_replica_requests(model) * model.replicas.max_replicas for model in config.models)
-    min_ingress_requests = 256  # however few the replicas hold: most requests to an ingress do not reach a replica then
+    min_ingress_requests = 256  # for replicas with little capacity: most requests then never reach a replica
     return max(2 * held, min_ingress_requests)
 
 
 def read_yaml(path: Path) -> Any:
-    """The content of a YAML file. Raises InvalidSetup, never with the content: it may have keys."""
+    """Return the content of a YAML file. Raises InvalidSetup without the content, because the file may contain keys."""
     try:
         return yaml.safe_load(Path(os.path.expanduser(path)).read_text(encoding="utf-8"))
     except OSError as error:
@@ -292,13 +291,13 @@ def read_yaml(path: Path) -> Any:
     except yaml.MarkedYAMLError as error:
         line = "" if error.problem_mark is None else f" in line {error.problem_mark.line + 1}"
         raise InvalidSetup(f"{path}: is not YAML: mistake{line}") from None
-    except Exception as error:  # PyYAML's own functions raise any kind: ValueError for the date 2024-13-45
+    except Exception as error:  # PyYAML raises other types as well, such as ValueError for the date 2024-13-45
         raise InvalidSetup(f"{path}: is not YAML: {type(error).__name__}") from None
 
 
 def check(config: ApplicationConfig) -> None:
-    """Raise InvalidSetup, with the field, for what only the part that uses it can judge. The rest is in app.config."""
-    try:  # again: a copy with changes is not validated
+    """Run the checks that need more than `app.config`. Raises InvalidSetup, which names the field."""
+    try:  # `app.config` has checked this, but pydantic does not validate a changed copy
         check_branches(config.models, config.pipelines)
     except ValueError as error:
         raise InvalidSetup(str(error)) from error
@@ -309,12 +308,12 @@ def check(config: ApplicationConfig) -> None:
 
 
 def apply_override(deployed: SchedulerConfig, user_config: object) -> SchedulerConfig:
-    """The scheduler's settings under a `user_config`: what it names, and for the rest what was deployed.
+    """Return the deployed scheduler settings with the changes of a `user_config`.
 
-    So the same `user_config` always means the same, whatever was set before.
+    Changes apply to the deployed settings, so the result does not depend on any earlier `user_config`.
 
     Raises:
-        InvalidSetup: it names something that cannot change while a replica runs, or a value is wrong.
+        InvalidSetup: `user_config` names a setting that cannot change while a replica runs, or a value is wrong.
     """
     given = user_config if isinstance(user_config, dict) else {"": user_config}
     for name in given.keys() - {"scheduler"}:
@@ -340,7 +339,7 @@ def apply_override(deployed: SchedulerConfig, user_config: object) -> SchedulerC
 
 
 def groups_of(model: ServedModelConfig) -> list[Group]:
-    """The arms of a model's trial, or its roles, as dispatch knows them."""
+    """Return the dispatch groups of a model: its roles, or else the groups of its trial."""
     roles = model.replicas.roles
     if roles is not None:
         return groups_of_roles(prefill=roles.prefill, decode=roles.decode)
@@ -355,8 +354,8 @@ def _check_keys(keys: Iterable[KeyConfig], config: ApplicationConfig) -> None:
             raise InvalidSetup(f"the API key of {key.name!r} is for {unknown[0]!r}; there are {', '.join(names)}")
         if key.budgets and config.batches is None:
             raise InvalidSetup(
-                f"the API key of {key.name!r} has {next(iter(key.budgets))}, and nothing keeps what it has used over a "
-                f"restart: set `batches: {{}}`, whose process keeps the ledger"
+                f"the API key of {key.name!r} has {next(iter(key.budgets))}, but nothing stores the usage over a "
+                f"restart: set `batches: {{}}`, whose process stores the ledger"
             )
         models = [model for model in config.models if model.name in (key.models or names)]
         if key.money_per_month is not None and not any(model.prices != PricesConfig() for model in models):
@@ -367,7 +366,7 @@ def _check_keys(keys: Iterable[KeyConfig], config: ApplicationConfig) -> None:
 
 
 def _check_user_configs(config: ApplicationConfig, deployments: Iterable[dict[str, Any]]) -> None:
-    """The settings for `reconfigure`, checked before they reach the replicas."""
+    """Check the `user_config` of each deployment before it reaches the replicas. Raises InvalidSetup."""
     models = {model.deployment_name: model for model in config.models}
     known = [*models, "ingress", *(("batches",) if config.batches is not None else ())]
     for index, deployment in enumerate(deployments):

@@ -1,4 +1,4 @@
-"""One look at other processes for all who ask at once: a question without a key costs the same however many ask it."""
+"""Shares one query of other processes among all callers, so that requests without a key cannot multiply queries."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class SharedLook(Generic[T]):
-    """Callers share the look that is under way, and its result for a moment. For one event loop."""
+class SharedQuery(Generic[T]):
+    """Callers share the running query, and its result for `holds_s` afterwards. Belongs to one event loop."""
 
     def __init__(
         self, look: Callable[[], Awaitable[T]], *, holds_s: float = 0.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`holds_s`: for how long after its end a result answers other callers."""
+        """`holds_s`: seconds after the end of a look for which its result answers other callers."""
         self._look = look
         self._holds_s = holds_s
         self._clock = clock
@@ -25,10 +25,10 @@ class SharedLook(Generic[T]):
         self._holds_until = 0.0
 
     async def __call__(self) -> T:
-        """The result of a look, or the error that it has raised. A caller that goes does not end the look."""
+        """Return the result of a look, or raise the error of the look. A cancelled caller does not end the look."""
         task = self._task
         if task is None or (task.done() and self._clock() >= self._holds_until):
-            # An empty context: Serve would cancel calls of the look together with the request that started it.
+            # An empty context, because Serve would cancel calls in the request's context when the request ends.
             task = self._task = asyncio.create_task(self._looked(), context=Context())
         return await asyncio.shield(task)
 

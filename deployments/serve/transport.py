@@ -1,4 +1,4 @@
-"""How a fleet reaches its replicas: Serve's handle says where they are; requests and tokens go over sockets."""
+"""Connects a fleet to its replicas: Serve's handle returns their addresses; requests and tokens use sockets."""
 
 from __future__ import annotations
 
@@ -18,45 +18,45 @@ from app.config import PolicyConfig, SchedulerConfig, StrategyConfig
 from app.errors import CarouselError, Failure, Overloaded, Unavailable
 from app.fleet import Address, FrameReader, Table, connect
 
-OVERRIDE = ""  # the name of the scheduler's override in a table; all others are names of adapters
+OVERRIDE = ""  # the name of the scheduler's override in a table; every other name is an adapter's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOverride:
-    """The strategy and policy to which an admin has switched a model's replicas; None: as deployed."""
+    """The strategy and the policy to which an admin has switched a model's replicas; None: as deployed."""
 
     strategy: StrategyConfig | None
     policy: PolicyConfig | None
-    user_config: object = None  # under which a replica has taken it; None: none has yet
+    user_config: object = None  # the `user_config` of the replica that applied the override; None: not applied yet
 
     @property
     def is_empty(self) -> bool:
-        """Whether all is as deployed."""
+        """Whether both strategy and policy are as deployed."""
         return (self.strategy or self.policy) is None
 
     def applied_to(self, config: SchedulerConfig) -> SchedulerConfig:
-        """The settings with these in their place."""
+        """Return `config` with the strategy and the policy of this override."""
         given = {"strategy": self.strategy, "policy": self.policy}
         return config.model_copy(update={name: value for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True, slots=True)
 class FramesFrom:
-    """The argument that names the one replica to which the router must send a call.
+    """The argument of `Replica.frame_address`, which names the replica to which the router must send the call.
 
-    A replica that was started later learns from the table. While an update of code goes on, ingresses and replicas of
-    the version before take part, and read the fields by their places: new ones go to the end and may be missing.
+    A replica that was started later learns the table. During an update of the code, ingresses and replicas of the
+    previous version read the fields by position, so new fields go to the end, and a receiver may not find them.
     """
 
     replica_id: str
-    switch: None = None  # of 598b9f6, as the next one: nothing for a replica that knows tables
+    switch: None = None  # `switch` and `adapters` are fields of version 598b9f6; a replica with tables ignores them
     adapters: Table = field(default_factory=dict)
     table: Table = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GossipAnswer:
-    """What one replica knows, computes by, and has loaded."""
+    """One replica's table, scheduler settings and loaded adapters."""
 
     replica_id: str
     table: Table
@@ -70,20 +70,20 @@ class ServeTransport:
     """`ReplicaTransport` over the handle of one replica deployment."""
 
     def __init__(self, handle: DeploymentHandle, ingress_id: str) -> None:
-        """`ingress_id` is different for each process, also for one that replaces another."""
+        """`ingress_id` is unique for each process: a process that replaces another has a new id."""
         self._handle = handle
         self._ingress_id = ingress_id
-        self.table: Table = {}  # as far as this process knows
+        self.table: Table = {}  # the latest entries that this process knows
 
     async def wake(self) -> None:
-        """See `ReplicaTransport`. Serve starts a replica of a model that sleeps when a call waits for one."""
+        """See `ReplicaTransport`. A waiting call makes Serve start a replica of a model that has none."""
         response = detached_call(self._handle.facts.remote)
         try:
             await response
         except Exception as error:
             raise to_carousel_error(error) from error
         finally:
-            # Cancelling a call that has failed raises its error once more, as Serve's.
+            # Cancelling a failed call raises the error of the call again, in Serve's form.
             with suppress(Exception):
                 response.cancel()
 
@@ -94,19 +94,19 @@ class ServeTransport:
 
 
 def detached_call(call: Callable[..., Any], *arguments: object) -> Any:
-    """Make a call through a handle that Serve does not take for a part of the HTTP request which is being answered.
+    """Make a call through a handle, in an empty context: Serve must not count the call as part of an HTTP request.
 
-    Serve knows a call by the id of the HTTP request that it is made in. Of several calls with one id (`n` choices) its
-    router would place the first and forget the others, and it would cancel all of them with the HTTP request: also a
-    connection that was opened in it and carries the tokens of others.
+    Serve identifies a call by the id of the HTTP request in whose context the call is made. If several calls had one
+    id (`n` choices), Serve's router would place the first call and forget the other calls. Serve would also cancel the
+    calls when the HTTP request ends, including the call that opens a connection for the tokens of all requests.
     """
     return Context().run(call, *arguments)
 
 
 def to_carousel_error(error: BaseException) -> CarouselError:
-    """The CarouselError that the other process raised, or one for the exception of Ray or Serve.
+    """Return the CarouselError that the other process raised, or a CarouselError for an exception of Ray or Serve.
 
-    Messages name no host, path or class of ours: they reach clients.
+    The messages reach clients, so they name no host, path or class.
     """
     if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
         error = error.cause

@@ -288,7 +288,7 @@ def test_the_fingerprint_of_a_table_follows_each_of_its_bytes(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"id,prompt,id\n1,a,2\n", "columns stand twice in the header: id; make each unique"),
+        (b"id,prompt,id\n1,a,2\n", "the header names columns twice: id; make each unique"),
         (b",,\n1,a,2\n", "the header has no names"),
         (b"id;prompt\n1;a\n", "the header is one column, 'id;prompt'; separate the cells by commas in .csv"),
         (b"text\na\n", "no row has a prompt or messages column; the first has text"),

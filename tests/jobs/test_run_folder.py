@@ -106,7 +106,7 @@ def test_a_folder_with_anything_else_in_it_is_refused_and_left_as_it_is(tmp_path
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "thesis.txt").write_text("mine")
     (tmp_path / "a_file").write_text("mine")
-    assert "go on with --resume" in refusal(tmp_path / "unfinished")
+    assert "resume with --resume" in refusal(tmp_path / "unfinished")
     other = refusal(tmp_path / "unfinished", run=RUN | {"model": "large"}, resume=True)
     assert "another run (model: 'models/demo' there, 'large' now)" in other
     (tmp_path / "old").mkdir()
@@ -120,7 +120,7 @@ def test_a_folder_with_anything_else_in_it_is_refused_and_left_as_it_is(tmp_path
 
 def test_two_processes_cannot_have_it_at_once(tmp_path: Path) -> None:
     with opened(tmp_path / "out"):
-        assert "another process is at work" in refusal(tmp_path / "out", resume=True)
+        assert "another process uses this folder" in refusal(tmp_path / "out", resume=True)
 
 
 FULL_DISK = """

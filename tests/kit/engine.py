@@ -8,8 +8,7 @@ import time
 from abc import abstractmethod
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Several
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from copy import copy
@@ -36,14 +35,14 @@ from app.engine.request import (
     GrammarKind,
     ModelInfo,
     Pooling,
-    PrefixAt,
+    PrefixSource,
     Request,
     SamplingParams,
     Thought,
     TokenDelta,
     TokenLogprobs,
 )
-from app.engine.sequence import Sequence
+from app.engine.sequence import EngineSequence
 from app.engine.speculation.draft_model import ModelDrafter
 from app.engine.speculation.drafter import Drafter, Take, one_by_one
 from app.engine.state_pool import NO_STATE
@@ -184,7 +183,7 @@ class CountingRunner(ModelRunner):
         first = block_id * self._block_size
         return [self._slots[slot] for slot in range(first, first + self._block_size)]
 
-    def fill(self, block_id: int, token_ids: Several[int]) -> None:
+    def fill(self, block_id: int, token_ids: Sequence[int]) -> None:
         """Have these tokens in the slots of a block."""
         self._slots |= zip(count(block_id * self._block_size), token_ids, strict=False)
 
@@ -258,9 +257,9 @@ class SlotStore(BlockStore):
 
     def _fill_slot(self, fetch: Fetch, slot: int) -> None:
         with_snapshot = [at for at, name in enumerate(fetch.names[: fetch.num_filled], 1) if name in self.snapshots]
-        fetch.num_with_snapshot = max(with_snapshot, default=0)
+        fetch.num_covered_by_snapshot = max(with_snapshot, default=0)
         if with_snapshot:
-            self._runner.states[slot] = self.snapshots[fetch.names[fetch.num_with_snapshot - 1]]
+            self._runner.states[slot] = self.snapshots[fetch.names[fetch.num_covered_by_snapshot - 1]]
 
     def move_to(self, runner: CountingRunner) -> None:
         """The process of its engine has died, and another one begins with what is kept."""
@@ -278,15 +277,15 @@ class SteadyDrafter(Drafter):
     """Drafts for one sequence after the other, in every step."""
 
     @abstractmethod
-    def draft_of(self, sequence: Sequence) -> list[int]:
+    def draft_of(self, sequence: EngineSequence) -> list[int]:
         """The tokens that may follow those of a sequence."""
 
     def begin(self, num_sequences: int) -> bool:
         return True
 
     def draft(
-        self, items: Several[ScheduledSequence], sequences: Several[Sequence], take: Take
-    ) -> Iterator[tuple[int, Several[int]]]:
+        self, items: Sequence[ScheduledSequence], sequences: Sequence[EngineSequence], take: Take
+    ) -> Iterator[tuple[int, Sequence[int]]]:
         return one_by_one(sequences, take, self.draft_of)
 
     def stepped(self, batch: StepBatch, result: StepResult, *, seconds: float) -> None:
@@ -299,7 +298,7 @@ class KnowingDrafter(SteadyDrafter):
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
 
-    def draft_of(self, sequence: Sequence) -> list[int]:
+    def draft_of(self, sequence: EngineSequence) -> list[int]:
         known = list(sequence.token_ids(0, sequence.num_tokens))
         drafts: list[int] = []
         for place in range(self._num_drafts):
@@ -440,12 +439,12 @@ BAD_GRAMMAR = "bad"
 class SteppingMatcher:
     """Allows one token after the other, round and round; it can fail behind so many."""
 
-    def __init__(self, token_ids: Several[int], *, fails_after: int | None = None) -> None:
+    def __init__(self, token_ids: Sequence[int], *, fails_after: int | None = None) -> None:
         self._token_ids = token_ids
         self._fails_after = fails_after
         self.num_advanced = 0
         self.failure: str | None = None
-        self.ignored_keywords: Several[str] = ()
+        self.ignored_keywords: Sequence[str] = ()
 
     def allowed(self) -> bytes:
         if self.num_advanced == self._fails_after:
@@ -468,7 +467,7 @@ class SteppingMatcher:
             other.failure = "it was not allowed"
         return other
 
-    def num_allowed(self, token_ids: Several[int]) -> int:
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
         pairs = enumerate(zip(token_ids, self.forced(len(token_ids)), strict=True))
         return next((at for at, (given, allowed) in pairs if given != allowed), len(token_ids))
 
@@ -607,7 +606,7 @@ def make_full_request() -> Request:
         prediction_token_ids=(8, 9), pooling=Pooling.MEAN, second_text_at=1, num_scored_tokens=2, cache_salt="salt",
         priority=-3, tenant="ä", deadline_s=9.5, group="group", preset="preset", is_background=True, session="session",
         call="call", no_queue=True, adapter=Adapter(name="sql", path="/sql", digest="12ab"),
-        prefix_at=PrefixAt(Address("127.0.0.1", 1, "secret"), 2),
+        prefix_at=PrefixSource(Address("127.0.0.1", 1, "secret"), 2),
     )  # fmt: skip
     for each in (request, sampling, grammar):
         kept = [field.name for field in fields(each) if getattr(each, field.name) == field.default]

@@ -320,7 +320,7 @@ async def test_tls_is_verified_against_the_hosts_name(tmp_path: Path) -> None:
         for host, tls in (("other.example", trusting), ("hooks.example", None)):
             other = WebhookClient(LOCAL, look_up=look_up, tls=tls)
             failed = await failure(other, f"https://{host}:{receiver.port}/hook")
-            assert failed.reason == "the certificate is not one for this host"
+            assert failed.reason == "the certificate is not valid for this host"
             other.close()
         assert len(receiver.received) == 1, "nothing was said to them"
         client.close()

@@ -35,7 +35,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     group: Name  # group of an A/B trial; "" for no group
     num_requests: Count  # running and waiting
     num_background: Count  # the background requests among num_requests
-    num_staying_background: Count  # the background requests that are not preempted for other requests
+    num_unpreemptible_background: Count  # the background requests that are not preempted for other requests
     max_requests: Count  # more requests are refused; background requests that can be preempted do not count
     max_running: Count  # requests that are computed at once; more requests wait
     num_waiting_tokens: Count  # prompt tokens of waiting requests
@@ -253,7 +253,7 @@ class ReplicaState:
         # Requests that are computed before this one. Background requests that can be preempted give way to foreground.
         num_before = work.num_requests
         if not is_background:
-            num_staying = 0 if report is None else report.num_staying_background
+            num_staying = 0 if report is None else report.num_unpreemptible_background
             num_before -= max(0, work.num_background - num_staying)
         elif report is not None and max_requests is not None:  # a background request needs a free slot
             max_requests = min(max_requests, report.max_running)

@@ -24,7 +24,8 @@ from app.model.attention import PagedAttention, TorchAttention, plain_attention_
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.batch_invariant import BatchInvariantMode
 from app.model.cuda.captured_inputs import StepSize, decode_size, graph_sizes, mixed_sizes
-from app.model.cuda.graph_runner import CudaCapture, GraphModelRunner
+from app.model.cuda.graph_capture import CudaCapture
+from app.model.cuda.graph_runner import GraphModelRunner
 from app.model.cuda.library_attention import LibraryAttention
 from app.model.cuda.recurrence import TritonRecurrence
 from app.model.cuda.sampler import TritonSampler
@@ -36,7 +37,7 @@ from app.model.recurrence import TorchRecurrence
 from app.model.recurrent_layers import StatefulAttention
 from app.model.runner import draw_tokens
 from app.model.sampler import Sampler
-from app.model.verification import BlocksToTry
+from app.model.verification import TrialBlocks
 from app.model.ways.loaded_model import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ def verified_graph_runner(config: EngineConfig, model: LoadedModel, num_blocks: 
     max_blocks = min(num_blocks, -(-model.facts.max_model_len // config.cache.block_size))
     attention = _attention(config, model, num_blocks=num_blocks, max_blocks=max_blocks)
     num_groups = model.groups.num_groups
-    blocks = BlocksToTry(
+    blocks = TrialBlocks(
         block_size=config.cache.block_size, num_blocks=num_blocks // num_groups, num_groups=num_groups,
         max_blocks=max_blocks, max_rows=config.scheduler.max_running,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Tool calls in what a model writes: the common formats, read while the text comes. Knows nothing of tokens."""
+"""Reads tool calls of the common formats from a model's output while the text arrives. No tokens here."""
 
 from app.text.tool_calls.format import FORMATS, LIST, ToolFormat
 from app.text.tool_calls.inputs import INPUT_KEY, InputParser

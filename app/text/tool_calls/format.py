@@ -1,4 +1,4 @@
-"""How models write tool calls."""
+"""The formats in which models write tool calls."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from app.text.tool_calls.own_readers import GemmaReader, OwnReader, PlainReader,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """One way of writing calls. Each call is a JSON object with a name and arguments, or is written in an own way."""
+    """One format of calls. Each call is a JSON object with a name and arguments, or has the format of `own`."""
 
     name: str
-    begin: str = ""  # what stands before calls; "" when there is nothing else but calls
-    end: str = ""  # what stands behind each call, where the model does not forget it
-    lead: str = ""  # characters between `begin` and the first call
-    separators: str = ""  # characters between calls
-    may_begin_bare: bool = False  # the text may begin with a call that nothing marks
-    may_follow_bare: bool = False  # a call may follow another without a marker
-    own: type[OwnReader] | None = None  # reads calls that are no objects
-    arguments_key: str = "arguments"  # how its own templates call them
-    special_texts: tuple[str, ...] = ()  # what may be special tokens in the vocabulary
+    begin: str = ""  # marker before calls; "" if the text has only calls
+    end: str = ""  # marker after each call, which a model may forget
+    lead: str = ""  # characters that may come between `begin` and the first call
+    separators: str = ""  # characters that may come between calls
+    may_begin_bare: bool = False  # the text may start with a call without a marker
+    may_follow_bare: bool = False  # a call may follow another call without a marker
+    own: type[OwnReader] | None = None  # reader of calls that are not JSON objects
+    arguments_key: str = "arguments"  # key of the arguments in the model's own templates
+    special_texts: tuple[str, ...] = ()  # texts that may be special tokens in the vocabulary
     id_prefix: str = "call_"
     id_length: int = 24  # random characters of a call's id
 
 
-# Nous Research's Hermes and Alibaba's Qwen: <tool_call>{"name": …, "arguments": …}</tool_call>. Some close a brace
-# too many.
+# Nous Research's Hermes and Alibaba's Qwen: <tool_call>{"name": …, "arguments": …}</tool_call>. Some models write one
+# closing brace too many.
 HERMES = ToolFormat(
     name="hermes",
     begin=CALL_BEGIN,
@@ -45,9 +45,9 @@ LLAMA3 = ToolFormat(
     arguments_key="parameters",
     special_texts=("<|python_tag|>",),
 )
-# How calls are written when structured output makes sure that there is nothing else.
+# The format of calls when structured output guarantees that the text has only calls.
 LIST = ToolFormat(name="list", lead="[", separators=",]", may_follow_bare=True)
-# Mistral: [TOOL_CALLS][{"name": …, "arguments": …}, …], and newer [TOOL_CALLS]f[ARGS]{…}. Templates want short ids.
+# Mistral: [TOOL_CALLS][{"name": …, "arguments": …}, …], newer models [TOOL_CALLS]f[ARGS]{…}. Templates need short ids.
 MISTRAL = replace(
     LIST,
     name="mistral",
@@ -59,7 +59,7 @@ MISTRAL = replace(
 )
 # Alibaba's Qwen3-Coder and Qwen3.5, and NVIDIA's Nemotron 3: <tool_call><function=f><parameter=a>…</parameter>…
 QWEN3_CODER = replace(HERMES, name="qwen3_coder", own=TagReader)
-# Liquid's LFM2: <|tool_call_start|>[f(a=1), …]<|tool_call_end|>, or objects in the list if a system message asks so.
+# Liquid's LFM2: <|tool_call_start|>[f(a=1), …]<|tool_call_end|>, or a list of objects if a system message asks for it.
 LFM2 = replace(
     LIST,
     name="lfm2",
@@ -68,7 +68,7 @@ LFM2 = replace(
     own=PythonReader,
     special_texts=("<|tool_call_start|>", "<|tool_call_end|>"),
 )
-# IBM's Granite 3: <|tool_call|>[{"name": …, "arguments": …}, …]. Granite 4 writes as Hermes.
+# IBM's Granite 3: <|tool_call|>[{"name": …, "arguments": …}, …]. Granite 4 uses the format of Hermes.
 GRANITE = replace(
     LIST,
     name="granite",

@@ -1,4 +1,4 @@
-"""Calls of custom tools, whose argument is a text: for the model they are functions, called with `{"input": "…"}`."""
+"""Calls of custom tools, which take plain text. A model calls such a tool as a function with `{"input": "…"}`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterable
 from app.text.tool_calls.parser import CallParser, CallPiece, Parsed
 from app.text.tool_calls.readers import decoded_string
 
-INPUT_KEY = "input"  # of the function's only argument
+INPUT_KEY = "input"  # key of the function's only argument
 _BEGIN = f'{{"{INPUT_KEY}":"'  # without white space
 _MAX_BEGIN = 1024  # characters, with white space
-# Characters and escapes that are complete. Half of a surrogate pair waits for what follows it.
+# Matches complete characters and escapes. Half of a surrogate pair is incomplete until the next characters arrive.
 _COMPLETE = re.compile(
     r'(?:[^"\\]|\\[^u]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}'
     r"|\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[0-9a-fA-F]{4}|(?=[^\\]|\\[^u])))*",
@@ -20,7 +20,7 @@ _COMPLETE = re.compile(
 
 
 class InputParser:
-    """Gives the calls of some tools their input, decoded while it comes, in place of their arguments."""
+    """Replaces the arguments in calls of custom tools by the input text, which is decoded while it arrives."""
 
     def __init__(self, parser: CallParser, names: Collection[str]) -> None:
         self._parser = parser
@@ -59,15 +59,15 @@ class InputParser:
 
 
 class InputReader:
-    """Reads the text out of arguments `{"input": "…"}`. Arguments that are no such object are the text themselves."""
+    """Reads the text from arguments `{"input": "…"}`. Arguments in any other form are themselves the text."""
 
     def __init__(self) -> None:
-        self._held = ""  # the beginning of the object, or of an escape
-        self._is_inside: bool | None = None  # the string; None: not known yet
+        self._held = ""  # the start of the object or of an escape
+        self._is_inside: bool | None = None  # inside the string; None: not known yet
         self._has_ended = False
 
     def push(self, written: str) -> str:
-        """The text in the next characters."""
+        """Take the next characters and return the text in them."""
         self._held += written
         if self._is_inside is None:
             self._begin()
@@ -82,7 +82,7 @@ class InputReader:
         return decoded_string(f'"{complete[0]}"') or ""
 
     def flush(self) -> str:
-        """What was held back: nothing more will come. An escape that is not complete is no text."""
+        """Return the text that was held back, without an incomplete escape. Call this after the last piece."""
         held, self._held = self._held, ""
         return "" if self._is_inside else held
 

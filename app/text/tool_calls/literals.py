@@ -1,4 +1,4 @@
-"""Values as Python, JSON and Gemma write them, turned into JSON while they come."""
+"""Converts values in the notations of Python, JSON and Gemma to JSON while they arrive."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from string import hexdigits
 from app.text.begun import num_begun
 from app.text.tool_calls.readers import JsonPlace
 
-_MARK = '<|"|>'  # Gemma's quote; what stands between two of them has no escapes
+_MARK = '<|"|>'  # Gemma's quote; text between two such quotes has no escapes
 _OPENED = {"{": "{", "[": "[", "(": "["}
 _CLOSED = {"}": "}", "]": "]", ")": "]"}
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _ESCAPES = {"'": "'", '"': '\\"', "\\": "\\\\", **{letter: f"\\{letter}" for letter in "nrtbf"}}
-_NUM_DIGITS = {"x": 2, "u": 4, "U": 8}  # of the escapes with hexadecimal digits
+_NUM_DIGITS = {"x": 2, "u": 4, "U": 8}  # number of hexadecimal digits in each kind of escape
 
 
 class JsonWriter:
-    """Turns one value into JSON, character by character. It does not check that the result is JSON.
+    """Converts one value to JSON, character by character. The writer does not check that the result is JSON.
 
-    A word that is neither a number nor a constant becomes a text, as the names of members do that stand without quotes.
+    A word that is neither a number nor a constant becomes a string, and so does a member name without quotes.
     """
 
     def __init__(self) -> None:
-        self.unread = ""  # what was read of a mark that turned out to be none; only after BEYOND
+        self.unread = ""  # characters that looked like the start of a quote mark; only after BEYOND
         self._written: list[str] = []
         self._depth = 0
-        self._has_ended = False  # a value outside brackets
-        self._needs_comma = False  # one was read, and nothing behind it yet
+        self._has_ended = False  # a value outside brackets is complete
+        self._needs_comma = False  # a comma was read, and no value after the comma
         self._word: list[str] = []
-        self._quote = ""  # of the text that is being read
-        self._held = ""  # may be the beginning of a mark
-        self._escape = ""  # what was read of one
+        self._quote = ""  # opening quote of the current string
+        self._held = ""  # may be the start of a quote mark
+        self._escape = ""  # the part of the current escape that was read
 
     def take(self) -> str:
-        """What is new of the JSON since the last time."""
+        """Return the JSON that is new since the last call."""
         written, self._written = "".join(self._written), []
         return written
 
     def advance(self, character: str) -> JsonPlace:
-        """Take the next character. Where it is BEYOND, what was read before it is written."""
+        """Take the next character. If the character is BEYOND, the value before it has been written."""
         if self._quote:
             return self._in_text(character)
         if self._held or character == "<":
@@ -98,7 +98,7 @@ class JsonWriter:
         return JsonPlace.INSIDE
 
     def _in_escape(self, character: str) -> None:
-        """As Python reads them: a backslash before a character that makes no escape is a backslash."""
+        """Read an escape as Python does: a backslash before a character that forms no escape is a backslash."""
         self._escape += character
         kind, digits = self._escape[1], self._escape[2:]
         num_digits = _NUM_DIGITS.get(kind, 0)
@@ -136,7 +136,7 @@ class JsonWriter:
 
 
 def _in_json(escape: str, code: int) -> str:
-    """A whole escape of Python as a string in JSON has it. code: of its character, for one with digits."""
+    """Return a complete Python escape in the form of a JSON string. code: the character, for an escape with digits."""
     if escape[1] not in _NUM_DIGITS:
         return _ESCAPES.get(escape[1]) or json.dumps(escape, ensure_ascii=False)[1:-1]
     if code < 0x10000:
@@ -145,7 +145,7 @@ def _in_json(escape: str, code: int) -> str:
 
 
 def as_json(written: str) -> str:
-    """A value in JSON: as it stands if it is JSON, turned into JSON if it is Python's, and else a text."""
+    """Return a value as JSON: JSON stays as it is, a Python value is converted, and other text becomes a string."""
     if _is_json(written):
         return written.strip()
     if written.lstrip()[:1] in ("{", "[", "(") or written.strip() in _WORDS:
@@ -166,5 +166,5 @@ def _is_json(text: str) -> bool:
 
 
 def _refused(constant: str) -> None:
-    """JSON has no NaN and no Infinity."""
+    """Refuse NaN and Infinity, which JSON does not have."""
     raise ValueError(constant)

@@ -1,6 +1,6 @@
-"""Calls that are no JSON objects, as single families of models write them, read character by character.
+"""Readers of calls that are not JSON objects, for families of models with their own formats, character by character.
 
-Arguments come out as JSON, whatever they were written in, so a client sees one form for all models.
+Arguments are always converted to JSON, so a client sees one format for all models.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ from app.text.begun import num_begun
 from app.text.tool_calls.literals import JsonWriter, as_json
 from app.text.tool_calls.readers import JsonEnd, JsonPlace, Reading
 
-# By tool, the names of the arguments that can only be texts.
+# The names of the arguments that can only be strings, by tool.
 Texts = Mapping[str, Collection[str]]
 NO_TEXTS: Texts = MappingProxyType({})
 
 _ARGS, _CALL_ID = "[ARGS]", "[CALL_ID]"
-_MAX_UNDECIDED = 64 * 1024  # characters of an argument that may be JSON; a longer argument is a text
+_MAX_UNDECIDED = 64 * 1024  # characters of an argument that may be JSON; a longer argument is a string
 
 
 def is_of_name(character: str) -> bool:
-    """Whether a character may stand in the name of a function."""
+    """Return whether a function name may contain this character."""
     return character.isascii() and (character.isalnum() or character in "_.-")
 
 
 class OwnReader:
-    """A `CallReader` for one family's way of writing calls."""
+    """Base class of a `CallReader` for one family's format of calls."""
 
-    may_follow = False  # a call may follow another without a marker
+    may_follow = False  # a call may follow another call without a marker
 
     def __init__(self, texts: Texts = NO_TEXTS) -> None:
         self.name: str | None = None
         self.unread = ""
         self._texts = texts
-        self._arguments: list[str] = []  # as JSON; read, not yet taken
-        self._num_arguments = 0  # that were begun, in formats that write them one by one
+        self._arguments: list[str] = []  # JSON that was read and not taken yet
+        self._num_arguments = 0  # arguments that have started, in formats that write arguments one by one
 
     @staticmethod
     def begins_with(character: str) -> bool:
-        """Whether a call may begin with this character."""
+        """Return whether a call may start with this character."""
         raise NotImplementedError
 
     def advance(self, character: str) -> Reading:
-        """Take the next character, as `CallReader.advance`."""
+        """Take the next character; see `CallReader.advance`."""
         raise NotImplementedError
 
     def take_arguments(self) -> str:
@@ -52,7 +52,7 @@ class OwnReader:
         return arguments
 
     def _begin_key(self, function: str, key: str) -> None:
-        """An argument begins, so this is a call."""
+        """Start an argument. Sets `name`, because a text with an argument is certainly a call."""
         self.name = function
         comma = ", " if self._num_arguments else "{"
         self._arguments.append(f"{comma}{json.dumps(key, ensure_ascii=False)}: ")
@@ -64,12 +64,12 @@ class OwnReader:
 
 
 class PlainReader(OwnReader):
-    """`f{…}` or `f[ARGS]{…}`, with `[CALL_ID]…` in between: how newer Mistral models write it."""
+    """Reads `f{…}` or `f[ARGS]{…}`, perhaps with `[CALL_ID]…` in between: the format of newer Mistral models."""
 
     def __init__(self, texts: Texts = NO_TEXTS) -> None:
         super().__init__(texts)
         self._written_name: list[str] = []
-        self._tag: list[str] = []  # what was read of `[ARGS]` or `[CALL_ID]…`
+        self._tag: list[str] = []  # the part of `[ARGS]` or `[CALL_ID]…` that was read
         self._end = JsonEnd()
 
     @staticmethod
@@ -114,11 +114,11 @@ class PlainReader(OwnReader):
 
 
 class TagReader(OwnReader):
-    """`<function=f><parameter=a>…</parameter></function>`: how Qwen3-Coder, Qwen3.5 and Nemotron 3 write it.
+    """Reads `<function=f><parameter=a>…</parameter></function>`: the format of Qwen3-Coder, Qwen3.5 and Nemotron 3.
 
-    An argument stands between its tags as it is, without quotes; a line end beside a tag belongs to the tag. An
-    argument that can only be a text comes out while it is written. Any other is JSON if it reads as JSON or as a value
-    of Python, which templates write too (`True`), and else a text.
+    An argument is written between its tags without quotes; a line end beside a tag belongs to the tag. An argument that
+    can only be a string is returned while it arrives. Any other argument is JSON if it is valid JSON or a Python value
+    (templates also write `True`), and otherwise a string.
     """
 
     _FUNCTION, _FUNCTION_END = "<function=", "</function>"
@@ -128,9 +128,9 @@ class TagReader(OwnReader):
         super().__init__(texts)
         self._advance: Callable[[str], Reading] = self._in_function_tag
         self._function = ""
-        self._held = ""  # may be the beginning of a tag
-        self._value: list[str] | None = None  # of an argument that may be JSON; None: a text that comes out at once
-        self._num_undecided = 0  # characters of that value
+        self._held = ""  # may be the start of a tag
+        self._value: list[str] | None = None  # an argument that may be JSON; None: a string that is returned at once
+        self._num_undecided = 0  # characters of `_value`
 
     @staticmethod
     def begins_with(character: str) -> bool:
@@ -201,7 +201,7 @@ class TagReader(OwnReader):
         self._held, self._advance = "", self._between_tags
 
     def _broken(self) -> Reading:
-        """No tag that belongs here. With an argument it is still a call, which ended before this."""
+        """Handle a text that is no valid tag. A call that already has an argument ended before this text."""
         if self.name is None:
             return Reading.NO_CALL
         self.unread = self._held[:-1]
@@ -213,7 +213,7 @@ class TagReader(OwnReader):
 
 
 class PythonReader(OwnReader):
-    """`f(a=1, b='x')`: how LFM2 writes it, in a list."""
+    """Reads `f(a=1, b='x')`: the format of LFM2, in a list."""
 
     may_follow = True
 
@@ -287,13 +287,13 @@ class PythonReader(OwnReader):
 
 
 class GemmaReader(OwnReader):
-    """`call:f{a:1,b:<|"|>x<|"|>}`: how Gemma 4 writes it. A text stands between marks, as it is."""
+    """Reads `call:f{a:1,b:<|"|>x<|"|>}`: the format of Gemma 4. Strings are written between marks, without escapes."""
 
     _BEGIN = "call:"
 
     def __init__(self, texts: Texts = NO_TEXTS) -> None:
         super().__init__(texts)
-        self._written = ""  # before the arguments
+        self._written = ""  # the text before the arguments
         self._writer = JsonWriter()
 
     @staticmethod
@@ -320,10 +320,10 @@ class GemmaReader(OwnReader):
 
 
 def _is_beginning(text: str, of: str) -> bool:
-    """Whether a text begins with another, or the other with it. What follows has no mark and no line end in it."""
+    """Return whether `text` is a start of `of`, or continues `of` without ending in `<` or a line end."""
     return of.startswith(text) or (text.startswith(of) and text[-1] not in "<\n")
 
 
 def _escaped(text: str) -> str:
-    """A text as it stands between the quotes of a string in JSON."""
+    """Return a text as the inside of a JSON string, without quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

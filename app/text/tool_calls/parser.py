@@ -1,4 +1,4 @@
-"""Text in, text and tool calls out. The result does not depend on how the text was cut into pieces."""
+"""Separates text from tool calls. The result does not depend on how the text was cut into pieces."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ from app.text.tool_calls.format import ToolFormat
 from app.text.tool_calls.own_readers import NO_TEXTS, Texts
 from app.text.tool_calls.readers import BLANKS, CallReader, NameFirstReader, ObjectReader, Reading
 
-# Characters of white space that are held back until it is clear whether a marker follows.
+# Limit of white space characters that are held back until it is clear whether a marker follows.
 MAX_HELD_BLANKS = 1024
 
 
 class CallPiece(NamedTuple):
-    """What is new of one call: its name, which comes once and first, and more of its arguments."""
+    """A new part of one call: its name, only in the first piece, and more of its arguments."""
 
-    number: int  # of the call, from 0
+    number: int  # the number of the call, from 0
     name: str | None
-    arguments: str  # of a custom tool, its input
+    arguments: str  # for a custom tool, the input
     is_custom: bool = False
 
 
 class Parsed(NamedTuple):
-    """Text for people, and what of calls came after it: at most one piece for each call."""
+    """Text for the user, and the parts of calls after this text: at most one piece for each call."""
 
     text: str
     calls: tuple[CallPiece, ...]
 
 
 class CallParser(Protocol):
-    """Takes the calls out of one text."""
+    """Separates one text from its calls."""
 
     @property
     def has_calls(self) -> bool:
-        """Whether there was a call so far."""
+        """Whether the text had a call so far."""
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing that may follow counts."""
+        """Whether the parser ignores all further text."""
 
     def push(self, text: str) -> list[Parsed]:
-        """Take the next text; what it has brought, in its order."""
+        """Take the next piece of text; return the text and calls in it, in order."""
 
     def flush(self) -> list[Parsed]:
-        """What was held back: nothing more will come."""
+        """Return the text and calls that were held back. Call this method after the last piece."""
 
 
 class ArgumentsParser:
-    """For a text that is nothing but the arguments of one function, or the input of a custom tool."""
+    """A parser for a text that has only the arguments of one function, or the input of a custom tool."""
 
     def __init__(self, name: str, *, is_custom: bool = False) -> None:
         self._name = name
@@ -69,11 +69,11 @@ class ArgumentsParser:
 
 
 class ToolParser:
-    """Takes calls out of a text, in one format.
+    """Separates a text from calls in one format.
 
-    What turns out to be no call comes out as the text that it is, with its markers. White space around calls and what
-    separates them belongs to the format and does not come out, up to a length. Nothing is ever raised. Time is linear
-    in the length of the text, and what is held back is bounded.
+    A part that turns out not to be a call is returned as text, with its markers. White space around calls and the
+    separators of calls belong to the format and are dropped, up to a length. The parser raises no errors. Its time is
+    linear in the length of the text, and the held back text has a limit.
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class ToolParser:
         raw_names: Collection[str] = (),
         texts: Texts = NO_TEXTS,
     ) -> None:
-        """`names`: of the tools on offer. `only_first`: the text ends with the first call.
+        """`names`: the names of the offered tools. `only_first`: the text ends with the first call.
 
-        `is_strict`: what nothing marks is a call only where it begins in the one way that a grammar of strict calls
-        knows. So no call can be made without it. `raw_names`: of tools whose calls go to the end of the text, with the
-        input in a line of its own behind empty arguments. `texts`: by tool, its arguments that can only be texts, for
-        formats in which nothing else tells a text from a number.
+        `is_strict`: an object without a marker is a call only if it starts exactly as the grammar of strict calls
+        requires, so that the model cannot call a tool without that grammar. `raw_names`: tools with calls that take the
+        rest of the text, with empty arguments and then the input from the next line on. `texts`: the arguments that
+        can only be strings, by tool, for formats that do not distinguish strings from numbers.
         """
         self._form = form
         self._names = names
@@ -100,18 +100,18 @@ class ToolParser:
         self._raw_names = raw_names
         self._texts = texts
         self._advance: Callable[[str], None] = self._in_text if form.begin else self._in_lead
-        self._blanks: list[str] = []  # white space held back, before what may be the marker
-        self._num_opened = 0  # how much of the opening marker the text ends with
-        self._raw: list[str] = []  # a call so far, while it may turn out to be none
+        self._blanks: list[str] = []  # white space held back before a possible marker
+        self._num_opened = 0  # characters of the opening marker at the end of the text
+        self._raw: list[str] = []  # the current call, while it may turn out not to be a call
         self._reader: CallReader = ObjectReader()
-        self._num_closed = 0  # how much of the closing marker was read
+        self._num_closed = 0  # characters of the closing marker that were read
         self._is_closed = False  # the closing marker was read since the last call
         self._num_begun = 0  # calls with a known name
         self._has_text = False
         self._is_done = False
         self._text: list[str] = []
-        self._calls: list[CallPiece] = []  # after that text
-        self._parsed: list[Parsed] = []  # before it
+        self._calls: list[CallPiece] = []  # calls after `_text`
+        self._parsed: list[Parsed] = []  # complete parts before `_text`
 
     @property
     def has_calls(self) -> bool:
@@ -165,7 +165,7 @@ class ToolParser:
             self._raw, self._blanks = [*self._blanks, begin], []
             self._num_opened = 0
             self._advance = self._in_lead
-        elif self._num_opened <= num_before:  # what was held of the marker is text, or its beginning is
+        elif self._num_opened <= num_before:  # the held characters, or the first of them, are no marker but text
             self._say_certain(held, num_held=self._num_opened)
 
     def _may_begin_unmarked(self) -> bool:
@@ -174,7 +174,7 @@ class ToolParser:
         return not self._is_strict or all(blank in BLANKS for blank in self._blanks)
 
     def _say_certain(self, text: str, *, num_held: int) -> None:
-        """Say what is held and this behind it, but for white space at the end and the marker's first `num_held`."""
+        """Add the held white space and `text`, without its last `num_held` characters and white space before them."""
         said = text[: len(text) - num_held]
         if not said.isspace():
             kept = said.rstrip()
@@ -193,8 +193,8 @@ class ToolParser:
         return NameFirstReader(self._names) if self._is_strict else ObjectReader(self._names)
 
     def _in_lead(self, character: str) -> None:
-        """Between the marker and the first call."""
-        if len(self._raw) >= 2 * MAX_HELD_BLANKS:  # with those before the marker
+        """Take a character between the marker and the first call."""
+        if len(self._raw) >= 2 * MAX_HELD_BLANKS:  # includes white space before the marker
             self._give_up(character)
         elif character.isspace() or character in self._form.lead:
             self._raw.append(character)
@@ -217,8 +217,8 @@ class ToolParser:
     def _in_call(self, character: str) -> None:
         was_certain = self._reader.name is not None
         reading = self._reader.advance(character)
-        # Characters of a call that are held back until its name and the beginning of its arguments are read; a longer
-        # one is text. Arguments that come before the name, or are written as a string, are among them.
+        # Limit of the characters of a call that are held back until its name and the start of its arguments are read;
+        # a longer call is text. Arguments before the name, and arguments that are written as a string, count.
         max_uncertain = 256 * 1024
         if reading is Reading.NO_CALL or (not was_certain and len(self._raw) >= max_uncertain):
             self._give_up(character)
@@ -245,7 +245,7 @@ class ToolParser:
         self._is_done = self._only_first and not self._is_raw
 
     def _before_input(self, character: str) -> None:
-        """The end of the line before the input."""
+        """Skip the line end before the input."""
         self._advance = self._in_input
         if character != "\n":
             self._in_input(character)
@@ -259,7 +259,7 @@ class ToolParser:
             self._calls.append(CallPiece(self._num_begun - 1, None, arguments))
 
     def _after_call(self, character: str) -> None:
-        """What separates and closes calls is not text."""
+        """Take a character after a call. Separators and closing markers are not text."""
         end, form = self._form.end, self._form
         if self._num_closed < len(end) and character == end[self._num_closed]:
             self._num_closed = (self._num_closed + 1) % len(end)
@@ -276,7 +276,7 @@ class ToolParser:
             self._back_to_text(character)
 
     def _give_up(self, character: str) -> None:
-        """What was read is no call. This character, or the end of what was read, may begin one."""
+        """Treat the characters read so far as text. A call may still start in the last of these characters."""
         raw, self._raw = "".join(self._raw), []
         num_held = num_begun(raw, self._form.begin) if self._form.begin else 0
         self._say(raw[: len(raw) - num_held])
@@ -290,7 +290,7 @@ class ToolParser:
 
 
 def _merged(pieces: Iterable[CallPiece]) -> tuple[CallPiece, ...]:
-    """One piece for each call."""
+    """Merge pieces into one piece for each call."""
     calls: dict[int, CallPiece] = {}
     for piece in pieces:
         before = calls.get(piece.number)

@@ -1,10 +1,9 @@
-"""One call, read character by character: as a JSON object, or as a plain name with JSON behind it.
+"""Readers of one call as a JSON object, character by character. `own_readers.py` has readers for other formats.
 
-The ways in which single families write calls are in `own_readers.py`.
-
-A JSON parser is no help here: a client gets the arguments as the model wrote them, while they come, and models write
-what a parser refuses (line breaks in strings, lone surrogates). So a value is only delimited; only names and arguments
-that are written as strings are decoded. Each character costs the same, however long the call is.
+A JSON parser cannot be used: a client gets the arguments exactly as the model writes them, while they arrive, and
+models write text that a parser refuses (line breaks in strings, lone surrogates). So a reader only finds the end of a
+value, and decodes only names and arguments that are written as strings. Each character costs the same time, however
+long the call is.
 """
 
 from __future__ import annotations
@@ -19,47 +18,47 @@ _ARGUMENT_KEYS = ("arguments", "parameters")
 
 
 class Reading(Enum):
-    """What a character meant."""
+    """The meaning of one character."""
 
-    MORE = auto()  # it belongs to the call, which goes on
-    DONE = auto()  # it ends the call
-    BEYOND = auto()  # it does not belong to the call, which is over
-    NO_CALL = auto()  # it shows that what was read is no call
+    MORE = auto()  # the character belongs to the call, and the call continues
+    DONE = auto()  # the character ends the call
+    BEYOND = auto()  # the call ended before this character
+    NO_CALL = auto()  # the characters read so far are not a call
 
 
 class CallReader(Protocol):
-    """Reads one call. `name` is set once it is certain; the arguments are taken piece by piece."""
+    """Reads one call. The caller takes the arguments piece by piece."""
 
-    name: str | None  # None until it is certain that this is a call
-    unread: str  # characters before the last one that do not belong to the call either; only after BEYOND
+    name: str | None  # None until it is certain that the text is a call
+    unread: str  # characters before the last one that do not belong to the call either; only set after BEYOND
 
     def advance(self, character: str) -> Reading:
-        """Take the next character. Not to be called again after an answer other than MORE."""
+        """Take the next character. Do not call this method again after a result other than MORE."""
 
     def take_arguments(self) -> str:
-        """The arguments that are new since the last time."""
+        """Return the arguments that are new since the last call."""
 
 
 class ObjectReader:
-    """`{"name": "f", "arguments": {…}}`; `parameters` is another word for arguments, other members are passed over.
+    """Reads `{"name": "f", "arguments": {…}}`. The key may also be `parameters`; other members are skipped.
 
-    Arguments that are an object stream as they come, once the name is known. Arguments that are written as a string are
-    decoded. What is broken behind the name and the beginning of the arguments does not undo the call: the arguments
-    are then what was read of them.
+    Arguments in an object stream while they arrive, if the name came first. Arguments that are written as a string are
+    decoded. Broken JSON after the name and the start of the arguments does not undo the call: the arguments then end
+    before the broken part.
     """
 
     def __init__(self, names: Collection[str] | None = None) -> None:
-        """`names`: where only its form tells a call from other JSON, a call has arguments and one of these names."""
+        """`names`: a call must have arguments and one of these names. Needed if no marker shows that JSON is a call."""
         self.name: str | None = None
         self.unread = ""
         self._names = names
         self._written_name: str | None = None
-        self._arguments: list[str] | None = None  # read, not yet taken
+        self._arguments: list[str] | None = None  # arguments that were read and not taken yet
         self._advance: Callable[[str], Reading] = self._open
         self._key = ""
         self._value: list[str] = []
         self._end = JsonEnd()
-        self._streams = False  # the value that is being read goes to the arguments as it comes
+        self._streams = False  # the current value goes to the arguments while it is read
 
     def advance(self, character: str) -> Reading:
         return self._advance(character)
@@ -71,7 +70,7 @@ class ObjectReader:
         return arguments
 
     def _open(self, character: str) -> Reading:
-        assert character == "{", "a reader is made where one stands"
+        assert character == "{", "a reader is made at an opening brace"
         self._advance = self._before_key
         return Reading.MORE
 
@@ -134,7 +133,7 @@ class ObjectReader:
             self._arguments.append(character)
 
     def _finish_value(self) -> bool:
-        """Book the value that has ended; false when that makes the whole no call."""
+        """Store the value that has ended. Returns False if this value shows that the object is not a call."""
         if self._streams:
             self._streams = False
         elif self._key == "name" and self._written_name is None:
@@ -161,7 +160,7 @@ class ObjectReader:
         return Reading.DONE
 
     def _broken(self) -> Reading:
-        """It goes on as no JSON does. With a name and arguments it is still a call, which ended before this."""
+        """Handle text that is not JSON. A call that already has a name and arguments ended before this text."""
         is_call = self._arguments is not None and self._close() is Reading.DONE
         return Reading.BEYOND if is_call else Reading.NO_CALL
 
@@ -170,12 +169,12 @@ class ObjectReader:
 
 
 class NameFirstReader(ObjectReader):
-    """An object that begins with `{"name": "f"`, spelled so, whatever blanks are in between; nothing else is a call."""
+    """Reads only objects that start with exactly `{"name": "f"`, with any white space in between, as calls."""
 
     def __init__(self, names: Collection[str]) -> None:
         super().__init__(names)
         self._beginnings = [f'{{"name":"{name}"' for name in names]
-        self._written = ""  # without the blanks outside quotes
+        self._written = ""  # without white space outside quotes
         self._is_spelled = False
 
     def advance(self, character: str) -> Reading:
@@ -190,17 +189,17 @@ class NameFirstReader(ObjectReader):
 
 
 class JsonPlace(Enum):
-    """Where a character stands, seen from a JSON value."""
+    """The position of a character relative to a JSON value."""
 
     INSIDE = auto()
-    LAST = auto()  # it is the value's last
-    BEYOND = auto()  # the value has ended before it
+    LAST = auto()  # the last character of the value
+    BEYOND = auto()  # the value ended before this character
 
 
 class JsonEnd:
-    """Finds the end of one value by its brackets and quotes; it does not check that what is between them is JSON.
+    """Finds the end of one value by its brackets and quotes, without checking that the text between them is JSON.
 
-    Outside strings a `<` is no JSON: it begins the marker that ends a call with open brackets.
+    A `<` outside strings is not JSON: it starts the marker that ends a call with open brackets.
     """
 
     def __init__(self) -> None:
@@ -210,7 +209,7 @@ class JsonEnd:
         self._is_escaped = False
 
     def advance(self, character: str) -> JsonPlace:
-        """Take the next character of the value; the first is its first."""
+        """Take the next character. The first call takes the first character of the value."""
         if self._is_in_string:
             return self._in_string(character)
         if character == "<" or (self._depth == 0 and (character in ",]}" or (self._has_begun and character.isspace()))):
@@ -237,9 +236,9 @@ class JsonEnd:
 
 
 def decoded_string(written: str) -> str | None:
-    """What a JSON string says; None for anything else.
+    """Return the value of a JSON string; None for any other text.
 
-    `\\ud800` alone is no character: it becomes U+FFFD here, because text with it could not be encoded for any client.
+    A lone `\\ud800` is no character. It becomes U+FFFD, because text with a lone surrogate cannot be encoded in UTF-8.
     """
     if not written.startswith('"'):
         return None
@@ -251,6 +250,6 @@ def decoded_string(written: str) -> str | None:
 
 
 def _as_arguments(written: str) -> str:
-    """Arguments that are no object: what a string says, nothing for null, all else as it stands."""
+    """Return arguments that are no object: the value of a string, `{}` for null or blanks, other text unchanged."""
     said = decoded_string(written)
     return "{}" if written == "null" or not (written if said is None else said).strip() else said or written

@@ -1,4 +1,4 @@
-"""Which format the model's own chat template writes calls in: found out by reading back what it writes."""
+"""Finds the format of calls in the model's own chat template by reading back a call that the template wrote."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _CALL: dict[str, Any] = {
 
 
 def format_of(tokenizer: Tokenizer) -> ToolFormat | None:
-    """The format in which the template's own words for a call are that call; None when there is no such format."""
+    """Return the format that reads back a call that the template wrote, or None if no format does."""
     try:
         before = tokenizer.render_chat([_QUESTION])
         written = tokenizer.render_chat([_QUESTION, _CALL], add_generation_prompt=False)
     except InvalidRequest:
         return None
-    if not written.startswith(before):  # some write the turn's beginning differently; the call is in what differs
+    if not written.startswith(before):  # some templates start the turn in another way; the call is in the rest
         before = tokenizer.render_chat([_QUESTION], add_generation_prompt=False)
     answer = written.removeprefix(before)
     return next((form for form in FORMATS.values() if _reads(form, answer)), None)

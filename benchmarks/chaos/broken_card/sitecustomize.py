@@ -1,4 +1,4 @@
-"""Puts a card that breaks into the processes of a service: Python imports this module at the start of each of them.
+"""Installs a simulated GPU that breaks in the processes of a service. Python imports this module at every start.
 
 Only `benchmarks.chaos.lost_cards` puts this folder on Python's path.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class _BreakingLoader(Loader):
-    """Loads a module as before, and then puts the card in."""
+    """Loads a module with the usual loader, and then installs the GPU that breaks."""
 
     def __init__(self, usual: Any) -> None:
         self._usual = usual
@@ -31,14 +31,14 @@ class _BreakingLoader(Loader):
 
 
 class _Finder(MetaPathFinder):
-    """Waits for the module that loads models: most processes of a service never import torch."""
+    """Waits for the import of the module that loads models, because most processes of a service never import torch."""
 
     def find_spec(self, name: str, _path: Any, _target: Any = None) -> ModuleSpec | None:
         if name != "app.model.loader":
             return None
         sys.meta_path.remove(self)
         spec = find_spec(name)
-        assert spec is not None, "it is in the project"
+        assert spec is not None, "the module is in the project"
         spec.loader = _BreakingLoader(spec.loader)
         return spec
 

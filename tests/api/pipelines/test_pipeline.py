@@ -46,14 +46,14 @@ def checked(*steps: Any, **more: Any) -> ApplicationConfig:
     ("steps", "more", "words"),
     [
         ([], {}, "at least 1 item"),
-        ([RERANK], {}, "steps[0]: rerank is the last step and does not answer; add a step behind it"),
-        ([GENERATE, GENERATE], {}, "steps[0]: generate answers, so no step comes behind it"),
+        ([RERANK], {}, "steps[0]: rerank is the last step and does not answer; add a step after it"),
+        ([GENERATE, GENERATE], {}, "steps[0]: generate answers, so no step may follow"),
         ([{"kind": "sort"}], {}, "got 'sort'; must be one of rerank, "),
         ([{"model": "a"}], {}, "without a kind"),
         ([GENERATE | {"top_n": 3}], {}, "generate has no parameter 'top_n'; it has model"),
         ([{"kind": "generate", "model": "c"}], {}, "[0].model: there is no model or pipeline 'c'; there are a, b, p"),
         ([RERANK | {"model": "q"}, GENERATE], {"q": [GENERATE]}, "[0].model: there is no model 'q'; there are a, b"),
-        ([{"kind": "generate", "model": "p"}], {}, "pipelines[0]: it would answer itself: p → p"),
+        ([{"kind": "generate", "model": "p"}], {}, "pipelines[0]: the pipeline would call itself: p → p"),
         ([{"kind": "generate", "model": "q"}], {"q": [{"kind": "cascade", "small": "a", "large": "p"}]}, "p → q → p"),
         ([{"kind": "cascade", "small": "a", "large": "a"}], {}, "small and large are both 'a'"),
         ([{"kind": "cascade", "small": "a", "large": "b", "min_mean_logprob": 1}], {}, "less than or equal to 0"),
@@ -111,7 +111,7 @@ def test_pipelines_that_each_name_the_two_before_are_checked_and_listed_at_once(
 
 def test_a_circle_behind_sound_pipelines_is_found() -> None:
     inner, first = [GENERATE], [{"kind": "cascade", "small": "q", "large": "r"}]
-    with pytest.raises(ValidationError, match=r"pipelines\[0\]: it would answer itself: p → r → s → r"):
+    with pytest.raises(ValidationError, match=r"pipelines\[0\]: the pipeline would call itself: p → r → s → r"):
         checked(
             *first, q=inner, r=[{"kind": "generate", "model": "s"}], s=[{"kind": "cascade", "small": "q", "large": "r"}]
         )

@@ -110,7 +110,7 @@ def test_by_decision_the_description_that_a_model_chooses_counts(tokenizer: Toke
     asked = tokenizer.decode(service.generate.requests[0].prompt_token_ids)
     assert "Write a function\n\nQuestion: What is this text?\n\nA. a task for code\nB. a task for a poet\n" in asked
     with pytest.raises(
-        ValidationError, match="cases\\[1\\] has no condition; of a route by decision it has description"
+        ValidationError, match="cases\\[1\\] has no condition; in a route by decision, this case must have description"
     ):
         routed(tokenizer, [cases[0], {"model": "b"}], by="decision", classifier="a")
 
@@ -245,17 +245,17 @@ XS = {"model": "a", "values": ["x"]}
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"by": "length"}, "cases[0] has values; of a route by length it has max_prompt_tokens"),
-        ({"header": None}, "header is for a route by header, which needs it, and this one is by header"),
-        ({"classifier": "a"}, "classifier is for a route by classifier"),
+        ({"by": "length"}, "cases[0] has values; in a route by length, this case must have max_"),
+        ({"header": None}, "only a route by header has a header and needs it; this route is by header"),
+        ({"classifier": "a"}, "only a route by classifier or decision has a"),
         ({"cases": [{"model": "a", "values": ["x"]}]}, "at least 2 items"),
         ({"cases": [{"model": "a"}, {"model": "b"}]}, "cases[0] has no condition"),
-        ({"cases": [{"model": "a", "values": ["x"]}, {"model": "b", "values": ["y"]}]}, "for all others and has none"),
+        ({"cases": [{"model": "a", "values": ["x"]}, {"model": "b", "values": ["y"]}]}, "must have no condition"),
         ({"cases": [{"model": "a", "values": ["x"]}, {"model": "c"}]}, "steps[0].cases[1].model: there is no model or"),
         ({"cases": [{"model": "a", "values": ["x"], "preset": "batch"}, {"model": "b"}]}, "preset: got 'batch'"),
         ({"by": "size"}, "'length', 'header', 'classifier' or 'decision'"),
-        ({"by": "classifier", "classifier": "a", "cases": [XS, XS]}, "cases[1] has values; of a route by classifier"),
-        ({"by": "classifier", "classifier": "a", "cases": [{"model": "a"}] * 2}, "by classifier it has examples"),
+        ({"by": "classifier", "classifier": "a", "cases": [XS, XS]}, "cases[1] has values; in a route by classifier"),
+        ({"by": "classifier", "classifier": "a", "cases": [{"model": "a"}] * 2}, "this case must have examples"),
     ],
 )  # fmt: skip
 def test_its_settings_are_checked(settings: dict[str, Any], words: str) -> None:

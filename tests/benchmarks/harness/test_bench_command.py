@@ -96,7 +96,7 @@ def test_requests_stand_in_order_of_arrival_and_then_of_the_file(tmp_path: Path)
         (["", line(max_tokens=0)], r"work\.jsonl:2: max_tokens: .*greater than or equal to 1"),
         ([line(prompt_token_ids=[1, -2])], r"work\.jsonl:1: prompt_token_ids\.1: "),
         ([line(max_token=3)], r"work\.jsonl:1: there is no field 'max_token'; did you mean max_tokens"),
-        ([line(), line("b"), line()], r"work\.jsonl:3: the id 'a' stands in line 1 already"),
+        ([line(), line("b"), line()], r"work\.jsonl:3: the id 'a' is already used in line 1"),
         (["", "  "], r"has no requests"),
     ],
 )

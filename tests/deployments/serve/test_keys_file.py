@@ -265,7 +265,7 @@ def test_a_budget_that_nothing_could_count_is_told(serve_file: Any, tmp_path: Pa
     assert read_serve_file(path).applications["carousel"].models[0].prices.output == 2
     del application["args"]["batches"]
     write(path, document)
-    with pytest.raises(InvalidSetup, match=r"'alice' has money_per_month, and nothing keeps what it has used over a"):
+    with pytest.raises(InvalidSetup, match=r"'alice' has money_per_month, but nothing stores the usage over a"):
         read_serve_file(path)
 
 

@@ -98,7 +98,7 @@ def test_two_settings_that_contradict_each_other_are_explained() -> None:
         (
             {"target_s": 2.0, "target_tokens": 512},
             ".target_tokens: this setting is gone; leave it out, or write target_s, seconds of work for each replica: "
-            "these tokens divided by the tokens_per_s of a replica in GET /admin/fleet",
+            "divide these tokens by the tokens_per_s of a replica in GET /admin/fleet",
         ),
         ({"min_replicas": 5, "max_replicas": 2}, ": min_replicas=5 is above max_replicas=2"),
         (True, ": got True; must be a valid dictionary or instance of AutoscalingConfig"),
@@ -139,9 +139,9 @@ def test_a_device_that_the_reservation_does_not_grant_is_refused(device: str, nu
     ("model", "replicas", "message"),
     [
         ({}, {"tensor_parallel": 0}, "replicas.tensor_parallel: got 0; must be greater than or equal to 1"),
-        ({}, {"tensor_parallel": 2, "num_gpus": 0.5}, "replicas.num_gpus: got 0.5 with tensor_parallel 2; each of"),
-        ({"simulated": {}}, {"tensor_parallel": 2}, "replicas.tensor_parallel: got 2 with a simulated model"),
-        ({}, {"num_gpus": 4}, "replicas.num_gpus: got 4; it is at most 1. For 4 GPUs to each replica set num_gpus to"),
+        ({}, {"tensor_parallel": 2, "num_gpus": 0.5}, "replicas.num_gpus: got 0.5 with tensor_parallel 2; each rank"),
+        ({"simulated": {}}, {"tensor_parallel": 2}, "replicas.tensor_parallel: got 2; a simulated model"),
+        ({}, {"num_gpus": 4}, "replicas.num_gpus: got 4; it must be at most 1. For 4 GPUs per replica, set num_gpus"),
     ],
 )
 def test_ranks_without_a_device_of_their_own_are_refused(
@@ -159,7 +159,7 @@ def test_a_replica_of_several_ranks_reserves_as_much_for_each() -> None:
 
 
 def test_two_names_that_serve_could_not_tell_apart_are_refused() -> None:
-    with pytest.raises(InvalidSetup, match=r"models\[1\].name: got 'a:b', too like 'a/b'"):
+    with pytest.raises(InvalidSetup, match=r"models\[1\].name: got 'a:b', too similar to 'a/b'"):
         parse({"models": [{"name": "a/b"}, {"name": "a:b"}]})
 
 
@@ -289,13 +289,16 @@ def test_a_mistake_in_groups_is_named(groups: list[dict[str, Any]], message: str
 @pytest.mark.parametrize(
     ("replicas", "message"),
     [
-        ({"num_replicas": 2, "roles": {"prefill": 1, "decode": 2}}, "1 + 2 replicas and num_replicas=2: set it to 3"),
+        (
+            {"num_replicas": 2, "roles": {"prefill": 1, "decode": 2}},
+            "2 replicas, but num_replicas=2: set num_replicas to 3",
+        ),
         (
             {"num_replicas": 1, "roles": {"prefill": 1, "decode": 0}},
             "roles.decode: got 0; must be greater than or equal to 1",
         ),
-        ({"roles": {}, "autoscaling": {"min_replicas": 1}}, "roles need 2 replicas at least: raise num_replicas and"),
-        ({"roles": {}, "groups": [A, B]}, "roles and groups: replicas with roles fetch KV memory"),
+        ({"roles": {}, "autoscaling": {"min_replicas": 1}}, "roles need at least 2 replicas: raise num_replicas and"),
+        ({"roles": {}, "groups": [A, B]}, "roles and groups: replicas with roles have equal settings"),
         ({"roles": {}, "tensor_parallel": 2}, "roles and tensor_parallel=2: replicas with roles"),
         ({"roles": {}, "fetch_prefixes": False}, "roles and fetch_prefixes=false: replicas with roles"),
     ],
@@ -319,7 +322,7 @@ def test_roles_are_groups_of_replicas() -> None:
         ({"max_step_tokens": 8}, ": max_step_tokens=8 is below max_running=32"),
         ({"speed": 8}, ".speed: no such setting; there are preset, strategy"),
         ({"max_running": 0}, ".max_running: got 0; "),
-        ({"max_waiting": 9999}, ": max_running + max_waiting is 10,031; the model's replicas take 288"),
+        ({"max_waiting": 9999}, ": max_running + max_waiting is 10,031, but the model's replicas take 288"),
     ],
 )
 def test_a_mistake_in_what_a_group_changes_is_named(scheduler: dict[str, Any], message: str) -> None:
