@@ -30,7 +30,7 @@ from deployments.serve.ray_metrics import RayMetrics, families_of_requests
 from deployments.serve.sender import Sender
 from deployments.serve.settings import check_exposure, max_ingress_requests
 from deployments.serve.shared_look import SharedLook
-from deployments.serve.transport import detached_call, to_carousel_error
+from deployments.serve.transport import carousel_errors, detached_call
 
 _ROOM_FOR_THE_REST = 64 * 1024  # of a call that carries a body
 READY_CACHE_S = 1.0  # a yes and a no hold so long: probes need no key
@@ -137,14 +137,10 @@ class _RemoteService:
         messages = detached_call(
             self._handle.options(stream=True, response_serialization="pickle").feed.remote, stream_id
         )
-        try:
+        with carousel_errors():
             async for message in messages:
                 yield message
-        except Exception as error:
-            raise to_carousel_error(error) from error
 
     async def _detached(self, method: str, *arguments: object) -> Any:
-        try:
+        with carousel_errors():
             return await detached_call(getattr(self._handle, method).remote, *arguments)
-        except Exception as error:
-            raise to_carousel_error(error) from error

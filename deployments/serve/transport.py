@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,9 +79,8 @@ class ServeTransport:
         """See `ReplicaTransport`. Serve starts a replica of a model that sleeps when a call waits for one."""
         response = detached_call(self._handle.facts.remote)
         try:
-            await response
-        except Exception as error:
-            raise to_carousel_error(error) from error
+            with carousel_errors():
+                await response
         finally:
             # Cancelling a call that has failed raises its error once more, as Serve's.
             with suppress(Exception):
@@ -101,6 +100,17 @@ def detached_call(call: Callable[..., Any], *arguments: object) -> Any:
     connection that was opened in it and carries the tokens of others.
     """
     return Context().run(call, *arguments)
+
+
+@contextmanager
+def carousel_errors() -> Iterator[None]:
+    """Raises the errors of calls to other processes as `to_carousel_error` returns them."""
+    try:
+        yield
+    except CarouselError:
+        raise  # An error that is its own cause would be a reference cycle, with the request in its traceback.
+    except Exception as error:
+        raise to_carousel_error(error) from error
 
 
 def to_carousel_error(error: BaseException) -> CarouselError:
