@@ -20,7 +20,7 @@ from deployments.serve.transport import (
     GossipAnswer,
     SchedulerOverride,
     ServeTransport,
-    carousel_errors,
+    answer_of,
     detached_call,
 )
 
@@ -60,8 +60,7 @@ class ModelGossip:
 
     async def load(self, name: str, path: str) -> Adapter:
         """See `AdapterFleet`."""
-        with carousel_errors():
-            adapter: Adapter = await detached_call(self._handle.load_adapter.remote, name, path)
+        adapter: Adapter = await answer_of(detached_call(self._handle.load_adapter.remote, name, path))
         await self._put(name, adapter)
         return adapter
 

@@ -15,7 +15,7 @@ from app.api.auth.limits import SharedPools
 from app.api.endpoints.cancellation import RunningCalls
 from app.batches import AnswerPart, BatchService, NewResponse
 from app.config import ApplicationConfig
-from app.errors import BodyTooLarge
+from app.errors import BodyTooLarge, CarouselError
 from deployments.ray_internals import (
     accept_odd_headers,
     http_host,
@@ -30,7 +30,7 @@ from deployments.serve.ray_metrics import RayMetrics, families_of_requests
 from deployments.serve.sender import Sender
 from deployments.serve.settings import check_exposure, max_ingress_requests
 from deployments.serve.shared_look import SharedLook
-from deployments.serve.transport import carousel_errors, detached_call
+from deployments.serve.transport import answer_of, detached_call, to_carousel_error
 
 _ROOM_FOR_THE_REST = 64 * 1024  # of a call that carries a body
 READY_CACHE_S = 1.0  # a yes and a no hold so long: probes need no key
@@ -137,10 +137,13 @@ class _RemoteService:
         messages = detached_call(
             self._handle.options(stream=True, response_serialization="pickle").feed.remote, stream_id
         )
-        with carousel_errors():
+        try:
             async for message in messages:
                 yield message
+        except CarouselError:
+            raise  # `raise error from error` would be a reference cycle
+        except Exception as error:
+            raise to_carousel_error(error) from error
 
     async def _detached(self, method: str, *arguments: object) -> Any:
-        with carousel_errors():
-            return await detached_call(getattr(self._handle, method).remote, *arguments)
+        return await answer_of(detached_call(getattr(self._handle, method).remote, *arguments))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,8 +79,7 @@ class ServeTransport:
         """See `ReplicaTransport`. Serve starts a replica of a model that sleeps when a call waits for one."""
         response = detached_call(self._handle.facts.remote)
         try:
-            with carousel_errors():
-                await response
+            await answer_of(response)
         finally:
             # Cancelling a call that has failed raises its error once more, as Serve's.
             with suppress(Exception):
@@ -102,13 +101,14 @@ def detached_call(call: Callable[..., Any], *arguments: object) -> Any:
     return Context().run(call, *arguments)
 
 
-@contextmanager
-def carousel_errors() -> Iterator[None]:
-    """Raises the errors of calls to other processes as `to_carousel_error` returns them."""
+async def answer_of(call: Awaitable[Any]) -> Any:
+    """Return the answer of a call to another process. Raises its error as `to_carousel_error` returns it."""
     try:
-        yield
-    except CarouselError:
-        raise  # An error that is its own cause would be a reference cycle, with the request in its traceback.
+        return await call
+    except CarouselError as error:
+        # Frames of Ray's keep the error of the other process, in whose traceback they are. Without its traceback the
+        # error is in no reference cycle, and it is not its own cause.
+        raise error.with_traceback(None) from None
     except Exception as error:
         raise to_carousel_error(error) from error
 
