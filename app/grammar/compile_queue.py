@@ -10,7 +10,7 @@ from app.engine.request import Grammar, Request
 from app.fair import FairQueue
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class WaitingRequest:
     """A request, and the future of the request's matcher."""
 

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import sys
 import threading
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -170,7 +171,8 @@ class Grammars:
                 raise RuntimeError("closed")
             refused = self._queue.add(new)
             num_waiting = len(self._queue)
-        new.matcher.add_done_callback(lambda _: self._discard(new))  # runs also after a cancellation
+        waits = weakref.ref(new)  # a future keeps its callbacks, so it would keep itself with `new`
+        new.matcher.add_done_callback(lambda _: self._discard(waits()))  # runs also after a cancellation
         if refused is not None:
             too_many = f"{num_waiting:,} requests wait for their grammars to be compiled; try again shortly"
             _fail(refused.matcher, Overloaded(too_many, retry_after_s=self._limits.timeout_s))
@@ -178,9 +180,10 @@ class Grammars:
             self._compiling.submit(self._compile_waiting)
         return new.matcher
 
-    def _discard(self, left: WaitingRequest) -> None:
-        with self._lock:
-            self._queue.discard(left)
+    def _discard(self, left: WaitingRequest | None) -> None:
+        if left is not None:
+            with self._lock:
+                self._queue.discard(left)
 
     def _compile_waiting(self) -> None:
         """Compile while a tenant has a turn. The thread that ends a tenant's turn also takes the tenant's next turn."""

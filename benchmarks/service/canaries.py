@@ -272,7 +272,10 @@ def _blocks(document: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
 def _listen_to_usage(found: Heard, document: Mapping[str, Any]) -> None:
     usage = document.get("usage") or (document.get("response") or {}).get("usage") or {}
     if usage:
-        found.used = sum(map(_used, _steps_of(usage) or [usage]), Used())
+        # The sum of a list of prompts leaves out the steps of a pipeline that have not answered.
+        answers = [result["response"] for result in document.get("results", ()) if result.get("response")]
+        usages = [answer["usage"] for answer in answers] or [usage]
+        found.used = sum((_used(part) for each in usages for part in _steps_of(each) or [each]), Used())
     if "cache_read_input_tokens" in usage:
         found.cached_tokens = usage["cache_read_input_tokens"]
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")

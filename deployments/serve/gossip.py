@@ -20,8 +20,8 @@ from deployments.serve.transport import (
     GossipAnswer,
     SchedulerOverride,
     ServeTransport,
+    answer_of,
     detached_call,
-    to_carousel_error,
 )
 
 
@@ -60,10 +60,7 @@ class ModelGossip:
 
     async def load(self, name: str, path: str) -> Adapter:
         """See `AdapterFleet`."""
-        try:
-            adapter: Adapter = await detached_call(self._handle.load_adapter.remote, name, path)
-        except Exception as error:
-            raise to_carousel_error(error) from error
+        adapter: Adapter = await answer_of(detached_call(self._handle.load_adapter.remote, name, path))
         await self._put(name, adapter)
         return adapter
 

@@ -15,7 +15,7 @@ from app.api.auth.limits import SharedPools
 from app.api.endpoints.cancellation import RunningCalls
 from app.batches import AnswerPart, BatchService, NewResponse
 from app.config import ApplicationConfig
-from app.errors import BodyTooLarge
+from app.errors import BodyTooLarge, CarouselError
 from deployments.ray_internals import (
     accept_odd_headers,
     http_host,
@@ -30,7 +30,7 @@ from deployments.serve.ray_metrics import RayMetrics, families_of_requests
 from deployments.serve.sender import Sender
 from deployments.serve.settings import check_exposure, max_ingress_requests
 from deployments.serve.shared_look import SharedQuery
-from deployments.serve.transport import detached_call, to_carousel_error
+from deployments.serve.transport import answer_of, detached_call, to_carousel_error
 
 _ROOM_FOR_THE_REST = 64 * 1024  # bytes for all other fields of a call that carries a request body
 READY_CACHE_S = 1.0  # seconds that a readiness result is reused: probes need no key, so anyone may send many
@@ -140,11 +140,10 @@ class _RemoteService:
         try:
             async for message in messages:
                 yield message
+        except CarouselError:
+            raise  # `raise error from error` would be a reference cycle
         except Exception as error:
             raise to_carousel_error(error) from error
 
     async def _detached(self, method: str, *arguments: object) -> Any:
-        try:
-            return await detached_call(getattr(self._handle, method).remote, *arguments)
-        except Exception as error:
-            raise to_carousel_error(error) from error
+        return await answer_of(detached_call(getattr(self._handle, method).remote, *arguments))

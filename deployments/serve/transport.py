@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass, field
@@ -79,9 +79,7 @@ class ServeTransport:
         """See `ReplicaTransport`. A waiting call makes Serve start a replica of a model that has none."""
         response = detached_call(self._handle.facts.remote)
         try:
-            await response
-        except Exception as error:
-            raise to_carousel_error(error) from error
+            await answer_of(response)
         finally:
             # Cancelling a failed call raises the error of the call again, in Serve's form.
             with suppress(Exception):
@@ -101,6 +99,18 @@ def detached_call(call: Callable[..., Any], *arguments: object) -> Any:
     calls when the HTTP request ends, including the call that opens a connection for the tokens of all requests.
     """
     return Context().run(call, *arguments)
+
+
+async def answer_of(call: Awaitable[Any]) -> Any:
+    """Return the answer of a call to another process. Raises its error as `to_carousel_error` returns it."""
+    try:
+        return await call
+    except CarouselError as error:
+        # Frames of Ray's keep the error of the other process, in whose traceback they are. Without its traceback the
+        # error is in no reference cycle, and it is not its own cause.
+        raise error.with_traceback(None) from None
+    except Exception as error:
+        raise to_carousel_error(error) from error
 
 
 def to_carousel_error(error: BaseException) -> CarouselError:

@@ -27,6 +27,7 @@ from app.grammar.grammars import CompileLimits, Grammars
 from app.grammar.vocabulary import Vocabulary
 from tests.grammar.documents import allowed_ids, matcher_for, request_for
 from tests.grammar.hostile_grammars import Case, cases
+from tests.kit.garbage import no_garbage
 from tests.waiting import PATIENCE_S, eventually, stop_child
 
 TIMEOUT_S = 0.5
@@ -101,6 +102,12 @@ def test_other_threads_run_while_a_large_grammar_is_compiled_and_matched(vocabul
         before = neighbour.num_ticks
         walk(new_matcher(tokenizer, lark))
         assert neighbour.num_ticks - before > 10  # it takes a fifth of a second, and more on a busy machine
+
+
+def test_a_request_that_waited_is_freed_with_its_matcher(vocabulary: Vocabulary) -> None:
+    with closing(Grammars(lambda: vocabulary)) as grammars, no_garbage():
+        for text in ("a", "b", "c"):  # the thread is done with the one before
+            grammars.matcher_of(request_for(Grammar(GrammarKind.REGEX, text))).result()
 
 
 def test_what_is_remembered_of_refused_grammars_is_small(vocabulary: Vocabulary) -> None:

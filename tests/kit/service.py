@@ -289,6 +289,7 @@ class Connection:
             "headers": [(name.lower().encode(), value.encode()) for name, value in (declared | headers).items()],
         }
         self.messages: list[dict[str, Any]] = []
+        self.error: BaseException | None = None  # that has ended it
 
     async def __aenter__(self) -> Connection:
         self._others = asyncio.all_tasks()
@@ -297,7 +298,7 @@ class Connection:
 
     async def __aexit__(self, *_: object) -> None:
         self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        [self.error] = await asyncio.gather(self._task, return_exceptions=True)
         left = asyncio.all_tasks() - self._others
         assert not left or self._begins_work, "a call leaves no task behind"
 

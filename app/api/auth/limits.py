@@ -410,6 +410,7 @@ class Account:
         num_reserved, cost = reservation.num_reserved, reservation.cost_reserved
         self.reserved = self.reserved.plus(BudgetTotals(-num_reserved, -num_reserved, -cost))
         calls = [call for usage in reservation.usages if (call := usage()).used.num_requests]
+        reservation.usages.clear()  # they refer to the answers, and the server may keep the scope with the reservation
         for call in calls:
             self.pools.usage.add(self.name, call)
         num_used = sum(call.used.num_tokens for call in calls)

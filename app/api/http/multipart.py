@@ -39,10 +39,11 @@ async def read_form(request: Request, *, max_file_bytes: int, sink: Sink) -> For
     BodyTooLarge, BodyTooSlow, and any error that `sink` raises.
     """
     check_encoding(request.headers.get("content-encoding", ""))
-    reader = _Reader(_boundary(request.headers.get("content-type", "")))
+    reader = _Reader()
+    parser = reader.parser(_boundary(request.headers.get("content-type", "")))
     overhead_bytes = 256 * 1024  # for boundaries, headers and fields beside the file
     async for piece in _pieces(request, max_file_bytes + overhead_bytes):
-        reader.write(piece)
+        reader.read(piece, parser)
         if len(reader.content) >= PIECE_BYTES:
             await sink(reader.take_content())
         await asyncio.sleep(0)
@@ -109,17 +110,29 @@ class _Part:
 
 
 class _Reader:
-    """Parses pieces of the body. `content` is the file's content since the last `take_content`."""
+    """Reads what a parser finds in the body. `content` is the file's content since the last `take_content`."""
 
-    def __init__(self, boundary: bytes) -> None:
+    def __init__(self) -> None:
         self.content = bytearray()
         self._filename: str | None = None
         self._fields: dict[str, str] = {}
         self._part = _Part()
         self._num_parts = 0
         self._has_ended = False
+
+    def read(self, data: bytes, parser: MultipartParser) -> None:
+        """Parse a piece of the body. Raises InvalidRequest."""
+        if self._has_ended:
+            return  # ignore bytes after the last boundary
         try:
-            self._parser = MultipartParser(
+            parser.write(data)
+        except FormParserError as error:
+            raise _invalid(str(error)) from None
+
+    def parser(self, boundary: bytes) -> MultipartParser:
+        """Return a parser that calls this reader, which does not keep it: that would be a reference cycle."""
+        try:
+            return MultipartParser(
                 boundary,
                 {
                     "on_part_begin": self._begin_part,
@@ -132,15 +145,6 @@ class _Reader:
                     "on_end": self._end,
                 },
             )
-        except FormParserError as error:
-            raise _invalid(str(error)) from None
-
-    def write(self, data: bytes) -> None:
-        """Parse a piece of the body. Raises InvalidRequest."""
-        if self._has_ended:
-            return  # ignore bytes after the last boundary
-        try:
-            self._parser.write(data)
         except FormParserError as error:
             raise _invalid(str(error)) from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
@@ -246,6 +247,11 @@ class Application:
         try:
             answer = self._origins.preflight(scope["method"], request_headers) or self.router
             await answer(scope, receive_to_end, send_with_id)
+        except asyncio.CancelledError as error:
+            # Ray Serve cancels the request of a client that has gone, and keeps this error in a reference cycle. The
+            # traceback would keep the request there.
+            error.__context__ = None
+            raise error.with_traceback(None) from None
         except HTTPException as error:
             await self._routing_error(error, scope)(scope, receive, send_with_id)
         except Exception as error:

@@ -143,8 +143,8 @@ class ByDecision:
         prepared = await run.request_aside(
             ENDPOINTS["/v1/decisions"], self.model, question_param="input", input=run.question, questions=[question]
         )
-        report = run.begin(prepared, step)
-        [logprobs] = await label_logprobs(report.state)
+        state, report = run.begin(prepared, step)
+        [logprobs] = await label_logprobs(state)
         best = logprobs.index(max(logprobs))
         report.end(case=best, confidence=math.exp(max(logprobs)))
         return Chosen(best, report)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 from urllib.parse import quote
 
 from app.api.endpoints.table import Endpoint
+from app.api.output.answer import ChoiceOutput
 from app.api.output.choices import DeltaBuffer, token_deltas
 from app.api.output.response_state import ResponseState
 from app.api.output.token_details import LEAST_LOGPROB
@@ -87,9 +88,13 @@ class StepReport:
 
 @dataclass(slots=True, kw_only=True)
 class ModelStepReport(StepReport):
-    """The report of a step that runs a model, with the model and its tokens."""
+    """The report of a step that runs a model, with the model and its tokens.
 
-    state: ResponseState
+    The answer's state refers to all reports for its usage, so a report with the state would be a reference cycle.
+    """
+
+    prepared: PreparedRequest
+    outputs: Sequence[ChoiceOutput]  # of all choices so far
     times: PipelineStepTimes | None  # None if no traces are sent
 
     def end(self, **decided: object) -> None:
@@ -99,9 +104,9 @@ class ModelStepReport(StepReport):
 
     def _of_model(self) -> Json:
         return {
-            "model": self.state.prepared.model.name,
-            "prompt_tokens": self.state.prepared.num_prompt_tokens,
-            "completion_tokens": sum(output.num_tokens for output in self.state.outputs),
+            "model": self.prepared.model.name,
+            "prompt_tokens": self.prepared.num_prompt_tokens,
+            "completion_tokens": sum(output.num_tokens for output in self.outputs),
         }
 
 
@@ -150,7 +155,7 @@ class PipelineRun:
     async def answer(self, pipeline: OtherPipeline) -> PendingAnswer:
         """Run a pipeline up to the first token, and return the pending answer, whose usage lists the steps."""
         pending = await pipeline.answer(self)
-        pending.state.extra_usage = partial(self._usage, pipeline.name)
+        pending.state.extra_usage = partial(_usage_of, pipeline.name, self.reports)
         return pending
 
     async def prepared(
@@ -201,8 +206,8 @@ class PipelineRun:
         self.reports.append(StepReport(step=step, began_at=now, ended_at=now, decided=dict(decided)))
         return self.reports[-1]
 
-    def begin(self, prepared: PreparedRequest, step: Step) -> ModelStepReport:
-        """Start a step with the time that earlier steps have left, and return its report, which has its response.
+    def begin(self, prepared: PreparedRequest, step: Step) -> tuple[ResponseState, ModelStepReport]:
+        """Start a step with the time that earlier steps have left, and return its response and its report.
 
         The key is charged for the step even if the client does not see its output. Raises DeadlineMissed.
         """
@@ -212,9 +217,9 @@ class PipelineRun:
         state = ResponseState.begin(prepared, self.context, self.metrics)
         state.trace = None  # a trace shows attempts only for the answer, not for other steps
         times = None if trace is None else trace.step(f"{step.kind} {step.name}", prepared.model.name)
-        report = ModelStepReport(step=step, began_at=now, state=state, times=times)
+        report = ModelStepReport(step=step, began_at=now, prepared=prepared, outputs=state.outputs, times=times)
         self.reports.append(report)
-        return report
+        return state, report
 
     def generated(self, prepared: PreparedRequest, step: Step) -> PendingAnswer:
         """Return a model's answer, whose generation starts when the answer is read."""
@@ -222,19 +227,16 @@ class PipelineRun:
         if self.is_judged:
             confidence = Confidence(prepared.model.generate)
             prepared = replace(prepared, model=replace(prepared.model, generate=confidence.generate))
-        report = self.begin(prepared, step)
+        state, report = self.begin(prepared, step)
         if not self.is_judged:
-            report.state.trace = self.context.trace
-        return PendingAnswer(state=report.state, way=(*self.way, report), confidence=confidence)
+            state.trace = self.context.trace
+        return PendingAnswer(state=state, way=(*self.way, report), confidence=confidence)
 
     def again(self, answer: ReadAnswer) -> PendingAnswer:
         """Return an answer that was already read, to be read again. The metrics do not count the answer twice."""
         prepared = answer.of.state.prepared
         state = ResponseState.begin(prepared, self.context, RequestMetrics(), pieces=answer.deltas.replayed())
         return replace(answer.of, state=state)
-
-    def _usage(self, name: str) -> Json:
-        return {"pipeline": {"name": name, "steps": [report.as_json() for report in self.reports]}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,6 +322,10 @@ class Confidence:
                 self._sum += sum([max(each.logprob, LEAST_LOGPROB) for each in delta.logprobs])
                 self._num_tokens += len(delta.logprobs)
                 yield delta
+
+
+def _usage_of(name: str, reports: Iterable[StepReport]) -> Json:
+    return {"pipeline": {"name": name, "steps": [report.as_json() for report in reports]}}
 
 
 def _document_ids(kept: Sequence[Json]) -> str:

@@ -131,8 +131,8 @@ class RerankStep:
             top_n=self.top_n,
             max_tokens_per_doc=self.model.facts.max_model_len,  # longer documents are truncated
         )
-        report = run.begin(prepared, self)
-        best = await best_documents(len(documents), self.top_n, report.state)
+        state, report = run.begin(prepared, self)
+        best = await best_documents(len(documents), self.top_n, state)
         sources = run.sources or [{"index": index} for index in range(len(documents))]
         kept = [sources[index] for index, _ in best]
         report.end(kept=[{**source, "score": score} for source, (_, score) in zip(kept, best, strict=True)])

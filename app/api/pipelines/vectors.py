@@ -30,16 +30,16 @@ Matrix = npt.NDArray[np.float32]
 async def question_vector(run: PipelineRun, model: ServedModel, step: Step) -> tuple[Vector, StepReport]:
     """Return the vector of the user's last text, with length 1, and the report of the step, which has not ended."""
     prepared = await run.request_aside(_VECTORS, model, question_param="input", input=[run.question])
-    report = run.begin(prepared, step)
-    [vector] = await vectors_of(report.state)
+    state, report = run.begin(prepared, step)
+    [vector] = await vectors_of(state)
     return vector, report
 
 
 async def question_scores(run: PipelineRun, model: ServedModel, step: Step) -> tuple[Vector, StepReport]:
     """Return the score of each label for the user's last text, and the report. Raises Failure for an infinite score."""
     prepared = await run.request_aside(_VECTORS, model, question_param="input", input=[run.question])
-    report = run.begin(prepared, step)
-    [scores] = await results_of(report.state, lambda index, numbers: numbers)
+    state, report = run.begin(prepared, step)
+    [scores] = await results_of(state, lambda index, numbers: numbers)
     if not np.isfinite(scores).all():
         raise Failure(f"{model.name} gave scores that are not finite: {scores.tolist()}")
     return scores, report

@@ -126,7 +126,8 @@ class TagReader(OwnReader):
 
     def __init__(self, texts: Texts = NO_TEXTS) -> None:
         super().__init__(texts)
-        self._advance: Callable[[str], Reading] = self._in_function_tag
+        # A function of the class: a bound method would be a reference cycle.
+        self._advance: Callable[[TagReader, str], Reading] = TagReader._in_function_tag
         self._function = ""
         self._held = ""  # may be the start of a tag
         self._value: list[str] | None = None  # an argument that may be JSON; None: a string that is returned at once
@@ -137,7 +138,7 @@ class TagReader(OwnReader):
         return character == "<"
 
     def advance(self, character: str) -> Reading:
-        return self._advance(character)
+        return self._advance(self, character)
 
     def _in_function_tag(self, character: str) -> Reading:
         self._held += character
@@ -145,7 +146,7 @@ class TagReader(OwnReader):
             return Reading.NO_CALL
         if character == ">":
             self._function, self._held = self._held[len(self._FUNCTION) : -1], ""
-            self._advance = self._between_tags
+            self._advance = TagReader._between_tags
             return Reading.MORE if self._function else Reading.NO_CALL
         return Reading.MORE
 
@@ -166,10 +167,10 @@ class TagReader(OwnReader):
         self._held, self._value, self._num_undecided = "", [], 0
         if key in self._texts.get(self._function, ()):
             self._begin_text()
-        self._advance = self._before_value
+        self._advance = TagReader._before_value
 
     def _before_value(self, character: str) -> Reading:
-        self._advance = self._in_value
+        self._advance = TagReader._in_value
         return Reading.MORE if character == "\n" else self._in_value(character)
 
     def _in_value(self, character: str) -> Reading:
@@ -198,7 +199,7 @@ class TagReader(OwnReader):
 
     def _end_argument(self) -> None:
         self._arguments.append('"' if self._value is None else as_json("".join(self._value)))
-        self._held, self._advance = "", self._between_tags
+        self._held, self._advance = "", TagReader._between_tags
 
     def _broken(self) -> Reading:
         """Handle a text that is no valid tag. A call that already has an argument ended before this text."""
@@ -219,7 +220,8 @@ class PythonReader(OwnReader):
 
     def __init__(self, texts: Texts = NO_TEXTS) -> None:
         super().__init__(texts)
-        self._advance: Callable[[str], Reading] = self._in_function
+        # A function of the class: a bound method would be a reference cycle.
+        self._advance: Callable[[PythonReader, str], Reading] = PythonReader._in_function
         self._function: list[str] = []
         self._key: list[str] = []
         self._writer = JsonWriter()
@@ -229,7 +231,7 @@ class PythonReader(OwnReader):
         return is_of_name(character)
 
     def advance(self, character: str) -> Reading:
-        return self._advance(character)
+        return self._advance(self, character)
 
     def take_arguments(self) -> str:
         self._arguments.append(self._writer.take())
@@ -237,7 +239,7 @@ class PythonReader(OwnReader):
 
     def _in_function(self, character: str) -> Reading:
         if character == "(":
-            self._advance = self._before_key
+            self._advance = PythonReader._before_key
         elif is_of_name(character):
             self._function.append(character)
         else:
@@ -249,7 +251,7 @@ class PythonReader(OwnReader):
             return Reading.MORE
         if character == ")":
             return self._close()
-        self._key, self._advance = [], self._in_key
+        self._key, self._advance = [], PythonReader._in_key
         return self._in_key(character)
 
     def _in_key(self, character: str) -> Reading:
@@ -263,21 +265,21 @@ class PythonReader(OwnReader):
 
     def _begin_argument(self, key: str) -> None:
         self._begin_key("".join(self._function), key)
-        self._writer, self._advance = JsonWriter(), self._in_value
+        self._writer, self._advance = JsonWriter(), PythonReader._in_value
 
     def _in_value(self, character: str) -> Reading:
         place = self._writer.advance(character)
         if place is JsonPlace.INSIDE:
             return Reading.MORE
         self._arguments.append(self._writer.take())
-        self.unread, self._advance = self._writer.unread, self._after_value
+        self.unread, self._advance = self._writer.unread, PythonReader._after_value
         return Reading.MORE if place is JsonPlace.LAST else self._after_value(character)
 
     def _after_value(self, character: str) -> Reading:
         if character.isspace():
             return Reading.MORE
         if character == "," and not self.unread:
-            self._advance = self._before_key
+            self._advance = PythonReader._before_key
             return Reading.MORE
         return self._close() if character == ")" and not self.unread else Reading.BEYOND
 

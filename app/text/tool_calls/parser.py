@@ -99,7 +99,8 @@ class ToolParser:
         self._is_strict = is_strict
         self._raw_names = raw_names
         self._texts = texts
-        self._advance: Callable[[str], None] = self._in_text if form.begin else self._in_lead
+        # A function of the class: a bound method would be a reference cycle.
+        self._advance: Callable[[ToolParser, str], None] = ToolParser._in_text if form.begin else ToolParser._in_lead
         self._blanks: list[str] = []  # white space held back before a possible marker
         self._num_opened = 0  # characters of the opening marker at the end of the text
         self._raw: list[str] = []  # the current call, while it may turn out not to be a call
@@ -125,17 +126,22 @@ class ToolParser:
         for character in text:
             if self._is_done:
                 break
-            self._advance(character)
+            self._advance(self, character)
         return self._taken()
 
     def flush(self) -> list[Parsed]:
-        if self._advance == self._in_text:
+        if self._advance is ToolParser._in_text:
             self._say_held()
-        elif self._advance == self._after_call:
+        elif self._advance is ToolParser._after_call:
             self._say(self._form.end[: self._num_closed])
-        elif self._advance == self._in_lead or (self._advance == self._in_call and self._reader.name is None):
+        elif self._advance is ToolParser._in_lead or self._is_uncertain:
             self._say("".join(self._raw))
         return self._taken()
+
+    @property
+    def _is_uncertain(self) -> bool:
+        """Whether the call that is being read may still turn out to be none."""
+        return self._advance is ToolParser._in_call and self._reader.name is None
 
     def _taken(self) -> list[Parsed]:
         self._take_arguments()
@@ -164,7 +170,7 @@ class ToolParser:
         if held == begin:
             self._raw, self._blanks = [*self._blanks, begin], []
             self._num_opened = 0
-            self._advance = self._in_lead
+            self._advance = ToolParser._in_lead
         elif self._num_opened <= num_before:  # the held characters, or the first of them, are no marker but text
             self._say_certain(held, num_held=self._num_opened)
 
@@ -211,7 +217,7 @@ class ToolParser:
         self._raw, self._blanks = before, []
         self._num_opened, self._is_closed = 0, False
         self._reader = reader
-        self._advance = self._in_call
+        self._advance = ToolParser._in_call
         self._in_call(character)
 
     def _in_call(self, character: str) -> None:
@@ -232,7 +238,7 @@ class ToolParser:
             self._end_call()
             for each in self._reader.unread + character if reading is Reading.BEYOND else "":
                 if not self._is_done:
-                    self._advance(each)
+                    self._advance(self, each)
 
     @property
     def _is_raw(self) -> bool:
@@ -241,12 +247,12 @@ class ToolParser:
     def _end_call(self) -> None:
         self._take_arguments()
         self._raw = []
-        self._advance = self._before_input if self._is_raw else self._after_call
+        self._advance = ToolParser._before_input if self._is_raw else ToolParser._after_call
         self._is_done = self._only_first and not self._is_raw
 
     def _before_input(self, character: str) -> None:
         """Skip the line end before the input."""
-        self._advance = self._in_input
+        self._advance = ToolParser._in_input
         if character != "\n":
             self._in_input(character)
 
@@ -284,9 +290,9 @@ class ToolParser:
 
     def _back_to_text(self, characters: str) -> None:
         self._num_closed = 0
-        self._advance = self._in_text if self._form.begin else self._say
+        self._advance = ToolParser._in_text if self._form.begin else ToolParser._say
         for character in characters:
-            self._advance(character)
+            self._advance(self, character)
 
 
 def _merged(pieces: Iterable[CallPiece]) -> tuple[CallPiece, ...]:

@@ -54,14 +54,15 @@ class ObjectReader:
         self._names = names
         self._written_name: str | None = None
         self._arguments: list[str] | None = None  # arguments that were read and not taken yet
-        self._advance: Callable[[str], Reading] = self._open
+        # A function of the class: a bound method would be a reference cycle.
+        self._advance: Callable[[ObjectReader, str], Reading] = ObjectReader._open
         self._key = ""
         self._value: list[str] = []
         self._end = JsonEnd()
         self._streams = False  # the current value goes to the arguments while it is read
 
     def advance(self, character: str) -> Reading:
-        return self._advance(character)
+        return self._advance(self, character)
 
     def take_arguments(self) -> str:
         if not self._arguments:
@@ -71,7 +72,7 @@ class ObjectReader:
 
     def _open(self, character: str) -> Reading:
         assert character == "{", "a reader is made at an opening brace"
-        self._advance = self._before_key
+        self._advance = ObjectReader._before_key
         return Reading.MORE
 
     def _before_key(self, character: str) -> Reading:
@@ -81,19 +82,19 @@ class ObjectReader:
             return self._close()
         if character != '"':
             return self._broken()
-        self._begin_value(self._in_key, character)
+        self._begin_value(ObjectReader._in_key, character)
         return Reading.MORE
 
     def _in_key(self, character: str) -> Reading:
         self._value.append(character)
         if self._end.advance(character) is JsonPlace.LAST:
             self._key = decoded_string("".join(self._value)) or ""
-            self._advance = self._before_colon
+            self._advance = ObjectReader._before_colon
         return Reading.MORE
 
     def _before_colon(self, character: str) -> Reading:
         if character == ":":
-            self._advance = self._before_value
+            self._advance = ObjectReader._before_value
         elif not character.isspace():
             return self._broken()
         return Reading.MORE
@@ -108,12 +109,12 @@ class ObjectReader:
             self._streams = True
             self._arguments = []
             self.name = self._written_name
-        self._begin_value(self._in_value, character)
+        self._begin_value(ObjectReader._in_value, character)
         return Reading.MORE
 
-    def _begin_value(self, state: Callable[[str], Reading], character: str) -> None:
+    def _begin_value(self, state: Callable[[ObjectReader, str], Reading], character: str) -> None:
         self._advance, self._value, self._end = state, [], JsonEnd()
-        state(character)
+        state(self, character)
 
     def _in_value(self, character: str) -> Reading:
         place = self._end.advance(character)
@@ -123,7 +124,7 @@ class ObjectReader:
             return Reading.MORE
         if not self._finish_value():
             return Reading.NO_CALL
-        self._advance = self._after_value
+        self._advance = ObjectReader._after_value
         return Reading.MORE if place is JsonPlace.LAST else self._after_value(character)
 
     def _keep(self, character: str) -> None:
@@ -147,7 +148,7 @@ class ObjectReader:
         if character.isspace():
             return Reading.MORE
         if character == ",":
-            self._advance = self._before_key
+            self._advance = ObjectReader._before_key
             return Reading.MORE
         return self._close() if character == "}" else self._broken()
 

@@ -33,7 +33,7 @@ from benchmarks.service.tenants import FINE, Found, ItemResponse, Reply, Tenants
 from tests.api.test_kept_responses import Gated, kept_by
 from tests.benchmarks.conftest import Refusal
 from tests.benchmarks.servers import Cutting, listening, served, simulated_service
-from tests.kit.service import ring
+from tests.kit.service import ADMIN_KEY, KEY, Service, bearer, client_of, entry, ring, say_likely
 from tests.kit.service import served as with_batches
 
 KEYS = {"one": "sk-one", "two": "sk-two", "three": "sk-three"}
@@ -245,6 +245,16 @@ def test_a_line_that_is_lost_doubled_or_wrong_is_found(made: Any, outcome: str, 
         ({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 4}}, (3, 4)),
         ({"object": "list", "usage": {"prompt_tokens": 3, "total_tokens": 3}}, (3, 0)),
         ({"object": "batch", "usage": {"input_tokens": 3, "output_tokens": 4}}, (3, 4)),
+        (
+            {"object": "batch", "usage": {"input_tokens": 3, "output_tokens": 4}, "results": [
+                {"response": {"usage": {"prompt_tokens": 3, "completion_tokens": 4, "pipeline": {"steps": [
+                    {"kind": "cascade", "prompt_tokens": 3, "completion_tokens": 2},
+                    {"kind": "cascade", "prompt_tokens": 3, "completion_tokens": 4},
+                ]}}}},
+                {"response": None, "error": {}},
+            ]},
+            (6, 6),
+        ),
         ({"type": "response.completed", "response": {"usage": {"input_tokens": 3, "output_tokens": 4}}}, (3, 4)),
         (
             {"type": "message_delta", "delta": {},
@@ -260,11 +270,34 @@ def test_a_line_that_is_lost_doubled_or_wrong_is_found(made: Any, outcome: str, 
             (6, 6),
         ),
     ],
-    ids=["chat", "ranking", "list", "response", "message", "pipeline"],
+    ids=["chat", "ranking", "list", "list of a pipeline", "response", "message", "pipeline"],
 )  # fmt: skip
 def test_what_an_answer_has_used_is_heard(document: dict[str, Any], used: tuple[int, int]) -> None:
     found = heard([document]).used
     assert (found.num_prompt_tokens, found.num_output_tokens) == used
+
+
+@pytest.mark.parametrize("kind", ["whole", "stream", "n", "reply", "message", "batch"])
+async def test_an_answer_of_a_pipeline_says_all_that_its_key_is_charged_for(
+    tokenizer: Tokenizer, tmp_path: Path, kind: str
+) -> None:
+    keys = [entry(), entry(ADMIN_KEY, "root", admin=True)]
+    pipelines = [{"name": "both", "steps": [{"kind": "ensemble", "models": ["small", "large"]}]}]
+    names = ("small", "large")
+    script = say_likely(tokenizer, "3 4", -0.1)
+    service = Service(tokenizer, script, names=names, pipelines=pipelines, max_model_len=2000)
+    target, tenant = Target.parse("http://h"), {"alice": KEY}
+    tenants = Tenants(target, tenant, tokenizer, models=["small"], pipelines={"both": names}, kinds=[kind], seed=1)
+    asked = next(each for each in _questions(tenants, "alice") if each.body["model"] == "both")
+    async with with_batches(service, tmp_path, keys=keys) as app, client_of(app) as client:
+        answer = await client.post(f"/v1/{asked.endpoint}", json=asked.body, headers=bearer())
+        told = await client.get("/admin/keys", headers=bearer(ADMIN_KEY))
+    reply = Reply()
+    reply.body(answer.content, at_s=0.0)
+    used = reply.heard(asked).used
+    num_prompt = sum(len(request.prompt_token_ids) for request in service.generate.requests)
+    assert used.num_prompt_tokens == num_prompt // (3 if kind == "n" else 1)  # n samples share a prompt
+    assert used.num_tokens == told.json()["data"][0]["tokens"]
 
 
 def test_a_ledger_with_more_than_all_tries_or_less_than_the_answers_is_found() -> None:
@@ -334,9 +367,9 @@ def test_tenants_go_on_where_connections_break(
         assert is_bad(_figures({"one": found}))
 
 
-def _questions(tenants: Tenants) -> Iterator[Question]:
+def _questions(tenants: Tenants, name: str = "one") -> Iterator[Question]:
     while True:
-        yield tenants.next_question("one")
+        yield tenants.next_question(name)
 
 
 def test_memory_counts_by_quarters_and_new_processes_when_they_are_a_minute_old() -> None:

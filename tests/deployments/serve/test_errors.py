@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError
 
-from app.errors import ContextTooLong, Failure, Overloaded, Unavailable
-from deployments.serve.transport import to_carousel_error
+from app.errors import CarouselError, ContextTooLong, Failure, Overloaded, Unavailable
+from deployments.serve.transport import answer_of, to_carousel_error
+from tests.kit.garbage import no_garbage
 
 
 def as_raised_remotely(cause: Exception) -> Exception:
@@ -44,3 +47,24 @@ def test_a_bug_in_a_replica_is_a_failure_that_shows_nothing_of_it() -> None:
     shown = to_carousel_error(as_raised_remotely(ValueError("/secret/path")))
     assert type(shown) is Failure
     assert "secret" not in shown.message
+
+
+@pytest.mark.parametrize(
+    ("raised", "shown"),
+    [(Overloaded("full"), Overloaded), (BackPressureError(3, 2), Overloaded), (ValueError("a bug"), Failure)],
+)
+async def test_an_error_of_another_process_is_freed_with_its_request(raised: Exception, shown: type[Exception]) -> None:
+    async def call() -> None:
+        error = copy(raised)
+        try:
+            raise error
+        finally:
+            if not isinstance(error, CarouselError):
+                del error  # Ray keeps it in this frame; what is raised for it is not in the cycle
+
+    async def request() -> None:
+        with pytest.raises(shown):
+            await answer_of(call())
+
+    with no_garbage():
+        await request()
