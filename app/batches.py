@@ -30,7 +30,7 @@ MAX_REQUEST_BYTES = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class ItemResponse:
     """The response to an item: the status and body that an HTTP client would have received."""
 
     status_code: int
@@ -54,7 +54,7 @@ class ItemOrigin:
 
 # Answers one body (endpoint, owner, body, origin). Raises Overloaded, Unavailable or EngineStopped if no replica can
 # serve the body now; the caller then tries the item again later. Cancelling the call aborts the request.
-Answer = Callable[[str, str, Mapping[str, Any], ItemOrigin], Awaitable[Answered]]
+Answer = Callable[[str, str, Mapping[str, Any], ItemOrigin], Awaitable[ItemResponse]]
 
 
 class JobState(StrEnum):
@@ -140,7 +140,7 @@ class AnswerPart(NamedTuple):
     end: AnswerEnd | None = None
 
 
-class KeptAnswer(Protocol):
+class AnswerRecorder(Protocol):
     """An answer that is stored while it is generated."""
 
     @property
@@ -159,7 +159,7 @@ class KeptAnswer(Protocol):
 ReadAnswer = Callable[[str, bool], AsyncGenerator[AnswerPart, None]]
 # Prepares an answer; the reader reads the responses that the answer continues. Raises the same errors with which the
 # request would be refused if its answer were not stored.
-AnswerKept = Callable[[NewResponse, ReadAnswer], AbstractAsyncContextManager[KeptAnswer]]
+PrepareStoredAnswer = Callable[[NewResponse, ReadAnswer], AbstractAsyncContextManager[AnswerRecorder]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,8 +76,8 @@ def build_engine(config: EngineConfig, replicas: ReplicasConfig = ONE_DEVICE) ->
     try:
         began_at = time.monotonic()
         engine = build_sync_engine(config, replicas)
-        started_in_s = time.monotonic() - began_at
-        sleeper = SleepController(engine, lease, after_s=replicas.sleep_after_s, started_in_s=started_in_s)
+        startup_s = time.monotonic() - began_at
+        sleeper = SleepController(engine, lease, after_s=replicas.sleep_after_s, startup_s=startup_s)
         return _in_a_thread(config, engine, sleeper)
     except BaseException:
         lease.close()

@@ -22,7 +22,7 @@ def child_environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
-def step_back() -> None:
+def lower_priority() -> None:
     """Lower the CPU priority of the calling thread, or of the process on systems where all threads share a priority.
 
     Threads that serve requests then get the cores first. The niceness becomes 10, or rises by 4 if it is above 10, as

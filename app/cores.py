@@ -74,7 +74,7 @@ def share_of_cpus(index: int, number: int, groups: Sequence[NearCpus]) -> list[N
     return [each for each, last in zip(groups, ends, strict=True) if begin < last and last - len(each.cpus) < end]
 
 
-def own_nodes() -> str:
+def numa_nodes_of_thread() -> str:
     """Return the NUMA nodes of this thread's CPUs, such as `0+1`, or "" if these are all nodes of the machine."""
     nodes = _nodes(_SYSTEM)
     own = {nodes.get(cpu, 0) for cpu in allowed_cpus()}

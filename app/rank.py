@@ -68,7 +68,7 @@ def follow(channel: Channel, runner: LeadingRunner, group: RankGroup) -> None:
     """Compute until rank 0 ends. Raises the error of a failed step, after which the ranks cannot continue."""
     reader = StepReader()
     runner.join(group)
-    with ThreadPoolExecutor(1) as beside_steps:
+    with ThreadPoolExecutor(1) as copy_stream:
         while True:
             try:
                 kind, content = channel.receive()
@@ -79,7 +79,7 @@ def follow(channel: Channel, runner: LeadingRunner, group: RankGroup) -> None:
             elif kind is Kind.PREPARE:
                 runner.prepare()
             elif kind is Kind.ADAPTER:
-                beside_steps.submit(_load_adapter, channel, runner, *json.loads(content))
+                copy_stream.submit(_load_adapter, channel, runner, *json.loads(content))
             else:
                 assert kind is Kind.SYNC, f"a rank that runs gets no {kind.name}"
                 channel.send(Kind.SYNC)

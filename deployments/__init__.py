@@ -1,1 +1,1 @@
-"""Where Carousel runs: Ray Serve, Ray Data, Ray jobs, and only those. What the system does is in `app`."""
+"""Runs Carousel on Ray Serve, Ray Data and Ray jobs. The system itself is in `app`, which does not depend on Ray."""

@@ -1,4 +1,4 @@
-"""`carousel chat`: talk to a running service in a terminal. Answers appear as they are generated."""
+"""`carousel chat` talks to a running service in a terminal. Answers appear while they are generated."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 _KEY = "CAROUSEL_API_KEY"  # an environment variable
 _SEVERAL_LINES = '"""'
 _HELP = f"""/model NAME   talk to another model
-/system TEXT  begin anew with this system message, or without one
-/clear        begin anew, with the same system message
+/system TEXT  start a new chat with this system message, or without one
+/clear        start a new chat with the present system message
 /exit         end the chat, as Ctrl-D does; Ctrl-C stops an answer
 {_SEVERAL_LINES}           begins and ends a message of several lines"""
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0 when the user ends the chat or the one message is answered, 130 if Ctrl-C stops the one, else 1."""
+    """Return 0 if the user ends the chat or the single message is answered, 130 after Ctrl-C, 1 after an error."""
     given = _arguments(arguments)
     settings = {name: getattr(given, name) for name in ("max_tokens", "temperature", "seed")}
     try:
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(printable(error.message, may_have="\n"), file=sys.stderr)
         return 1
     except BrokenPipeError:  # the reader of the output has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python reports an error at exit
         return 1
 
 
@@ -55,21 +55,21 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="carousel chat", description="Talk to a running service in this terminal.")
     parser.add_argument(
         "message", nargs="?",
-        help="answer this message and end. Text that is piped in is a message, too, or follows this one. Without a "
-        "message a chat begins",
+        help="answer this message and end. Text that is piped in is appended to the message, or is the message. "
+        "Without a message a chat starts",
     )  # fmt: skip
     parser.add_argument("--url", default=DEFAULT_URL, help="address of the service (%(default)s)")
-    parser.add_argument("--model", help="name of a model; by default the first of the service")
+    parser.add_argument("--model", help="name of a model; default: the first model of the service")
     parser.add_argument("--system", default="", help="system message")
     parser.add_argument("--max-tokens", type=int, help="most tokens of an answer")
-    parser.add_argument("--temperature", type=float, help="0 for the likeliest tokens")
+    parser.add_argument("--temperature", type=float, help="0 takes the most likely tokens")
     parser.add_argument("--seed", type=int, help="equal seeds draw equal answers")
     parser.epilog = f"The environment variable {_KEY} has the API key, if the service wants one."
     return parser.parse_args(arguments)
 
 
 def _key() -> str:
-    """The API key of the environment; empty without one. Raises CarouselError, without the key, for a broken key."""
+    """Return the API key of the environment, or an empty string. Raises CarouselError if the key is malformed."""
     key = os.environ.get(_KEY, "").strip()
     if not (key.isascii() and key.isprintable()):
         raise CarouselError(f"{_KEY} has characters that no key has; `carousel key NAME` prints a key")
@@ -77,7 +77,7 @@ def _key() -> str:
 
 
 def _only_message(given: str | None) -> str:
-    """The message of the command line, and the text that is piped in."""
+    """Return the message of the command line, followed by the text that is piped in. Raises CarouselError."""
     try:
         piped = "" if sys.stdin.isatty() else sys.stdin.read()
     except UnicodeDecodeError as error:
@@ -89,10 +89,10 @@ def _only_message(given: str | None) -> str:
 
 
 class Chat:
-    """The messages so far, and the model that answers."""
+    """A conversation: the messages so far, and the model that answers."""
 
     def __init__(self, url: str, key: str, settings: Mapping[str, Any]) -> None:
-        """url: of the service, with or without /v1. key: may be empty. settings: of each request."""
+        """url: the service, with or without /v1. key: may be empty. settings: fields that each request has."""
         self.url = url.rstrip("/").removesuffix("/v1")
         self.model = ""
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
@@ -100,7 +100,7 @@ class Chat:
         self._messages: list[dict[str, str]] = []
 
     def begin(self, system: str) -> None:
-        """Forget all messages."""
+        """Forget all messages, and start with this system message if it is not empty."""
         self._messages = [{"role": "system", "content": system}] if system else []
 
     def clear(self) -> None:
@@ -108,7 +108,7 @@ class Chat:
         self._messages = [each for each in self._messages if each["role"] == "system"]
 
     def models(self) -> list[str]:
-        """The names of the models that the service has, at least one. Raises CarouselError."""
+        """Return the names of the service's models, at least one. Raises CarouselError."""
         with self._opened("/v1/models") as answer:
             try:
                 names = [str(model["id"]) for model in json.load(answer)["data"]]
@@ -119,11 +119,11 @@ class Chat:
         return names
 
     def answer(self, message: str) -> bool:
-        """Print the answer to a message while it is generated. False: Ctrl-C has stopped the answer.
+        """Print the answer to a message while the answer is generated. Return False if Ctrl-C has stopped the answer.
 
-        The conversation keeps an answer that was stopped.
+        The conversation keeps a stopped answer.
 
-        Raises CarouselError if the service refuses the request or is lost; the conversation is as before then.
+        Raises CarouselError if the service refuses the request or is lost. The conversation is then unchanged.
         """
         asked = [*self._messages, {"role": "user", "content": message}]
         body = {"model": self.model, "messages": asked, "stream": True, "stream_options": {"include_usage": True}}
@@ -150,7 +150,7 @@ class Chat:
         return is_whole
 
     def _opened(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """An answer of the service. Raises CarouselError, with the words of the service, if there is none."""
+        """Return the open HTTP response. Raises CarouselError, with the service's message, if the request fails."""
         content = None if body is None else json.dumps(body).encode()
         try:
             return urllib.request.urlopen(urllib.request.Request(self.url + path, content, self._headers))
@@ -175,7 +175,7 @@ def _refusal(error: urllib.error.HTTPError) -> str:
 
 
 def _events(stream: Any) -> Iterator[dict[str, Any]]:
-    """The events of an answer. Raises CarouselError for an event that is an error, and for a stream that breaks off."""
+    """Yield the events of an answer. Raises CarouselError for an error event, and for a stream that breaks off."""
     try:
         for line in stream:
             name, _, data = line.decode().strip().partition(": ")
@@ -193,7 +193,7 @@ def _events(stream: Any) -> Iterator[dict[str, Any]]:
 
 
 class _Screen:
-    """The text of one answer. Control characters, which could change the terminal, are left out."""
+    """Writes the text of one answer, without control characters, which could change the terminal."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -209,7 +209,7 @@ class _Screen:
         self._write(printable(text, may_have="\n\t"))
 
     def show_dim(self, text: str) -> None:
-        """Text that is no part of the answer; a terminal alone gets it."""
+        """Write text that is not part of the answer, only if the output is a terminal."""
         if text and self._is_terminal:
             self._write("" if self._is_dim else _DIM)
             self._is_dim = True
@@ -228,7 +228,7 @@ class _Screen:
 
 def _talk(conversation: Chat) -> None:
     """Answer messages until the user ends the chat."""
-    import readline  # noqa: F401  # `input` gets a history and keys that edit
+    import readline  # noqa: F401  # gives `input` a history and editing keys
 
     while True:
         try:
@@ -243,7 +243,7 @@ def _talk(conversation: Chat) -> None:
                 _obey(conversation, message)
             elif message.strip():
                 conversation.answer(message)
-        except CarouselError as error:  # the next message may be answered
+        except CarouselError as error:  # the chat continues, because the next message may succeed
             print(printable(error.message, may_have="\n"), file=sys.stderr)
 
 
@@ -258,7 +258,7 @@ def _message() -> str:
 
 
 def _obey(conversation: Chat, message: str) -> None:
-    """A message that begins with a slash is a command."""
+    """Run a command of the chat: a message that starts with a slash."""
     command, _, rest = message.partition(" ")
     if command == "/clear":
         conversation.clear()

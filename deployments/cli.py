@@ -1,4 +1,4 @@
-"""The command `carousel`, with the commands in `COMMANDS`. Each imports what it needs when it is called."""
+"""The command `carousel` with its subcommands in `COMMANDS`. Only the subcommand that is called is imported."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-COMMANDS_OF_OTHERS = {  # what people type for vLLM, SGLang, llama.cpp and Ollama
+COMMANDS_OF_OTHERS = {  # commands of vLLM, SGLang, llama.cpp and Ollama, with the replacement here
     "run": "`carousel serve MODEL` serves a model, and `carousel chat` in another terminal talks to it",
-    "pull": "`carousel serve MODEL` downloads what is not here",
-    "list": "`curl http://127.0.0.1:8000/v1/models` lists what is served",
-    "ls": "`curl http://127.0.0.1:8000/v1/models` lists what is served",
-    "ps": "`curl http://127.0.0.1:8000/v1/models` lists what is served",
+    "pull": "`carousel serve MODEL` downloads missing files",
+    "list": "`curl http://127.0.0.1:8000/v1/models` lists the served models",
+    "ls": "`curl http://127.0.0.1:8000/v1/models` lists the served models",
+    "ps": "`curl http://127.0.0.1:8000/v1/models` lists the served models",
     "stop": "Ctrl-C in the terminal of `carousel serve` ends the service",
-    "rm": "Delete the model's folder; what was downloaded lies in ~/.cache/carousel and ~/.cache/huggingface",
-    "show": "`carousel plan memory --model MODEL --cpu` says what a model takes",
+    "rm": "Delete the model's folder; downloaded files are in ~/.cache/carousel and ~/.cache/huggingface",
+    "show": "`carousel plan memory --model MODEL --cpu` shows the memory that a model needs",
     "create": "`carousel serve FOLDER` serves a folder or a GGUF file as it is; settings are in a config file",
-    "complete": "`POST /v1/completions` of a running service",
+    "complete": "Send `POST /v1/completions` to a running service",
     "bench": "`python -m benchmarks.service.online` measures a running service",
     "run-batch": "`carousel bulk --input FILE --output FOLDER` answers the rows of a file",
     "collect-env": "`carousel --version` prints the versions",
 }
-COMMANDS = {  # name → the function that takes its arguments, and what it does
+COMMANDS = {  # name → (the function that takes its arguments, one line of help)
     "serve": ("deployments.launcher.supervisor:main", "serve a model or a config file on this machine, until Ctrl-C"),
-    "check": ("deployments.launcher.checks:main", "find the mistakes in a config or a model, without a start"),
+    "check": ("deployments.launcher.checks:main", "find the mistakes in a config or a model, without serving it"),
     "chat": ("deployments.chat:main", "talk to a running service in this terminal"),
     "bulk": ("deployments.bulk.__main__:main", "answer every row of some files, without a server"),
-    "plan": ("deployments.plan.__main__:main", "say what fits on a device, and what a trace needs"),
+    "plan": ("deployments.plan.__main__:main", "plan the memory of a device, or the replicas for a trace"),
     "key": ("deployments.cli:print_key", "make an API key"),
 }
 
 
-INTERRUPTED = 130  # the exit status that shells have for Ctrl-C
+INTERRUPTED = 130  # the exit status of shells after Ctrl-C
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status of one command, which reads the arguments after its name."""
+    """Run one command with the arguments after its name, and return its exit status."""
     name, *rest = (sys.argv[1:] if arguments is None else list(arguments)) or ["--help"]
     if name == "--version":
         from app.versions import versions
@@ -58,16 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     module, _, function = COMMANDS[name][0].partition(":")
     try:
         return int(getattr(import_module(module), function)(rest))
-    except KeyboardInterrupt:  # also while modules are imported
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # this process ends already
+    except KeyboardInterrupt:  # this includes the import of modules
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not disturb the exit
         return INTERRUPTED
 
 
 def print_key(arguments: Sequence[str]) -> int:
-    """Show a new key once, with the entry that is kept of it."""
+    """Print a new key, which is not stored, and its entry for the file of keys."""
     parser = argparse.ArgumentParser(prog="carousel key", description="Make an API key.")
-    parser.add_argument("name", help="name of the key: the tenant of its requests")
-    parser.add_argument("--admin", action="store_true", help="it opens the routes under /admin too")
+    parser.add_argument("name", help="name of the key; it is the tenant of the key's requests")
+    parser.add_argument("--admin", action="store_true", help="allow the routes under /admin as well")
     given = parser.parse_args(arguments)
     key, entry = make_key(given.name, is_admin=given.admin)
     print(f"For {given.name}, shown only now:\n{key}\nFor the file of `api.keys_file`:\n{entry}")
@@ -75,15 +75,15 @@ def print_key(arguments: Sequence[str]) -> int:
 
 
 def make_key(name: str, *, is_admin: bool = False) -> tuple[str, str]:
-    """A new key, and its entry for the file that `api.keys_file` names: a hash is all that is kept of it."""
-    num_random_bytes = 32  # too many to try, so that a fast hash protects them
+    """Return a new key, and its entry for the file that `api.keys_file` names. The entry has only a hash of the key."""
+    num_random_bytes = 32  # too many to guess, so a fast hash is enough
     key = f"sk-carousel-{secrets.token_urlsafe(num_random_bytes)}"
     admin = ", admin: true" if is_admin else ""
     return key, f'- {{name: {name}, sha256: "{hashlib.sha256(key.encode()).hexdigest()}"{admin}}}'
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1, for argparse."""
+    """Parse a whole number of at least 1, for argparse."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"got {value}; must be at least 1")
@@ -91,7 +91,7 @@ def positive(text: str) -> int:
 
 
 def above_zero(text: str) -> float:
-    """A finite number above 0, for argparse."""
+    """Parse a finite number above 0, for argparse."""
     value = float(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"got {text}; must be a number above 0")

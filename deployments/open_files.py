@@ -1,4 +1,4 @@
-"""How many files the processes of a service may have open, and how many connections that is. No Ray here."""
+"""The number of files that a service's processes may open, and of connections that these allow. No Ray here."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import resource
 from app.errors import InvalidSetup
 
 MAXCONN = "RAY_SERVE_HAPROXY_MAXCONN"
-_MOST_FILES = 65_536  # as Ray has it: some programs look at every number that a file could have
-_OWN_FILES = 256  # of HAProxy and of an ingress, beside connections
+_MOST_FILES = 65_536  # Ray's limit; some programs iterate over all possible file numbers
+_OWN_FILES = 256  # files that HAProxy and an ingress need besides connections
 _MOST_CONNECTIONS = 10_000
 _FEW_CONNECTIONS, _LEAST_CONNECTIONS = 1_000, 100
 
 
 def allow_many_files() -> int:
-    """Let this process, and what it starts, open as many files as its user may; returns the number.
+    """Raise the limit of open files of this process and its children to the hard limit; return the new limit.
 
-    A login has a soft limit of 1,024 by default and a far higher hard one.
+    A login has a soft limit of 1,024 by default and a far higher hard limit. The new limit is at most `_MOST_FILES`.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
@@ -27,20 +27,20 @@ def allow_many_files() -> int:
 
 
 def max_connections(max_files: int) -> int:
-    """Clients that HAProxy may have connected at once: it does not start where it cannot have the files for them.
+    """Return the largest number of connections for HAProxy, which does not start without enough files for them.
 
-    It counts five files for two of them: each has its own and one to an ingress, every fourth a pipe, which is two.
+    HAProxy counts 2.5 files for a connection: one to the client, one to an ingress, and a pipe (two) for every fourth.
     """
     return max(0, min(_MOST_CONNECTIONS, (max_files - _OWN_FILES) * 2 // 5))
 
 
 def check_connections(max_files: int, asked: str | None) -> str | None:
-    """A warning where a service can have few clients.
+    """Return a warning if a service can have only few clients, else None.
 
-    asked: the variable `RAY_SERVE_HAPROXY_MAXCONN`, where it is set.
+    asked: the value of the variable `RAY_SERVE_HAPROXY_MAXCONN`, or None if it is not set.
 
     Raises:
-        InvalidSetup: there are too few files for any service, or for as many clients as the variable says.
+        InvalidSetup: there are too few files for any service, or for the number of clients in the variable.
     """
     possible = max_connections(max_files)
     here = f"a process may open {max_files:,} files here, which is enough for {possible:,} connections"

@@ -1,8 +1,8 @@
-"""Prepares Ray Serve in each process of a service, which imports this module first.
+"""Makes the import of Ray Serve faster. All processes of a service import this module first.
 
-Ray Serve 2.60 imports pandas and FastAPI for what no application of ours does, and there is no setting for it. They and
-Python's collector, which finds nothing meanwhile, take as long as the rest of Serve, in each of a service's nine
-processes. Where this module is not imported first, nothing else changes.
+Ray Serve 2.60 imports pandas and FastAPI for features that our applications do not use, and no setting prevents it. The
+two imports, and Python's garbage collector, which finds nothing meanwhile, take as long as the rest of Serve, in each
+of the nine processes of a service. A process that does not import this module first only starts more slowly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from starlette.requests import Request
 
 
 class _ByName(type):
-    """A class that stands for one of FastAPI's: an instance of that is an instance of this."""
+    """The type of a class that stands for a class of FastAPI: `isinstance` accepts FastAPI's instances."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         kinds = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(instance).__mro__}
@@ -37,7 +37,7 @@ def _module(name: str, **content: Any) -> ModuleType:
 
 
 def _stand_ins() -> dict[str, ModuleType | None]:
-    """What Serve finds under these names. An import of None raises ImportError, as where pandas is not installed."""
+    """Return the modules that Serve finds under these names. None means that the import raises ImportError."""
     kinds = {name: _ByName(name, (), {}) for name in ("FastAPI", "APIRouter", "APIRoute", "APIWebSocketRoute")}
     return {
         "pandas": None,
@@ -49,7 +49,7 @@ def _stand_ins() -> dict[str, ModuleType | None]:
 
 @contextmanager
 def _instead(modules: dict[str, ModuleType | None]) -> Iterator[None]:
-    """These modules, where they are not imported yet, for the length of a block: later imports find the true ones."""
+    """Put these modules into `sys.modules` for this block, apart from packages that are already imported."""
     put = {name: module for name, module in modules.items() if name.partition(".")[0] not in sys.modules}
     sys.modules.update(put)  # type: ignore[arg-type]
     try:
@@ -71,7 +71,7 @@ def _import_serve() -> None:
 
 
 if "ray.serve" not in sys.modules:
-    gc.disable()  # modules stay: nothing to collect among them
+    gc.disable()  # imported modules stay, so there is nothing to collect
     try:
         _import_serve()
     finally:

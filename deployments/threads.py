@@ -1,4 +1,4 @@
-"""How the engines of a machine share its cores."""
+"""Divides the cores of a machine among its engines."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from app.errors import InvalidSetup
 logger = logging.getLogger(__name__)
 
 
-# `model.num_threads` of each engine that there can be at once; None: a share of the cores.
+# `model.num_threads` of each engine that can run at once in the cluster; None: a share of the cores.
 AskedThreads = Sequence[int | None]
 
 
 def with_threads(config: EngineConfig, asked: AskedThreads, *, num_ranks: int = 1) -> EngineConfig:
-    """The settings of one of these engines with its number of threads on this machine.
+    """Return the settings of one of these engines with its number of threads on this machine.
 
-    The engines are taken to be spread evenly over the machines of the cluster. Warns where they are too many.
+    Assumes that the engines are spread evenly over the machines of the cluster. Warns if there are too many threads.
 
-    num_ranks: of this engine; `asked` has an entry for each.
+    num_ranks: the number of ranks of this engine; `asked` has an entry for each rank.
 
     Raises:
-        InvalidSetup: this machine has fewer cores than the engine has ranks: each waits in every step for all others.
+        InvalidSetup: this machine has fewer cores than the engine has ranks, which wait for each other in every step.
     """
     if num_ranks > num_cores():
         raise InvalidSetup(
@@ -45,11 +45,11 @@ def with_threads(config: EngineConfig, asked: AskedThreads, *, num_ranks: int = 
 
 
 def keep_near(asked: AskedThreads, replicas: ReplicasConfig) -> None:
-    """Have this thread, and those that it starts, on CPUs that share a cache: one of these engines' share of them.
+    """Pin this thread, and the threads that it starts, to one engine's share of the CPUs, on CPUs that share a cache.
 
-    So its memory is that of their NUMA node, too. Each engine of a machine takes another share, by a lock that ends
-    with its process; one more than there should be has all CPUs. Nothing changes on a machine with one such group,
-    for an engine on a GPU, and for one of several ranks.
+    The thread's memory is then on the NUMA node of these CPUs. Every engine of a machine takes a separate share, by a
+    lock that ends with the process; an engine without a free share keeps all CPUs. Nothing changes on a machine with
+    one group of CPUs, for an engine on a GPU, or for an engine with several ranks.
     """
     if replicas.num_gpus or replicas.tensor_parallel > 1:
         return
@@ -59,8 +59,8 @@ def keep_near(asked: AskedThreads, replicas: ReplicasConfig) -> None:
     number, num_nodes = _num_here(asked, _num_machines()), len({each.node for each in groups})
     if number < num_nodes:
         logger.info(
-            "this machine has %d NUMA nodes and replicas for fewer (%d): they read memory of several. With as many "
-            "replicas as nodes each reads its own", num_nodes, number,
+            "this machine has %d NUMA nodes and fewer replicas (%d), which read the memory of several nodes. With one "
+            "replica for each node, each replica reads the memory of its own node", num_nodes, number,
         )  # fmt: skip
     if number == 1:
         return
@@ -73,7 +73,7 @@ def keep_near(asked: AskedThreads, replicas: ReplicasConfig) -> None:
         logger.warning("this replica is on all cores: %s: %s", folder, error.strerror)
         return
     if index is None:
-        logger.info("this replica is on all cores: %d others have their shares", number)
+        logger.info("this replica is on all cores: %d other replicas have the shares", number)
         return
     own = share_of_cpus(index, number, groups)
     os.sched_setaffinity(0, frozenset().union(*(each.cpus for each in own)))
@@ -83,40 +83,40 @@ def keep_near(asked: AskedThreads, replicas: ReplicasConfig) -> None:
 
 
 def keep_waits_for_the_interpreter_short() -> None:
-    """Let a thread of this process wait a fifth of a millisecond for Python's interpreter, not five, the default.
+    """Let threads of this process wait 0.2 ms for Python's interpreter instead of 5 ms, the default.
 
-    A step of a small model takes a millisecond, and so does the host's part of one on a GPU: its thread must not wait
-    for the one that makes texts, sends frames or answers calls.
+    A step of a small model takes a millisecond, as does the host's part of a step on a GPU. The thread that runs steps
+    must not wait for the threads that decode texts, send frames or answer calls.
     """
     switch_interval_s = 0.0002
     sys.setswitchinterval(switch_interval_s)
 
 
 def share_of_cores(asked: AskedThreads, num_machines: int = 1) -> int:
-    """The cores of this machine divided by the engines on it."""
+    """Return the number of cores of this machine for each engine on the machine."""
     return max(1, num_cores() // _num_here(asked, num_machines))
 
 
 def _num_here(asked: AskedThreads, num_machines: int) -> int:
-    """Engines on this machine, at most."""
+    """Return the largest number of engines on this machine."""
     return -(-max(1, len(asked)) // num_machines)
 
 
 def excess(asked: AskedThreads, num_machines: int = 1) -> str | None:
-    """A warning when the engines have more threads than there are cores."""
+    """Return a warning if the engines have more threads than the machines have cores, or None."""
     share, cores = share_of_cores(asked, num_machines), num_cores() * num_machines
     num_threads = sum(each or share for each in asked)
     if num_threads <= cores:
         return None
     return (
-        f"{len(asked)} engines with {num_threads} threads on {cores} cores: they slow each other by more than that; "
+        f"{len(asked)} engines with {num_threads} threads on {cores} cores slow each other down disproportionately; "
         f"lower model.num_threads or the number of replicas (with autoscaling, max_replicas)"
     )
 
 
 def _num_machines() -> int:
-    """Those of the cluster on which engines can run."""
-    import ray  # only here: the planner uses the rest without it
+    """Return the number of machines of the cluster that have CPUs; 1 without a cluster."""
+    import ray  # imported here, because the planner uses this module without Ray
 
     nodes: list[dict[str, Any]] = ray.nodes() if ray.is_initialized() else []
     return max(1, len([node for node in nodes if node["Alive"] and node["Resources"].get("CPU", 0) > 0]))

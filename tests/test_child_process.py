@@ -13,12 +13,12 @@ from app.child_process import child_environment
 IN_A_WORKER = """
 import os, threading
 from concurrent.futures import ThreadPoolExecutor
-from app.child_process import step_back
+from app.child_process import lower_priority
 
 os.nice(max(0, 15 - os.nice(0)))
 if os.getuid() == 0:
     os.setuid(65534)
-with ThreadPoolExecutor(1, initializer=step_back) as pool:
+with ThreadPoolExecutor(1, initializer=lower_priority) as pool:
     of_thread = pool.submit(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())).result()
 print(of_thread, os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 """

@@ -16,7 +16,7 @@ from app.cores import (
     memory_left,
     near_cpus,
     num_cores,
-    own_nodes,
+    numa_nodes_of_thread,
     share_of_cpus,
 )
 
@@ -156,4 +156,4 @@ def test_weights_are_shared_within_the_nodes_of_a_process(tmp_path: Path, monkey
     monkeypatch.setattr(cores, "_SYSTEM", machine(tmp_path, (0, "0-3"), (1, "4-7"), (2, "8-11")))
     for allowed, nodes in (({1}, "0"), ({3, 4, 5}, "0+1"), (range(12), "")):
         monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _, allowed=allowed: set(allowed))
-        assert own_nodes() == nodes
+        assert numa_nodes_of_thread() == nodes

@@ -182,7 +182,7 @@ def test_when_ray_s_head_is_killed_the_service_starts_anew_and_a_batch_goes_on(g
         head.kill()
         said = output_until(guarded.process, "Stop with Ctrl-C.")
         assert "Ray's head (GCS) has ended with signal 9.\n" in said
-        assert "It starts anew now (1 of at most 3 restarts within 10 minutes)." in said
+        assert "Restarting it now (1 of at most 3 restarts within 10 minutes)." in said
         assert client.get("/ready").status_code == 200
         ended = eventually(lambda: client.get(job).json(), lambda found: found["status"] == "completed")
         assert [each["index"] for each in ended["results"]] == list(range(num_rows))

@@ -114,14 +114,14 @@ def shared_fields(body: GenerationRequest, model: ServedModel, context: RequestC
     }
     predicted = body.prediction if isinstance(body, ChatRequest) else None
     prediction = () if predicted is None else _encode_prediction(predicted.content, model)
-    ignored = _passed_over(body, model) if isinstance(body, ChatRequest) else ()
+    ignored = _ignored_reasoning_fields(body, model) if isinstance(body, ChatRequest) else ()
     if context.is_strict:
         refuse_passed_over(ignored)
     options = None if details == TokenDetailOptions() else details
     return SharedFields(sampling, grammar, options, tools, prediction, ignored)
 
 
-def _passed_over(body: ChatRequest, model: ServedModel) -> tuple[str, ...]:
+def _ignored_reasoning_fields(body: ChatRequest, model: ServedModel) -> tuple[str, ...]:
     """Return the reasoning fields without effect: the model marks no reasoning and its template ignores the effort."""
     if model.reasoning_marks is not None:
         return ()
@@ -155,15 +155,15 @@ def encode_prompts(
     param: str,
     *,
     add_special_tokens: bool,
-    may_be_longer: bool = False,
+    is_cut_or_counted: bool = False,
     cut: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda token_ids: token_ids,
 ) -> list[tuple[int, ...]]:
     """Return the token ids of each prompt after `cut`. A prompt is a text or a list of ids.
 
-    Raises InvalidRequest for ids that do not exist, for more tokens than one call may have, and, unless `may_be_longer`
-    is true, for texts that the context cannot hold.
+    Raises InvalidRequest for ids that do not exist, for more tokens than one call may have, and, unless
+    `is_cut_or_counted` is true, for texts that the context cannot hold.
     """
-    check_texts([each for each in prompts if isinstance(each, str)], model, param, may_be_longer=may_be_longer)
+    check_texts([each for each in prompts if isinstance(each, str)], model, param, is_cut_or_counted=is_cut_or_counted)
     for prompt in prompts:
         if not isinstance(prompt, str):
             check_token_ids(prompt, model, param)
@@ -192,14 +192,14 @@ def check_call_tokens(num_tokens: int, model: ServedModel, what: str, param: str
         )
 
 
-def check_texts(texts: Sequence[str], model: ServedModel, param: str, *, may_be_longer: bool = False) -> None:
+def check_texts(texts: Sequence[str], model: ServedModel, param: str, *, is_cut_or_counted: bool = False) -> None:
     """Raise InvalidRequest for texts that clearly exceed the context. Only long texts are encoded for this check."""
     for text in texts:
-        _check_text(text, model, param, may_be_longer=may_be_longer)
+        _check_text(text, model, param, is_cut_or_counted=is_cut_or_counted)
 
 
 def encode_chat(
-    body: ChatRequest, model: ServedModel, tools: ToolUse | None, *, may_be_longer: bool
+    body: ChatRequest, model: ServedModel, tools: ToolUse | None, *, is_cut_or_counted: bool
 ) -> tuple[int, ...]:
     """Return the token ids of a chat with its documents and `tools`, rendered by the model's chat template.
 
@@ -222,12 +222,12 @@ def encode_chat(
         tools=None if tools is None else template_tools(body.tools),
         template_variables=body.template_variables,
     )
-    _check_text(text, model, "messages", may_be_longer=may_be_longer)
+    _check_text(text, model, "messages", is_cut_or_counted=is_cut_or_counted)
     most = max(2 * model.facts.max_model_len, MAX_LONGER_TEXT)
     return model.tokenizer.encode(text, add_special_tokens=body.add_special_tokens, max_tokens=most)
 
 
-def _check_text(text: str, model: ServedModel, param: str, *, may_be_longer: bool) -> None:
+def _check_text(text: str, model: ServedModel, param: str, *, is_cut_or_counted: bool) -> None:
     """Raise InvalidRequest for a text that the context cannot hold, before the whole text is encoded.
 
     A text that may be longer, because it is cut or only counted, is limited to `MAX_LONGER_TEXT` bytes.
@@ -235,7 +235,7 @@ def _check_text(text: str, model: ServedModel, param: str, *, may_be_longer: boo
     max_model_len = model.facts.max_model_len
     if len(text) <= max_model_len * USUAL_CHARACTERS_PER_TOKEN:
         return
-    if may_be_longer:
+    if is_cut_or_counted:
         if (num_bytes := len(text.encode())) <= MAX_LONGER_TEXT:
             return
         raise ContextTooLong(
@@ -331,7 +331,7 @@ def prepare_generation(
         lengths = _with_bounded_logprobs(body, details, lengths, num_prompt_tokens, limits, is_open_ended=is_open_ended)
         num_logprobs = _num_logprobs(body, details, lengths, num_prompt_tokens)
     request_id, requests = context.response_id(prefix), list[Request]()  # each attempt has its own id at engines
-    response_id, created = context.kept_as or (request_id, int(time.time()))
+    response_id, created = context.stored_as or (request_id, int(time.time()))
     for prompt, max_tokens in zip(prompts, lengths, strict=True):
         seed = secrets.randbits(63) if body.seed is None else body.seed & SEED_MASK
         for sample in range(body.num_samples):
@@ -444,7 +444,7 @@ def _scored_logprobs(details: TokenDetailOptions, *, is_first: bool) -> int | No
 
 def chat_prompt(body: ChatRequest, model: ServedModel) -> tuple[int, ...]:
     """Return the token ids of a chat's prompt, even if the prompt is too long for the model. Raises InvalidRequest."""
-    return truncated(encode_chat(body, model, tools_of(body, model), may_be_longer=True), body, model)
+    return truncated(encode_chat(body, model, tools_of(body, model), is_cut_or_counted=True), body, model)
 
 
 def truncated(prompt: tuple[int, ...], body: GenerationRequest, model: ServedModel) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ from app.api.schemas.parameters import UnknownFields, ignored_fields, ignored_he
 from app.api.schemas.requests import ChatRequest, GenerationRequest, ModelRequest, QueuedRequest
 from app.api.stored_answers import RecordedAnswer, with_history
 from app.api.threads import MAX_SMALL_SIZE, BodyThreads
-from app.batches import LOWEST_CLASS, Answered, ItemOrigin, NewResponse, ReadAnswer
+from app.batches import LOWEST_CLASS, ItemOrigin, ItemResponse, NewResponse, ReadAnswer
 from app.config import ApiConfig
 from app.engine.request import MAX_PRIORITY
 from app.errors import CarouselError, may_be_served_later
@@ -206,8 +206,8 @@ class RequestHandler:
                 new.request_id,
                 headers=new.headers,
                 is_strict=new.is_strict,
-                may_keep=True,
-                kept_as=(new.response_id, new.created_at),
+                may_store=True,
+                stored_as=(new.response_id, new.created_at),
             )
             body: Json = await self.threads.read(new.owner, len(new.body), lambda: from_json(new.body))
             if new.previous is not None:
@@ -219,7 +219,7 @@ class RequestHandler:
 
     async def handle_item(
         self, owner: str, path: str, body: Mapping[str, Any], origin: ItemOrigin | None = None
-    ) -> Answered:
+    ) -> ItemResponse:
         """Return the response that an HTTP client would get for this batch item at the endpoint with this path.
 
         A named owner is the tenant, regardless of `user` in the body, and the usage counts for the owner's key.
@@ -239,7 +239,7 @@ class RequestHandler:
                     content = await state.full_response()
                     if trace is not None:
                         trace.attributes |= state.trace_attributes()
-                    return Answered(200, content, is_large=state.prepared.is_large)
+                    return ItemResponse(200, content, is_large=state.prepared.is_large)
             except Exception as error:
                 if may_be_served_later(error):
                     raise
@@ -363,9 +363,9 @@ class RequestHandler:
             ignored_header=ignored_header(ignored_fields(body, parsed) + _ignored_by_models(fields)),
         )
 
-    async def prepare_item(
+    async def prepare_bulk_item(
         self, path: str, body: Mapping[str, Any], check: Callable[[QueuedRequest], None]
-    ) -> tuple[QueuedRequest, PreparedRequest] | Answered:
+    ) -> tuple[QueuedRequest, PreparedRequest] | ItemResponse:
         """Prepare an item of a bulk run, which has engines of its own and no keys; return a refusal if it cannot run.
 
         `check` raises InvalidRequest for fields that those engines do not support.
@@ -399,13 +399,13 @@ class ItemOutcome:
         """The error Overloaded, Unavailable or EngineStopped, if the prompt could not be served now."""
         return self.outcome if isinstance(self.outcome, Exception) and may_be_served_later(self.outcome) else None
 
-    def answered(self, path: str) -> Answered:
+    def answered(self, path: str) -> ItemResponse:
         """Return the outcome as the response that an HTTP client would get at this path."""
         if isinstance(self.outcome, Exception):
             return replace(_refusal(self.outcome, self.request_id, path), latency_s=self.latency_s)
-        return Answered(200, self.outcome, latency_s=self.latency_s)
+        return ItemResponse(200, self.outcome, latency_s=self.latency_s)
 
 
-def _refusal(error: Exception, request_id: str, path: str) -> Answered:
+def _refusal(error: Exception, request_id: str, path: str) -> ItemResponse:
     log_error(error, request_id)
-    return Answered(error_status(error), error_body(error, request_id, path))
+    return ItemResponse(error_status(error), error_body(error, request_id, path))

@@ -127,7 +127,7 @@ class SharedFields:
     ignored: tuple[str, ...] = ()  # names of the fields that have no effect on this model
 
 
-class AnswerFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class AnswerInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The values that the writers of an answer need in addition to its deltas. A stored answer includes them.
 
     A stored answer may be older than the version that reads the answer, so new fields need defaults.
@@ -154,7 +154,7 @@ class EchoedPrompt(NamedTuple):
     """The text of a prompt that is written before the generated text."""
 
     text: str = ""
-    num_unseen: int = 0  # tokens that the tokenizer added before the prompt, which `text` does not contain
+    num_added_tokens: int = 0  # tokens that the tokenizer added before the prompt, which `text` does not contain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +184,7 @@ class PreparedRequest:
     reasoning: Reasoning | None = None  # how reasoning is split from the text; None: the model marks no reasoning
     tools: ToolUse | None = None  # how tool calls are split from the text; None: no tools are offered
     max_at_once: int | None = None  # how many of the requests run at the same time; None: all
-    first_goes_ahead: bool = False  # the first request ends before all others start: then their prefix is cached
+    first_runs_alone: bool = False  # the first request ends before all others start: then their prefix is cached
     wants_timings: bool = False  # `usage` has timings
 
     @property
@@ -193,10 +193,10 @@ class PreparedRequest:
         # An embedding of one request may have thousands of numbers.
         return self.num_logprobs > 2000 or len(self.requests) > 4
 
-    def facts(self) -> AnswerFacts:
+    def facts(self) -> AnswerInfo:
         """Return the values that are known about the answer before any token is generated."""
         shows_prompts = self.detail_options is not None and self.detail_options.token_ids
-        return AnswerFacts(
+        return AnswerInfo(
             response_id=self.response_id,
             created=self.created,
             model=self.model.name,

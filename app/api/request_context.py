@@ -39,8 +39,8 @@ class RequestContext:
     shares_prefixes: bool = True  # cached prefixes are shared with other accounts
     arrived_at: float = 0.0  # by the clock of the metrics
     trace: RequestTrace | None = None  # None: no traces are sent
-    may_keep: bool = False  # responses can be stored here, and this request may ask to be stored
-    kept_as: tuple[str, int] | None = None  # the id and creation time of a response that is stored
+    may_store: bool = False  # responses can be stored here, and this request may ask to be stored
+    stored_as: tuple[str, int] | None = None  # the id and creation time of a response that is stored
     shared: Mapping[str, SharedFields] = field(default_factory=dict)  # fields of the body checked before, by model
     begun: list[PreparedRequest] = field(default_factory=list)  # all generations that the request has started
 

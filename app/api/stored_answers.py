@@ -24,7 +24,7 @@ from app.api.output.choices import ChoiceDelta
 from app.api.output.completion_writers import ChatFormat, ChoicesBuilder, ChunkWriter, CompletionFormat, Format
 from app.api.output.response_state import ResponseState
 from app.api.output.token_details import TokenDetails
-from app.api.prepared_request import AnswerFacts
+from app.api.prepared_request import AnswerInfo
 from app.api.schemas.fields import MAX_MESSAGES
 from app.batches import (
     CHATS_PATH,
@@ -47,7 +47,7 @@ _FORMATS: dict[str, Format] = {CHATS_PATH: ChatFormat(), COMPLETIONS_PATH: Compl
 _END_OF_EVENT = b"\n\n"
 _encode = msgspec.msgpack.Encoder().encode
 _decode_new = msgspec.msgpack.Decoder(NewResponse).decode
-_decode_facts = msgspec.msgpack.Decoder(AnswerFacts).decode
+_decode_facts = msgspec.msgpack.Decoder(AnswerInfo).decode
 _decode_delta = msgspec.msgpack.Decoder(ChoiceDelta).decode
 
 
@@ -55,15 +55,17 @@ _decode_delta = msgspec.msgpack.Decoder(ChoiceDelta).decode
 
 
 class RecordedAnswer:
-    """An answer that is being written to a file (see `KeptAnswer`)."""
+    """An answer that is being written to a file (see `AnswerRecorder`)."""
 
-    def __init__(self, state: ResponseState, facts: AnswerFacts, *, path: str) -> None:
+    def __init__(self, state: ResponseState, facts: AnswerInfo, *, path: str) -> None:
         """`path` is the path of the answer's endpoint."""
         self.facts = _encode(facts)
         self._state = state
         self._path = path
         self._is_cut = False  # an output ended at the length limit
-        self._num_told = len(facts.ignored)  # entries of the state's `ignored` that are stored; a delta stores the rest
+        self._num_reported = len(
+            facts.ignored
+        )  # entries of the state's `ignored` that are stored; a delta stores the rest
 
     async def records(self, known: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         """Yield the new records of this attempt, without the records that an earlier attempt has stored.
@@ -78,7 +80,7 @@ class RecordedAnswer:
             if num_known % 64 == 0:
                 await asyncio.sleep(0)  # let other tasks run
             delta = _decode_delta(content)
-            self._num_told += len(delta.ignored)
+            self._num_reported += len(delta.ignored)
             repetition.add(delta)
             named.update(() if delta.details is None else delta.details.token_bytes)
             self._note_finish(delta)
@@ -92,8 +94,8 @@ class RecordedAnswer:
                         rest = repetition.rest(piece)
                         if rest is not None:
                             self._note_finish(rest)
-                            ignored = state.ignored[self._num_told :]
-                            self._num_told += len(ignored)
+                            ignored = state.ignored[self._num_reported :]
+                            self._num_reported += len(ignored)
                             yield _encode(_as_stored(rest, named, state, ignored))
             state.log_end()
         except Exception as error:
@@ -297,7 +299,7 @@ class AnswerReader:
         if part.end is not None:
             yield from self._end(part.end)
 
-    def _begin(self, new: NewResponse, facts: AnswerFacts) -> None:
+    def _begin(self, new: NewResponse, facts: AnswerInfo) -> None:
         self._num_open = facts.num_requests
         self.answer = StoredAnswer(
             facts=facts,

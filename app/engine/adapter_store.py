@@ -76,9 +76,9 @@ class AdapterStore:
             Overloaded: other requests use the maximum number of adapters.
             UnsupportedAdapter: the adapter cannot be read, or its files do not have the digest of the request.
         """
-        return self.hold_soon(adapter, tenant=tenant).result()
+        return self.hold_async(adapter, tenant=tenant).result()
 
-    def hold_soon(self, adapter: Adapter, *, tenant: str = "") -> Future[HeldAdapter]:
+    def hold_async(self, adapter: Adapter, *, tenant: str = "") -> Future[HeldAdapter]:
         """Return a future with the result or the error of `hold`. The future of a loaded adapter is already done.
 
         The future can be cancelled until the tenant's turn comes. Raises EngineStopped after `close`.
@@ -132,7 +132,9 @@ class AdapterStore:
     def _loaded_for(self, first: _Waiting) -> object:
         adapter, began_at = first.adapter, time.monotonic()
         with self._lock:
-            self._to_unload(first.tenant)  # raises Overloaded before a file is read if no adapter can make room
+            self._eviction_candidate(
+                first.tenant
+            )  # raises Overloaded before a file is read if no adapter can make room
         weights = self._load(adapter, lambda: self._make_room(first.tenant))
         logger.info("adapter %s (%s) loaded in %.2f s", adapter.name, adapter.digest, time.monotonic() - began_at)
         return weights
@@ -188,12 +190,12 @@ class AdapterStore:
 
     def _make_room(self, tenant: str) -> None:
         with self._lock:
-            digest = self._to_unload(tenant)
+            digest = self._eviction_candidate(tenant)
             if digest is not None:
                 logger.info("adapter %s (%s) unloaded for another", self._loaded[digest].name, digest)
                 self._forget(digest)
 
-    def _to_unload(self, tenant: str) -> str | None:
+    def _eviction_candidate(self, tenant: str) -> str | None:
         """Return the adapter to unload for one of this tenant, or None while there is room. Raises Overloaded."""
         if len(self._loaded) < self._max_loaded:
             return None

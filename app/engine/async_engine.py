@@ -27,7 +27,7 @@ from app.engine.matcher import Matcher, Matchers
 from app.engine.request import Adapter, Address, FinishReason, ModelInfo, Queued, Request, TokenDelta
 from app.engine.sleep_controller import SleepController
 from app.engine.snapshot import EngineSnapshot
-from app.engine.stats import AWAKE, EngineMeasurements, EngineStats, SleepState, SleepStats, TakenBackend
+from app.engine.stats import AWAKE, ChosenBackend, EngineMeasurements, EngineStats, SleepState, SleepStats
 from app.errors import (
     CarouselError,
     DeviceFault,
@@ -182,7 +182,7 @@ class AsyncEngine:
         store = self.adapters
         if store is None:
             raise UnsupportedAdapter(NO_ADAPTERS)
-        loading = store.hold_soon(adapter, tenant=tenant)
+        loading = store.hold_async(adapter, tenant=tenant)
         if loading.done():
             return loading.result()
         try:
@@ -277,7 +277,7 @@ class AsyncEngine:
         return AWAKE if self._sleeper is None else self._sleeper.stats
 
     @property
-    def backend(self) -> TakenBackend | None:
+    def backend(self) -> ChosenBackend | None:
         """The backend that computes on a GPU, or None on a CPU. Any thread may read this property."""
         return self._engine.runner.backend
 
@@ -337,7 +337,7 @@ class AsyncEngine:
             num_requests, max_requests = len(self._receivers), min(stats.max_running, self.max_requests)
             num_waiting_tokens = stats.num_waiting_tokens
         else:
-            num_requests, max_requests = len(self._foreground) + stats.num_staying_background, self.max_requests
+            num_requests, max_requests = len(self._foreground) + stats.num_unpreemptible_background, self.max_requests
             num_waiting_tokens = stats.num_waiting_foreground_tokens
         num_waiting_tokens += self._num_entering_tokens
         if num_requests >= max_requests:

@@ -124,7 +124,7 @@ class StepBatch:
     # draft; see `kept_tokens`.
     has_drafts: bool = False
     # In an engine that launches ahead: no other step was in flight when this step was scheduled.
-    has_waited: bool = False
+    launched_alone: bool = False
 
     @cached_property
     def num_tokens(self) -> int:
@@ -142,7 +142,7 @@ class StepBatch:
         With drafts, a sequence has one item for each of its tokens, and each item ends with that token.
         """
         if self.has_drafts:
-            return tuple([each for item in self.scheduled for each in _by_draw(item)])
+            return tuple([each for item in self.scheduled for each in _items_by_draw(item)])
         return tuple([item for item in self.scheduled if item.samples])
 
     @cached_property
@@ -181,7 +181,7 @@ class StepBatch:
 EMPTY_BATCH = StepBatch((), ())
 
 
-def _by_draw(item: ScheduledSequence) -> Several[ScheduledSequence]:
+def _items_by_draw(item: ScheduledSequence) -> Several[ScheduledSequence]:
     """Return copies of an item that end at each of its tokens."""
     if item.draws:
         return item.draws
@@ -235,7 +235,7 @@ class StepLimits(NamedTuple):
 MAX_SCORED_TOKENS = 512
 # The maximum number of sequences with more than one token (prompts or drafts) in a step that a GPU replays from a
 # graph. Each may need an extra kernel program in every replay.
-MAX_LONGER = 64
+MAX_MULTI_TOKEN_SEQUENCES = 64
 
 
 class BatchBuilder:
@@ -365,7 +365,7 @@ class BatchBuilder:
         self.num_tokens_left -= len(drafts)
         self._has_drafts = True
 
-    def build(self, *, began_at: float, has_waited: bool = False) -> StepBatch:
+    def build(self, *, began_at: float, launched_alone: bool = False) -> StepBatch:
         """Return the batch for the model runner."""
         return StepBatch(
             tuple(self.scheduled),
@@ -376,7 +376,7 @@ class BatchBuilder:
             has_pooling=self._has_pooling,
             has_preempted=self.has_preempted,
             has_drafts=self._has_drafts,
-            has_waited=has_waited,
+            launched_alone=launched_alone,
         )
 
     def _scheduled_sequence(self, sequence: Sequence, num_tokens: int) -> ScheduledSequence:
@@ -439,11 +439,11 @@ def expand_drafts(
     draws, generated = [item], list(sequence.generated_token_ids)
     for draft in drafts:
         generated.append(draft)
-        draws.append(behind_draft(draws[-1], generated, eos_token_ids))
+        draws.append(after_draft(draws[-1], generated, eos_token_ids))
     return tuple(draws)
 
 
-def behind_draft(item: ScheduledSequence, generated: list[int], eos_token_ids: frozenset[int]) -> ScheduledSequence:
+def after_draft(item: ScheduledSequence, generated: list[int], eos_token_ids: frozenset[int]) -> ScheduledSequence:
     """Return an item extended by a draft, which is the last of the `generated` tokens."""
     draft = generated[-1]
     return structs.replace(

@@ -48,7 +48,7 @@ class Prefix:
     block: Block  # the block that held the last tokens when this prefix was cached
     tenant: str = ""  # the tenant of the request that computed the prefix first
     name: bytes = b""  # the name in other processes, set when first needed; see `block_store`
-    noted_in: int = 0  # the minute, since 1970, in which the store last recorded a use of this prefix
+    last_used_minute: int = 0  # the minute, since 1970, in which the store last recorded a use of this prefix
     snapshot: Snapshot | None = None  # the states after the prefix, for a model with recurrent layers; see `StatePool`
 
     num_blocks: int = field(init=False)  # blocks from the start
@@ -193,7 +193,7 @@ class BlockPool:
             num_each = self.num_blocks - num_window_groups * self._max_in_window
         return num_each * self.block_size
 
-    def num_blocks_behind(self, cached: Sequence[Block], num_tokens: int) -> int:
+    def num_blocks_after(self, cached: Sequence[Block], num_tokens: int) -> int:
         """Return the most blocks, over all groups, that a sequence of `num_tokens` needs beside its cached blocks."""
         number = self.num_blocks_for(num_tokens) - len(cached)
         if self.num_groups == 1:

@@ -80,7 +80,9 @@ class Fetch:
         self.token_ids = token_ids
         self.slot = slot
         self.num_filled = 0  # filled blocks, counted from the first block
-        self.num_with_snapshot = 0  # the number of blocks that the snapshot in the slot covers; 0 without a snapshot
+        self.num_covered_by_snapshot = (
+            0  # the number of blocks that the snapshot in the slot covers; 0 without a snapshot
+        )
         self.is_wanted = True  # the engine sets this to False when it no longer waits for the fetch
         self.is_done = False  # the store sets this to True when it will not write to the blocks or the slot again
 
@@ -89,9 +91,9 @@ class Fetch:
         """The number of blocks that a sequence can share, counted from the first block."""
         if self.slot is None:
             return self.num_filled
-        return self.num_with_snapshot if self.num_with_snapshot <= self.num_filled else 0
+        return self.num_covered_by_snapshot if self.num_covered_by_snapshot <= self.num_filled else 0
 
-    def label_behind(self, num_blocks: int) -> tuple[int, ...]:
+    def label_after(self, num_blocks: int) -> tuple[int, ...]:
         """Return the label of the snapshot after the first `num_blocks` blocks. `num_blocks` is at least 1."""
         last_block = self.token_ids[num_blocks - 1]
         return label_of_snapshot((len(self.before) + num_blocks) * len(last_block), last_block)

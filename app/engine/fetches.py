@@ -15,14 +15,14 @@ from app.engine.stats import StoreStats
 
 # The intervals at which an idle engine checks fetches that a sequence waits for, and abandoned fetches whose blocks
 # are not free yet.
-LOOK_AGAIN_S, LOOK_LATER_S = 0.001, 0.1
+POLL_WAITING_S, POLL_ABANDONED_S = 0.001, 0.1
 # A fetch may take as long as computing the tokens, but at least `MIN_PATIENCE_S`. While the engine's speed is unknown,
 # a fetch may take `FIRST_PATIENCE_S`.
 MIN_PATIENCE_S, FIRST_PATIENCE_S = 0.05, 1.0
 
 
 @dataclass(slots=True, eq=False)
-class _Expected:
+class _PendingFetch:
     """A fetch in progress."""
 
     sequence: Sequence | None  # waits for the fetch; None if the sequence has ended or computes the tokens instead
@@ -44,13 +44,13 @@ class PrefixFetches:
     def __init__(self, pool: BlockPool, store: BlockStore | None) -> None:
         self._pool = pool
         self.store = store
-        self._expected: list[_Expected] = []
+        self._expected: list[_PendingFetch] = []
         self._begun: list[tuple[int, int]] = []  # fetches since `take_notes`: arrival number, number of blocks
         self._done: list[tuple[int, int]] = []
         self.num_tokens = 0  # tokens fetched since the start
         self.num_given_up = 0  # fetches since the start that took too long
         if store is not None and pool.states is not None:
-            pool.states.note_lasting = self._offer_long
+            pool.states.on_durable_snapshot = self._offer_long
         elif store is not None:
             pool.note_findable = self._offer_long
 
@@ -80,7 +80,7 @@ class PrefixFetches:
             return None
         if any(each.fetch.is_done for each in self._expected):
             return now
-        return now + (LOOK_AGAIN_S if len(self) else LOOK_LATER_S)
+        return now + (POLL_WAITING_S if len(self) else POLL_ABANDONED_S)
 
     def begin(self, sequence: Sequence, cached: list[Block], *, now: float, tokens_per_s: float) -> bool:
         """Fetch the blocks after the cached blocks of a sequence's prefix. Returns whether the sequence must wait.
@@ -110,7 +110,7 @@ class PrefixFetches:
         blocks = self._pool.allocate(len(names))
         fetch = Fetch(sequence.request, before=cached, blocks=blocks, names=names, token_ids=token_ids, slot=slot)
         patience_s = max(compute_s, MIN_PATIENCE_S) if tokens_per_s else FIRST_PATIENCE_S
-        self._expected.append(_Expected(sequence, sequence.arrival, parent, fetch, now, now + patience_s))
+        self._expected.append(_PendingFetch(sequence, sequence.arrival, parent, fetch, now, now + patience_s))
         sequence.status = SequenceStatus.FETCHING
         self._begun.append((sequence.arrival, len(blocks)))
         store.begin(fetch)
@@ -138,7 +138,7 @@ class PrefixFetches:
     def collect(self, now: float) -> list[Sequence]:
         """Return the sequences whose fetch is done or takes too long. The caller puts them back into the queue."""
         back: list[Sequence] = []
-        still: list[_Expected] = []
+        still: list[_PendingFetch] = []
         for each in self._expected:
             is_done = each.fetch.is_done  # read only once, because the store's thread sets it
             if each.sequence is not None and (is_done or now >= each.gives_up_at):
@@ -182,7 +182,7 @@ class PrefixFetches:
             self.store.settle(settling_s)
         return back
 
-    def _leave(self, expected: _Expected) -> Sequence:
+    def _leave(self, expected: _PendingFetch) -> Sequence:
         sequence, expected.sequence = expected.sequence, None
         assert sequence is not None, "a sequence waits for this fetch"
         expected.fetch.is_wanted = False
@@ -190,7 +190,7 @@ class PrefixFetches:
             sequence.status = SequenceStatus.WAITING
         return sequence
 
-    def _publish(self, expected: _Expected) -> None:
+    def _publish(self, expected: _PendingFetch) -> None:
         """Make the filled blocks findable and free all blocks of the fetch."""
         fetch, parent = expected.fetch, expected.parent
         num_usable = 0 if expected.is_void else fetch.num_usable

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from app.engine.batch import StepBatch, StepResult
-from app.engine.stats import TakenBackend
+from app.engine.stats import ChosenBackend
 
 
 class PendingStep(Protocol):
@@ -61,7 +61,7 @@ class ModelRunner(ABC):
     can_sleep = False  # whether `sleep` gives up the memory
     num_padding_tokens = 0  # padding tokens computed since the start, if steps have only a few sizes
     num_steps_without_graph = 0  # steps since the start that were not replayed from a graph, if the device has graphs
-    backend: TakenBackend | None = None  # the GPU backend, if any
+    backend: ChosenBackend | None = None  # the GPU backend, if any
 
     @abstractmethod
     def run(self, batch: StepBatch) -> StepResult:

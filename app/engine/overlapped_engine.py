@@ -76,7 +76,7 @@ class OverlappedEngine(Engine):
 
     def _is_waited_for(self, batch: StepBatch) -> bool:
         """Whether the engine schedules the next step only after the tokens of this batch are known."""
-        if batch.has_drafts or batch.has_waited:  # do not wait twice in a row if no drafts came
+        if batch.has_drafts or batch.launched_alone:  # do not wait twice in a row if no drafts came
             return batch.has_drafts
         return self._scheduler.hopes_for_drafts()
 

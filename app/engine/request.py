@@ -116,7 +116,7 @@ class Pooling(StrEnum):
     LOGIT = "logit"  # as SCORE, but before the function that turns logits into scores
 
     @property
-    def is_of_head(self) -> bool:
+    def uses_head(self) -> bool:
         """Whether the numbers come from the head of a cross-encoder or a classifier."""
         return self in (Pooling.SCORE, Pooling.LOGIT)
 
@@ -195,7 +195,7 @@ class Address(NamedTuple):
 ALL_BLOCKS = 1 << 31  # more blocks than any request has
 
 
-class PrefixAt(NamedTuple):
+class PrefixSource(NamedTuple):
     """A replica that has more of a request's prefix in its KV memory than the replica that the request is sent to."""
 
     address: Address
@@ -229,7 +229,7 @@ class Request:
     call: str = ""  # requests of one call share a prefix and go to the replica of the first one if possible
     no_queue: bool = False  # the request is refused if it would wait for a slot
     adapter: Adapter | None = None  # the LoRA adapter that is applied to the model's weights
-    prefix_at: PrefixAt | None = None  # another replica that can send the prefix
+    prefix_at: PrefixSource | None = None  # another replica that can send the prefix
 
     @property
     def prefix_salt(self) -> str:
@@ -254,8 +254,8 @@ class Queued(NamedTuple):
     position: int  # number of requests already waiting; a policy may put the new request before some of them
     estimated_wait_s: float
     replica_id: str = ""  # the replica where the request waits
-    why_there: str = ""  # a few words on why this replica was chosen
-    loads_there: str = ""  # the loads of all candidates, in one line
+    routing_reason: str = ""  # a few words on why this replica was chosen
+    candidate_loads: str = ""  # the loads of all candidates, in one line
     group: str = ""  # the replica's group, in an A/B trial
 
 

@@ -57,9 +57,9 @@ def _check_pooling(request: Request, facts: ModelInfo) -> None:
         if not facts.generates:
             raise InvalidRequest("this model is an encoder and generates no text; ask another", param="model")
         return
-    if pooling.is_of_head and not (facts.scores_pairs or facts.labels):
+    if pooling.uses_head and not (facts.scores_pairs or facts.labels):
         raise InvalidRequest("this model gives no scores of pairs or labels; ask another", param="model")
-    if not pooling.is_of_head and facts.embedding_size is None:
+    if not pooling.uses_head and facts.embedding_size is None:
         raise InvalidRequest("this model gives no embeddings; ask another", param="model")
     if pooling == Pooling.CLS and facts.generates:
         raise InvalidRequest("the first token of this model sees no other; CLS pooling needs an encoder", param="model")

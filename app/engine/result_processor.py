@@ -105,7 +105,7 @@ class ResultProcessor:
                 if own is not None:
                     self._pool.cache_in_window(own, prefix, group)
         if sequence.window_blocks:
-            self._pool.free(sequence.give_back_before(self._pool.first_in_window(num_computed_tokens)))
+            self._pool.free(sequence.release_before(self._pool.first_in_window(num_computed_tokens)))
 
     def _drawn(
         self, sequence: Sequence, token_ids: tuple[int, ...], num_generated: int, logprobs: tuple[TokenLogprobs, ...]

@@ -61,7 +61,7 @@ class RunningSequences:
         if sequence.is_scoring:  # a cached block yields no log-probabilities: skip only blocks already scored
             cached = cached[: sequence.num_scored_tokens // self._pool.block_size]
         cached = self._pool.with_states(self._pool.with_windows(cached))
-        num_blocks = self._pool.num_blocks_behind(cached, sequence.num_tokens)
+        num_blocks = self._pool.num_blocks_after(cached, sequence.num_tokens)
         in_windows = chain.from_iterable(self._pool.found_in_windows(cached))
         return cached, num_blocks + self._pool.num_free_among(cached) + self._pool.num_free_among(in_windows)
 
@@ -83,15 +83,15 @@ class RunningSequences:
         sequence.status = SequenceStatus.RUNNING
         in_windows = self._pool.found_in_windows(cached)
         self._pool.share(chain(cached, *in_windows))
-        sequence.num_given_back = len(cached) - len(in_windows[0]) if in_windows else 0
-        sequence.extend_blocks(cached, *([None] * sequence.num_given_back + found for found in in_windows))
+        sequence.num_released_blocks = len(cached) - len(in_windows[0]) if in_windows else 0
+        sequence.extend_blocks(cached, *([None] * sequence.num_released_blocks + found for found in in_windows))
         sequence.prefixes = [block.prefix for block in cached if block.prefix is not None]
         sequence.num_computed_tokens = len(cached) * self._pool.block_size
         if self._pool.states is not None:
             prefix = sequence.prefixes[-1] if cached else None
             assert prefix is None or prefix.num_tokens == sequence.num_computed_tokens, "as long as its blocks"
             sequence.states = self._pool.states.begin(prefix)
-            sequence.states.branch_tokens = num_matched * self._pool.block_size
+            sequence.states.num_matched_tokens = num_matched * self._pool.block_size
 
     def add(self, sequence: Sequence) -> None:
         """Insert a sequence by its rank."""
@@ -180,7 +180,7 @@ class RunningSequences:
         assert sequence.states is not None, "the sequence runs"
         # The point where this prompt branches off a cached one, and the points where an equal or longer prompt resumes.
         wanted = {
-            sequence.states.branch_tokens,
+            sequence.states.num_matched_tokens,
             *(size * (number // size) for number in (sequence.num_tokens - 1, sequence.num_tokens)),
         }
         interval = self._pool.states.interval_tokens

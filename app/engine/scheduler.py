@@ -96,7 +96,7 @@ class Scheduler:
         self.last_step_s = 0.0  # duration of the last step
         # Time between the ends of the last two steps; after a pause, the time from the last step's begin to its end.
         self.last_gap_s = 0.0
-        self._goes_on_since: float | None = None  # the end of the last step, if requests continued after it
+        self._last_end_while_busy: float | None = None  # the end of the last step, if requests continued after it
         self._decision = SchedulingDecision()  # decision of the last `schedule`, until `take_decision`
 
     @property
@@ -144,7 +144,7 @@ class Scheduler:
             adapter=adapter,
         )
         self._num_arrived += 1
-        sequence.have_window_groups(self.pool.num_groups - 1)
+        sequence.reset_window_tables(self.pool.num_groups - 1)
         if sequence.deadline_at is not None:
             self._deadlines.watch(
                 sequence,
@@ -239,7 +239,7 @@ class Scheduler:
         placeholders (see `commit_ahead`), and the batch may be empty although sequences run.
         """
         if not len(self._running):
-            self._goes_on_since = None
+            self._last_end_while_busy = None
         self._finish_overdue(now)
         for sequence in self.fetches.collect(now):
             self._wait(sequence)
@@ -250,7 +250,7 @@ class Scheduler:
             self._preempt(sequence)
         plan = self._strategy.plan(self._view(now, num_places))
         builder = self._new_builder(plan)
-        self._schedule_running(builder, self._taking_part(is_ahead=is_ahead))
+        self._schedule_running(builder, self._participants(is_ahead=is_ahead))
         num_running = len(builder.sequences)
         # A preemption for blocks means that memory is short: a sequence that joined now would be preempted next.
         wait_reason = WaitReason.BLOCKS if builder.has_preempted else self._admit(builder, plan, now)
@@ -260,8 +260,8 @@ class Scheduler:
             add_drafts(builder, self.drafter, self._running, is_short=is_short, max_rows=self._max_rows)
         if self.pool.states is not None:
             builder.give_states(self._running.state_path)
-        self._note_decision(joined, wait_reason)
-        return builder.build(began_at=now, has_waited=self._launches_ahead and not is_ahead)
+        self._record_decision(joined, wait_reason)
+        return builder.build(began_at=now, launched_alone=self._launches_ahead and not is_ahead)
 
     @property
     def _max_rows(self) -> int | None:
@@ -311,7 +311,7 @@ class Scheduler:
             first = [*first, self._waiting.peek(plan.bucket(0))]
         return any(not sequence.request.is_background for sequence in first)
 
-    def _note_decision(self, joined: list[Sequence], wait_reason: WaitReason) -> None:
+    def _record_decision(self, joined: list[Sequence], wait_reason: WaitReason) -> None:
         preempted, self._preempted = self._preempted, []
         num_waiting = len(self._waiting)
         self._decision = SchedulingDecision(
@@ -321,7 +321,7 @@ class Scheduler:
 
     # -- running sequences
 
-    def _taking_part(self, *, is_ahead: bool) -> list[Sequence]:
+    def _participants(self, *, is_ahead: bool) -> list[Sequence]:
         """Return a new list of running sequences, without those that get their last token in the unreconciled step."""
         if is_ahead:
             # `or 1`: a sequence that generates nothing takes part until its prompt is computed.
@@ -419,7 +419,7 @@ class Scheduler:
             self._totals.prompt_tokens += sequence.num_prompt_tokens
             self._totals.cached_tokens += sequence.num_cached_tokens
             if sequence.states is not None:
-                num_unresumable = sequence.states.branch_tokens - sequence.num_cached_tokens
+                num_unresumable = sequence.states.num_matched_tokens - sequence.num_cached_tokens
                 self._totals.unresumable_tokens += num_unresumable
         sequence.order_key = self._policy.order_key(sequence)
         self._running.add(sequence)
@@ -516,8 +516,8 @@ class Scheduler:
     def _count_step(self, now: float, *, began_at: float, num_tokens: int, num_ended: int) -> None:
         self._totals.steps += 1
         self.last_step_s = now - max(began_at, self._last_step_at)  # a step ahead begins while the previous one runs
-        self.last_gap_s = now - (began_at if self._goes_on_since is None else self._goes_on_since)
-        self._last_step_at = self._goes_on_since = now
+        self.last_gap_s = now - (began_at if self._last_end_while_busy is None else self._last_end_while_busy)
+        self._last_step_at = self._last_end_while_busy = now
         self._throughput.note_step(self.last_step_s, num_tokens=num_tokens, num_ended=num_ended)
 
     # ------------------------------------------------------------------ between two steps
@@ -558,7 +558,7 @@ class Scheduler:
             num_waiting_tokens=self._waiting.num_tokens,
             num_waiting_foreground_tokens=self._waiting.num_foreground_tokens,
             num_background=self._running.num_background + len(self._waiting) - self._waiting.num_foreground,
-            num_staying_background=0 if self._strategy.joins_any_step else self._running.num_background,
+            num_unpreemptible_background=0 if self._strategy.joins_any_step else self._running.num_background,
             estimated_wait_s=self._estimated_wait_s(),
             ended_per_s=self._throughput.ended_per_s,
             mean_length_error_tokens=self._mean_length_error,

@@ -62,7 +62,7 @@ class Sequence:
     # One list for each window group, as `blocks` and `block_ids`. A freed block is replaced by None; its id remains.
     window_blocks: tuple[list[Block | None], ...] = ()
     window_ids: tuple[list[int], ...] = ()
-    num_given_back: int = 0  # blocks freed in each window group, counted from the start
+    num_released_blocks: int = 0  # blocks freed in each window group, counted from the start
     prefixes: list[Prefix] = field(default_factory=list)  # prefixes of its full, computed blocks
     states: SequenceStates | None = None  # set while it runs, for a model with recurrent layers
     adjustments: LogitAdjustments | None = None  # while it runs with penalties or biases; see `current_adjustments`
@@ -162,11 +162,11 @@ class Sequence:
             self.adjustments.follow(self.generated_token_ids)
         return self.adjustments
 
-    def have_window_groups(self, number: int) -> None:
+    def reset_window_tables(self, number: int) -> None:
         """Create an empty block table for each window group. Call this before the sequence has any block."""
         self.window_blocks = tuple([] for _ in range(number))
         self.window_ids = tuple([] for _ in range(number))
-        self.num_given_back = 0
+        self.num_released_blocks = 0
 
     def extend_blocks(self, blocks: list[Block], *in_windows: Several[Block | None]) -> None:
         """Append blocks. in_windows: as many blocks for each window group."""
@@ -177,13 +177,13 @@ class Sequence:
                 own.extend(new)
                 ids.extend(0 if block is None else block.block_id for block in new)
 
-    def give_back_before(self, first: int) -> list[Block]:
+    def release_before(self, first: int) -> list[Block]:
         """Give up the window groups' blocks before index `first` and return them; the caller frees them."""
         given: list[Block] = []
         for own in self.window_blocks:
-            given += [block for block in own[self.num_given_back : first] if block is not None]
-            own[self.num_given_back : first] = [None] * max(0, first - self.num_given_back)
-        self.num_given_back = max(self.num_given_back, first)
+            given += [block for block in own[self.num_released_blocks : first] if block is not None]
+            own[self.num_released_blocks : first] = [None] * max(0, first - self.num_released_blocks)
+        self.num_released_blocks = max(self.num_released_blocks, first)
         return given
 
     def all_blocks(self) -> list[Block]:
@@ -199,7 +199,7 @@ class Sequence:
         """
         blocks = self.all_blocks()
         self.blocks, self.block_ids, self.prefixes = [], [], []
-        self.have_window_groups(len(self.window_ids))
+        self.reset_window_tables(len(self.window_ids))
         self.num_computed_tokens = self.num_draft_computed_tokens = 0
         self.pooled = None
         self.adjustments = self.drafts = None

@@ -19,8 +19,8 @@ class SleepController:
     The engine's thread calls the methods. It must have taken the memory before (`DeviceLease.wait`).
     """
 
-    def __init__(self, engine: Engine, turns: DeviceLease, *, after_s: float, started_in_s: float) -> None:
-        """after_s: idle seconds before the engine sleeps. started_in_s: seconds that building the engine took."""
+    def __init__(self, engine: Engine, turns: DeviceLease, *, after_s: float, startup_s: float) -> None:
+        """after_s: idle seconds before the engine sleeps. startup_s: seconds that building the engine took."""
         self._engine = engine
         self._turns = turns
         self._after_s = after_s
@@ -30,7 +30,7 @@ class SleepController:
         self._turn_ends_at: float | None = None  # set while other engines need its memory
         self._num_before_turn = 0  # tokens and requests done before the turn began, see `_num_done`
         self._has_changed = True  # whether another engine has changed a turn since the last `advance`
-        self.stats = SleepStats(last_wake_s=started_in_s)  # replaced as a whole; any thread may read it
+        self.stats = SleepStats(last_wake_s=startup_s)  # replaced as a whole; any thread may read it
         self._begin_turn()
 
     def listen(self, on_change: Callable[[], None]) -> None:

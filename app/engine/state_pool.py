@@ -67,7 +67,7 @@ class SequenceStates:
 
     own: tuple[int, int]  # two slots that no other sequence reads
     current: int = NO_STATE  # slot with the state after all computed tokens: one of `own`, or a snapshot's slot
-    branch_tokens: int = 0  # length of the prefix with cached keys and values; snapshots may end earlier
+    num_matched_tokens: int = 0  # length of the prefix with cached keys and values; snapshots may end earlier
     new: list[tuple[int, int]] = field(default_factory=list)  # snapshots of the running step: (length in tokens, slot)
     # The other slots that the running step writes, by the sequence's length in tokens. A step with drafts has a slot
     # for each length, because the number of accepted drafts is known only at the end of the step.
@@ -98,7 +98,7 @@ class StatePool:
         self._num_readers: dict[int, int] = {}  # by slot with a present or forgotten snapshot: sequences that read it
         self.note_resumable: Callable[[Prefix, bool], None] | None = None  # called when a snapshot is made or removed
         # Called with a prefix whose snapshot is worth storing elsewhere, because the sequence will not soon replace it.
-        self.note_lasting: Callable[[Prefix], None] | None = None
+        self.on_durable_snapshot: Callable[[Prefix], None] | None = None
 
     @property
     def num_free(self) -> int:
@@ -168,7 +168,7 @@ class StatePool:
         spare = [slot for number, slot in states.new if number > end]
         if end in states.behind:
             last = states.behind[end]
-            spare += self._own_from_now_on(states, last)
+            spare += self._adopt_slot(states, last)
         else:
             last = new[-1][1]
             self._read(last)
@@ -177,7 +177,7 @@ class StatePool:
         states.current = last
         for (num_tokens, slot), prefix in zip(new, prefixes, strict=True):
             if self._keep(prefix, slot, num_tokens):
-                if num_tokens != states.branch_tokens:
+                if num_tokens != states.num_matched_tokens:
                     self._supersede(states, prefix, generates=generates)
                 if not generates:
                     self._note_lasting(prefix)
@@ -229,7 +229,7 @@ class StatePool:
 
     # ------------------------------------------------------------------
 
-    def _own_from_now_on(self, states: SequenceStates, slot: int) -> list[int]:
+    def _adopt_slot(self, states: SequenceStates, slot: int) -> list[int]:
         """Make a slot that the step has written one of the sequence's `own` slots. Return the slot that it replaces."""
         if slot in states.own:
             return []
@@ -289,5 +289,5 @@ class StatePool:
             self.note_resumable(prefix, is_resumable)
 
     def _note_lasting(self, prefix: Prefix) -> None:
-        if self.note_lasting is not None and prefix.snapshot is not None:
-            self.note_lasting(prefix)
+        if self.on_durable_snapshot is not None and prefix.snapshot is not None:
+            self.on_durable_snapshot(prefix)

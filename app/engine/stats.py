@@ -36,7 +36,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_waiting_tokens: int  # prompt tokens of waiting requests
     num_waiting_foreground_tokens: int  # prompt tokens of waiting foreground requests
     num_background: int  # background requests, running and waiting
-    num_staying_background: int  # background requests in a whole batch, which is not preempted for other requests
+    num_unpreemptible_background: int  # background requests in a whole batch, which is not preempted for other requests
     estimated_wait_s: float  # expected wait of a request that arrives now
     ended_per_s: float  # requests that recently ended per second of computing: how fast the queue drains
     mean_length_error_tokens: float  # recent mean error of predicted output lengths
@@ -72,7 +72,7 @@ class SleepState(StrEnum):
     WAKING = "waking"
 
 
-class TakenBackend(NamedTuple):
+class ChosenBackend(NamedTuple):
     """The backend that computes a model on a GPU (`app/model/gpu_backends.py`)."""
 
     name: str
@@ -156,7 +156,7 @@ class EngineMeasurements:
     step_requests: Distribution  # requests in one step
     num_padding_tokens: int = 0  # tokens computed only as padding, because CUDA graphs exist for a few sizes
     num_steps_without_graph: int = 0  # steps launched kernel by kernel
-    backend: TakenBackend | None = None  # None on a CPU
+    backend: ChosenBackend | None = None  # None on a CPU
     tuning: Tuning | None = None  # state of the tuner; None without targets
     adapters: AdapterStats | None = None  # None if the model runner supports no adapters
     sleep: SleepStats | None = None  # None if the engine never sleeps

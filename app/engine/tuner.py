@@ -86,7 +86,7 @@ class Tuner(StepObserver):
         self._due_at: float | None = None
         self._is_unreachable = False
         self.tuning = Tuning(limits=self._highest, step_s=self._planned_s()[0])
-        self._teller = _Teller(targets)
+        self._teller = TuningLog(targets)
 
     def step_ended(self, step: EndedStep) -> None:
         at, num_running = step.at, len(self._running)
@@ -190,7 +190,7 @@ def _settled(current: StepLimits, wanted: StepLimits, highest: StepLimits) -> St
     return StepLimits(tokens, min(chunk, tokens), min(running, tokens))
 
 
-class _Teller:
+class TuningLog:
     """Logs changed limits from time to time, and logs once that the targets are unreachable."""
 
     _EVERY_S = 10.0  # minimum seconds between two log lines about changed limits

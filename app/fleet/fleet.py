@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from msgspec import structs
 
 from app.culprits import Culprits, SuspectQueue
-from app.engine.request import ALL_BLOCKS, Address, PrefixAt, Queued, Request, TokenDelta
+from app.engine.request import ALL_BLOCKS, Address, PrefixSource, Queued, Request, TokenDelta
 from app.engine.snapshot import EngineSnapshot
 from app.errors import Cancelled, DeadlineMissed, Overloaded, ReplicasLost, Unavailable
 from app.fleet.connection import FailoverLimits, FleetMetrics, FrameReader, ReplicaConnection
@@ -279,8 +279,8 @@ class Fleet:
         return queued._replace(
             replica_id=in_flight.replica_id,
             group=decision.candidates[0].group,
-            why_there=decision.reason,
-            loads_there=decision.explain_loads(),
+            routing_reason=decision.reason,
+            candidate_loads=decision.explain_loads(),
         )
 
     def _end_attempt(self, in_flight: InFlightRequest) -> None:
@@ -311,7 +311,7 @@ class Fleet:
         if isinstance(lost, RequestLeft):
             in_flight.lost_at = now
             if in_flight.prefixes_at is not None:
-                in_flight.left = PrefixAt(Address._make(in_flight.prefixes_at), ALL_BLOCKS)
+                in_flight.left = PrefixSource(Address._make(in_flight.prefixes_at), ALL_BLOCKS)
             self._metrics.resumed(lost.reason)
             return 0.0
         # A replica that is lost as a whole is known for it: one line for all of its requests is enough.

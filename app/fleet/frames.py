@@ -23,7 +23,7 @@ import msgspec
 
 from app.engine.request import Request, TokenDelta
 from app.engine.snapshot import EngineSnapshot
-from app.engine.stats import AWAKE, EngineStats, SleepStats, TakenBackend
+from app.engine.stats import AWAKE, ChosenBackend, EngineStats, SleepStats
 from app.errors import CarouselError, from_plain
 from app.fleet.dispatch import PrefixChanges, ReplicaReport
 from app.fleet.dispatch.ledger import Count
@@ -140,7 +140,7 @@ def report_of(
     weights: int = 0,
     adapters: tuple[str, ...] | None = None,
     sleep: SleepStats = AWAKE,
-    backend: TakenBackend | None = None,
+    backend: ChosenBackend | None = None,
     num_prompt_tokens_of_others: int | None = None,
 ) -> ReplicaReport:
     """A replica's report: its engine's snapshot, and what the snapshot does not have."""
@@ -148,7 +148,7 @@ def report_of(
         group=group,
         num_requests=num_requests,
         num_background=stats.num_background,
-        num_staying_background=stats.num_staying_background,
+        num_unpreemptible_background=stats.num_unpreemptible_background,
         max_requests=max_requests,
         max_running=stats.max_running,
         num_waiting_tokens=stats.num_waiting_tokens,

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from app.engine.request import PrefixAt, Request, TokenDelta, TokenLogprobs, UnreadDelta, as_delta, with_next
+from app.engine.request import PrefixSource, Request, TokenDelta, TokenLogprobs, UnreadDelta, as_delta, with_next
 from app.errors import Cancelled, CarouselError, DeadlineMissed, DeviceFault, EngineStopped
 from app.fleet.dispatch import Decision
 
@@ -80,7 +80,7 @@ class InFlightRequest:
         self.num_times_short = 0  # it left a replica that was short of memory
         self.weights = 0  # the digest of those that its tokens are of; 0 while not known
         self.lost_at: float | None = None  # when its last replica was lost or left, by the clock of `began_at`
-        self.left: PrefixAt | None = None  # that replica, where it has its KV memory
+        self.left: PrefixSource | None = None  # that replica, where it has its KV memory
         self._began_at = began_at
         self._token_ids = list(request.generated_token_ids)
         self._num_scored_tokens = request.num_scored_tokens

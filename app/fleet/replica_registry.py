@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from app.engine.block_pool import digests_of
-from app.engine.request import Address, PrefixAt, Request
+from app.engine.request import Address, PrefixSource, Request
 from app.errors import Overloaded, Unavailable
 from app.fair import RetryTimes
 from app.fleet.dispatch import (
@@ -202,14 +202,14 @@ class ReplicaRegistry:
         reports = (self._ledger.replica(each).report for each in replica_ids)
         return is_prompt and any(report is not None and report.group == DECODE for report in reports)
 
-    def prefix_at(self, decision: Decision) -> PrefixAt | None:
+    def prefix_at(self, decision: Decision) -> PrefixSource | None:
         """Where the chosen replica may fetch the beginning of the prompt: another has much more of it."""
         chosen = decision.candidates[0]
         most = max(decision.candidates, key=lambda each: each.num_cached_tokens)
         address = self.addresses.get(most.replica_id)
         if address is None or most.num_cached_tokens - chosen.num_cached_tokens < MIN_FETCHED_TOKENS:
             return None
-        return PrefixAt(Address._make(address), most.num_cached_tokens // self._block_size)
+        return PrefixSource(Address._make(address), most.num_cached_tokens // self._block_size)
 
     def have_room(self, request: Request, num_generated: int, replica_ids: Collection[str]) -> set[str]:
         """The replicas that would compute such a request at once, to its end and with a quarter of its memory left."""

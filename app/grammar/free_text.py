@@ -62,7 +62,7 @@ class TokenTable:
             yield self._by_text[at]
             at += 1
 
-    def going_on_behind(self, part: bytes) -> array[int]:
+    def containing(self, part: bytes) -> array[int]:
         """Return the tokens that contain this text and continue after it."""
         # One search through the joined texts, because a loop over 128,000 texts would block all other Python threads.
         # Single bytes occur in most tokens, so their results are cached.
@@ -103,9 +103,9 @@ class FreeText:
             table.special[text]: number for number, each in self._triggers if (text := each.decode()) in table.special
         }
         # These tokens contain a trigger and continue past its end, so they are banned at every place.
-        whole = {token_id for _, text in self._triggers for token_id in table.going_on_behind(text)}
+        whole = {token_id for _, text in self._triggers for token_id in table.containing(text)}
         self._middle = without_tokens(table.all, whole)
-        self._names = {number: table.going_on_behind(each.last_word) for number, each in self._openings.items()}
+        self._names = {number: table.containing(each.last_word) for number, each in self._openings.items()}
         self._allowed: OrderedDict[FreePlace, bytes] = OrderedDict()  # the oldest first
         self.beginning = FreePlace(b"", tuple((number, 0) for number in self._openings))
         self.middle = FreePlace(b"", ())  # after a piece

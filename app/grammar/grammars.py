@@ -15,7 +15,7 @@ from functools import cached_property, partial
 
 from llguidance import LLMatcher
 
-from app.child_process import step_back
+from app.child_process import lower_priority
 from app.engine.matcher import Matcher
 from app.engine.request import Grammar, GrammarKind, Request
 from app.errors import EngineStopped, InvalidRequest, InvalidSetup, Overloaded, Unavailable
@@ -112,7 +112,7 @@ class Grammars:
         self._queue = CompileQueue(limits.max_waiting)  # guarded by _lock
         self._lock = threading.Lock()
         self._is_closed = False
-        begin = step_back if sys.platform == "linux" else None  # only Linux has a priority for each thread
+        begin = lower_priority if sys.platform == "linux" else None  # only Linux has a priority for each thread
         self._compiling = ThreadPoolExecutor(_NUM_THREADS, "grammars", initializer=begin)
         self._resuming = ThreadPoolExecutor(1, "resumed-grammars", initializer=begin)
 

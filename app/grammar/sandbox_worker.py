@@ -22,7 +22,7 @@ from typing import Any
 
 from llguidance import LLTokenizer
 
-from app.child_process import step_back
+from app.child_process import lower_priority
 from app.engine.request import GrammarKind
 from app.grammar.compiling import Unusable, compiled
 from app.grammar.vocabulary import Vocabulary
@@ -34,7 +34,7 @@ MAX_WALL_S = 60.0
 def main() -> None:
     """Answer until the input ends."""
     signal.setitimer(signal.ITIMER_REAL, MAX_WALL_S)  # the signal has no handler, so it ends the process
-    step_back()
+    lower_priority()
     _die_first()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     settings = json.loads(sys.stdin.buffer.readline())

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 
-from app.batches import Answer, Answered, ItemOrigin
+from app.batches import Answer, ItemOrigin, ItemResponse
 from app.errors import EngineStopped, Overloaded, Unavailable
 from app.fair import FairQueue
 from app.jobs.job import Item, ItemResult, Job
@@ -180,7 +180,7 @@ class FleetExecutor(Executor[Item]):
                 await self._end(item, answered)
         await self.has_changed()
 
-    async def _answer(self, item: Item) -> Answered:
+    async def _answer(self, item: Item) -> ItemResponse:
         async with self._shared.large_lines if item.num_bytes > LARGE_LINE_BYTES else nullcontext():
             self._sent_at[item.number] = time.monotonic()
             try:
@@ -193,14 +193,14 @@ class FleetExecutor(Executor[Item]):
         self._take_back(item)
         self._window.refused(time.monotonic(), self._num_under_way, retry_after_s=retry_after_s)
 
-    def _is_to_be_tried_again(self, item: Item, answered: Answered) -> bool:
+    def _is_to_be_tried_again(self, item: Item, answered: ItemResponse) -> bool:
         if answered.status_code < 500:
             return False
         num_failures = self._num_failures[item.number] = self._num_failures.get(item.number, 0) + 1
         item_attempts = 3  # by then the fleet has isolated a request that kills its replica
         return num_failures < item_attempts
 
-    async def _end(self, item: Item, answered: Answered) -> None:
+    async def _end(self, item: Item, answered: ItemResponse) -> None:
         self._num_failures.pop(item.number, None)
         if answered.is_large:
             async with self._shared.turn:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from app.batches import AnswerEnd, AnswerKept, AnswerPart, KeptAnswer, NewResponse
+from app.batches import AnswerEnd, AnswerPart, AnswerRecorder, NewResponse, PrepareStoredAnswer
 from app.disk import STORAGE_FAILURES, STORAGE_PAUSE_S, OneThread, sync_folder
 from app.errors import (
     CarouselError,
@@ -61,7 +61,7 @@ class _Running:
     task: asyncio.Task[None] | None = None
 
 
-class KeptResponses:
+class StoredResponses:
     """The responses of one folder, while this process holds the folder."""
 
     def __init__(
@@ -69,7 +69,7 @@ class KeptResponses:
         folder: Path,
         catalog: Catalog,
         thread: OneThread,
-        answer: AnswerKept,
+        answer: PrepareStoredAnswer,
         *,
         admit: Callable[[str, int, Callable[[], Counter[str]]], Awaitable[None]],
         shortage: Callable[[str], Awaitable[str | None]],
@@ -348,7 +348,7 @@ class KeptResponses:
     def _may_wait_for(self, seconds: float, new: NewResponse) -> bool:
         return self._clock() + seconds < new.created_at + self._wait_s
 
-    async def _accept(self, running: _Running, answer: KeptAnswer) -> None:
+    async def _accept(self, running: _Running, answer: AnswerRecorder) -> None:
         """Store a response: write the request to a file, then add the row to the catalog."""
         new, path = running.new, self._folder / running.new.response_id
         head = record(_encode(new)) + record(answer.facts)

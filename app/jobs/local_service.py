@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from app.batches import (
-    AnswerKept,
     AnswerPart,
     BatchLimits,
     BatchService,
@@ -25,6 +24,7 @@ from app.batches import (
     NewFile,
     NewResponse,
     PageOf,
+    PrepareStoredAnswer,
     list_object,
 )
 from app.config import BatchesConfig
@@ -45,7 +45,7 @@ from app.jobs.catalog import Catalog, Superseded
 from app.jobs.executors import FleetExecution
 from app.jobs.files import FileDraft, FileStore
 from app.jobs.job import INPUT_PURPOSE, Job, StoredFile, batch_object, counted, file_object, new_job_id, stats_object
-from app.jobs.kept_responses import KeptResponses
+from app.jobs.kept_responses import StoredResponses
 from app.jobs.space import MIN_CHARGED_BYTES, RESERVE_OF_WORK, room_left, shortage_of_disk, shortage_of_share
 from app.json_pieces import Json
 from app.usage import UsageAnswer, UsageQuery, UsageReport
@@ -84,7 +84,7 @@ class _Open:
     files: FileStore
     runner: BatchRunner
     dispatcher: WebhookDispatcher
-    responses: KeptResponses
+    responses: StoredResponses
 
 
 class LocalBatchService(BatchService):
@@ -95,7 +95,7 @@ class LocalBatchService(BatchService):
         path: Path,
         config: BatchesConfig,
         execution: FleetExecution,
-        answer: AnswerKept,
+        answer: PrepareStoredAnswer,
         *,
         clock: Callable[[], float] = time.time,
         limits: BatchLimits = BatchLimits(),  # noqa: B008 - frozen
@@ -208,7 +208,7 @@ class LocalBatchService(BatchService):
         runner = BatchRunner(
             catalog, files, results, thread, self._execution, self._limits, config, self._clock, dispatcher.wake
         )
-        responses = KeptResponses(
+        responses = StoredResponses(
             self._path / "responses", catalog, thread, self._answer,
             admit=self._admit_response, shortage=self._shortage_for_response,
             clock=self._clock, keep_s=config.keep_s, wait_s=self._limits.window_s,

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from app.batches import Answered, ItemOrigin, JobState
+from app.batches import ItemOrigin, ItemResponse, JobState
 from app.disk import replaced
 from app.jobs.files import FileStore
 from app.jobs.job import OUTPUT_PURPOSE, InvalidItem, Item, ItemOutput, ItemResult, Job, StoredFile
@@ -46,7 +46,7 @@ class BatchFormat:
     def __init__(self, job_id: str) -> None:
         self._job_id = job_id
 
-    def answered(self, item: Item, answered: Answered) -> ItemResult:
+    def answered(self, item: Item, answered: ItemResponse) -> ItemResult:
         """Return the result of an item that was answered as over HTTP."""
         request_id = ItemOrigin(self._job_id, item.number).request_id
         response = {"status_code": answered.status_code, "request_id": request_id, "body": answered.body}

@@ -18,7 +18,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, TypeVar
 
-from app.child_process import step_back
+from app.child_process import lower_priority
 from app.config import GIB, TierConfig
 from app.disk import STORAGE_PAUSE_S, may_pass
 from app.engine.block_pool import Prefix
@@ -190,7 +190,7 @@ class TierStore(BlockStore):
                     self._fetch(fetch, buffers)
 
     def _write_all(self, folder: BlockFolder, buffers: Buffers) -> None:
-        step_back()  # write only when a core is idle, because the threads of a step wait for one another
+        lower_priority()  # write only when a core is idle, because the threads of a step wait for one another
         folder.refresh()
         self._listed.set()
         listed_at = time.monotonic()
@@ -241,13 +241,15 @@ class TierStore(BlockStore):
 
     def _fetch(self, fetch: Fetch, buffers: Buffers) -> None:
         peer: BlocksOfPeer | None = None
-        num_with_snapshot = 0  # the blocks that the snapshot from the other replica covers
+        num_covered_by_snapshot = 0  # the blocks that the snapshot from the other replica covers
         content = buffers.block
         try:
             with self._copies() as copies:
                 if fetch.slot is not None and fetch.request.prefix_at is not None:
                     # Ask the replica first: the files of a request that leaves its replica may lack the last snapshot.
-                    peer, num_with_snapshot = self._received_snapshot(fetch, fetch.request.prefix_at.address, buffers)
+                    peer, num_covered_by_snapshot = self._received_snapshot(
+                        fetch, fetch.request.prefix_at.address, buffers
+                    )
                 for block, name, token_ids in zip(fetch.blocks, fetch.names, fetch.token_ids, strict=True):
                     began_at = time.perf_counter()
                     if copies is None or not fetch.is_wanted:
@@ -268,7 +270,7 @@ class TierStore(BlockStore):
                     fetch.num_filled += 1
                     self._measure(source, time.perf_counter() - began_at)
                 if fetch.slot is not None and copies is not None and fetch.is_wanted:
-                    self._fill_slot(fetch, fetch.slot, copies, buffers.snapshot, num_received=num_with_snapshot)
+                    self._fill_slot(fetch, fetch.slot, copies, buffers.snapshot, num_received=num_covered_by_snapshot)
         except OSError as error:
             self._note_silence(fetch, error)
         finally:
@@ -330,12 +332,12 @@ class TierStore(BlockStore):
                 self._measure(None, (time.perf_counter() - began_at) / self._blocks_of_snapshot)
         assert copies.states is not None, "the model has recurrent layers"
         if number and copies.states.put(slot, content):
-            fetch.num_with_snapshot = number
+            fetch.num_covered_by_snapshot = number
 
     def _has_snapshot(self, fetch: Fetch, num_blocks: int, content: memoryview) -> bool:
         """Fill the buffer with the snapshot after `num_blocks` blocks. Returns False if the folder has none."""
         name = name_of_snapshot(fetch.names[num_blocks - 1])
-        return self._is_in_folder(fetch, name, fetch.label_behind(num_blocks), content)
+        return self._is_in_folder(fetch, name, fetch.label_after(num_blocks), content)
 
     def _is_in_folder(self, fetch: Fetch, name: bytes, token_ids: Sequence[int], content: memoryview) -> bool:
         return self._folder is not None and self._folder.read(name, fetch.request.tenant, token_ids, content)
@@ -398,8 +400,8 @@ class TierStore(BlockStore):
         """Note that a prefix and its ancestors were used. Stops at the first ancestor noted in this minute."""
         minute = this_minute()
         at: Prefix | str = prefix
-        while isinstance(at, Prefix) and at.noted_in != minute:
-            at.noted_in = minute
+        while isinstance(at, Prefix) and at.last_used_minute != minute:
+            at.last_used_minute = minute
             folder.note_use(name_of(at, self.namespace), minute, at.num_blocks)
             at = at.parent
 

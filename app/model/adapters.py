@@ -243,7 +243,7 @@ class LinearUpdates:
             self._late.append(adapter)
         return adapter
 
-    def leave_device(self) -> None:
+    def suspend_device(self) -> None:
         """Prepare new adapters in the host's memory until `come_back`. Adapters on the device stay in place."""
         self._late = []
 

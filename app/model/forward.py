@@ -116,7 +116,7 @@ class TransformersForward:
         return Prediction(output.logits[0], hidden=kept.hidden)
 
 
-class ForwardOneByOne(TransformersForward):
+class SequentialForward(TransformersForward):
     """A forward pass for models with their own attention: the sequences of a step run one after another."""
 
     def predict(self, batch: StepBatch, inputs: ModelInputs) -> Prediction:

@@ -25,7 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from app.config import EngineConfig
 from app.disk import cache_folder, locked, write_atomically
-from app.engine.stats import TakenBackend
+from app.engine.stats import ChosenBackend
 from app.errors import CarouselError, ExchangeFailed, Failure, InvalidSetup, TooLittleMemory, UnsupportedModel
 from app.model.crash_notes import close_note, crashes, open_note
 from app.versions import commit, versions
@@ -83,7 +83,7 @@ BACKENDS: Mapping[str, Backend] = {
 WITHOUT_DECODER = frozenset(name for name, each in BACKENDS.items() if not each.has_decoder)
 WITHOUT_TRITON = frozenset(name for name, each in BACKENDS.items() if not each.has_triton)
 FILE_NAME = "lost_devices.json"
-LEFT_OUT_S = 3600.0  # a loss leaves a backend out only for this time, because the hardware may have failed
+EXCLUDED_S = 3600.0  # a loss leaves a backend out only for this time, because the hardware may have failed
 MOST_LOSSES = 3  # after this number of losses a backend is left out until a version changes
 _ONE_EVENT_S = 60.0  # several losses in this time count as one: a fault may end all processes of a card
 _MOST_OF_A_MESSAGE = 200  # characters
@@ -175,10 +175,10 @@ class LostDevices:
                     f"it ended {number} replicas, the last one {reason}. A replica tries it with another version of "
                     f"the driver or of the packages; {now}"
                 )
-            elif ago_s < LEFT_OUT_S:
+            elif ago_s < EXCLUDED_S:
                 found[backend] = (
                     f"it ended a replica {ago_s / 60:.0f} minutes ago, {reason}. A replica that starts in "
-                    f"{(LEFT_OUT_S - ago_s) / 60:.0f} minutes tries it again; {now}"
+                    f"{(EXCLUDED_S - ago_s) / 60:.0f} minutes tries it again; {now}"
                 )
         return found
 
@@ -325,23 +325,23 @@ class Ladder:
             if not minimum(int(name not in self.failed | self.skipped)):
                 self.failed.setdefault(name, "another rank leaves it out")
 
-    def with_graphs(self) -> TakenBackend:
+    def with_graphs(self) -> ChosenBackend:
         """Return the report of a replica with captured steps."""
         self.failed.pop(GRAPHS, None)
         return self.taken(GRAPHS)
 
-    def without_graphs(self, reason: str) -> TakenBackend:
+    def without_graphs(self, reason: str) -> ChosenBackend:
         """Return the report of a replica without captured steps. Raises InvalidSetup if `model.require` is `graphs`."""
         self.failed[GRAPHS] = reason
         if self.config.model.require == GRAPHS:
             raise self._too_slow()
         return self.taken(EAGER)
 
-    def taken(self, backend: str) -> TakenBackend:
+    def taken(self, backend: str) -> ChosenBackend:
         """Return the report of a replica with this backend, and record that this backend computes from now on."""
         self._current = backend
         self.lost.watch(self._alike_in_steps(), _IN_A_STEP)
-        return TakenBackend(backend, dict(self.failed))
+        return ChosenBackend(backend, dict(self.failed))
 
     def note_loss(self, reason: str) -> None:
         """Record that the device was lost in a step of the current backend."""

@@ -210,7 +210,7 @@ def _planned(config: EngineConfig, model: LoadedModel, *, keeps_all: bool = Fals
     return PlannedMemory(
         needs=model.needs(config, largest_batch(config.scheduler, facts, block_size=block_size)),
         block_bytes=block_bytes(config.cache, model.in_block, dtype=model.dtype),
-        sequence_blocks=pool.num_blocks_behind((), facts.max_model_len),
+        sequence_blocks=pool.num_blocks_after((), facts.max_model_len),
         context=facts.max_model_len,
         dtype=str(model.dtype).removeprefix("torch."),
         abilities=model.abilities,

@@ -37,7 +37,7 @@ MAX_DIFFERENCES = {
 class Output:
     """The outputs for the first few tokens of a sequence."""
 
-    first_layer: torch.Tensor  # [1, num_tokens, size]; or logits, see `Reference.behind_head`
+    first_layer: torch.Tensor  # [1, num_tokens, size]; or logits, see `Reference.with_first_logits`
     logits: torch.Tensor  # [1, num_tokens, vocab_size]
     is_mixture: bool = False  # whether the model has experts
 
@@ -60,7 +60,7 @@ ComputeStep = Callable[[StepBatch], Output]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlocksToTry:
+class TrialBlocks:
     """The KV memory that trial steps use: its blocks 0, 1, … are overwritten."""
 
     block_size: int
@@ -70,7 +70,7 @@ class BlocksToTry:
     max_rows: int = NUM_TOKENS  # the most sequences in a step
 
     @classmethod
-    def enough(cls, block_size: int, *, num_groups: int = 1) -> BlocksToTry:
+    def enough(cls, block_size: int, *, num_groups: int = 1) -> TrialBlocks:
         """Return enough blocks for the tokens that are tried and for equally many of another sequence."""
         max_blocks = -(-NUM_TOKENS // block_size)
         return cls(block_size=block_size, num_blocks=2 * max_blocks, max_blocks=max_blocks, num_groups=num_groups)
@@ -165,7 +165,7 @@ class Reference:
         token_ids, positions = self.token_ids[:, first:end], self.positions[:, first:end]
         return Reference(self.path, token_ids, positions, self.own.part(first, end))
 
-    def behind_head(self, module: PreTrainedModel) -> Reference:
+    def with_first_logits(self, module: PreTrainedModel) -> Reference:
         """Replace the first layer's output by logits, through norm and head: our decoders return no layer's output."""
         first, base, cap = self.own.first_layer, module.model, getattr(module.config, "final_logit_softcapping", None)
         if len(base.layers) > 1:  # with one layer, this output is the whole model's and has passed the norm
@@ -173,7 +173,7 @@ class Reference:
         logits = module.lm_head(first)
         return replace(self, own=replace(self.own, first_layer=torch.tanh(logits / cap) * cap if cap else logits))
 
-    def verify_steps(self, how: str, compute: ComputeStep, blocks: BlocksToTry, quantization: str = "none") -> None:
+    def verify_steps(self, how: str, compute: ComputeStep, blocks: TrialBlocks, quantization: str = "none") -> None:
         """Verify every form of step: the first and later pieces of a prompt, single tokens, and tokens beside another
         sequence. A layer with state other than paged keys and values fails in the later pieces.
 
@@ -185,7 +185,7 @@ class Reference:
         for what, expected, computed in self._in_steps(compute, blocks):
             expected.verify(f"{how}, of {what},", computed, quantization)
 
-    def difference_in_steps(self, compute: ComputeStep, blocks: BlocksToTry, quantization: str = "none") -> str | None:
+    def difference_in_steps(self, compute: ComputeStep, blocks: TrialBlocks, quantization: str = "none") -> str | None:
         """Return the first difference that `verify_steps` would raise, in words; None if there is none."""
         for what, expected, computed in self._in_steps(compute, blocks):
             difference = expected.difference(computed, quantization)
@@ -193,7 +193,7 @@ class Reference:
                 return f"{difference}, for {what}"
         return None
 
-    def _in_steps(self, compute: ComputeStep, blocks: BlocksToTry) -> Iterator[tuple[str, Reference, Output]]:
+    def _in_steps(self, compute: ComputeStep, blocks: TrialBlocks) -> Iterator[tuple[str, Reference, Output]]:
         """Yield the name of each form of step, the reference for its tokens, and the computed outputs."""
         token_ids: list[int] = self.token_ids[0].tolist()
         num_tokens = min(len(token_ids), blocks.num_own_tokens)

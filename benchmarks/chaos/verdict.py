@@ -40,15 +40,9 @@ def judged(answers: Sequence[Answer], reference: Mapping[str, Answer]) -> dict[s
 def outcomes(answers: Sequence[Answer], reference: Mapping[str, Answer]) -> dict[str, int]:
     """Return counts of streams by their results for the clients.
 
-<<<<<<< HEAD
     right, wrong: complete answers. refused, ended: an API error as the response, or inside the stream. cut: the
-    connection failed or broke. by_proxy: an error from the proxy. hung: no end before the client's timeout. malformed:
-    anything else.
-=======
-    right, wrong: whole answers. refused, ended: an error in the API's words before the first token, or after it.
-    cut: the connection broke, or there was none. by_proxy: an error in other words. hung: neither within the
-    client's patience. malformed: anything else.
->>>>>>> hap
+    connection failed or broke. by_proxy: an error that is not an API error. hung: no end before the client's timeout.
+    malformed: anything else.
     """
     found = Counter(_outcome(each, reference) for each in answers)
     names = ("right", "wrong", "refused", "ended", "cut", "by_proxy", "hung", "malformed")

@@ -72,7 +72,7 @@ class RecordedStore(BlockStore):
                 fetch = fetches.popleft()
                 if fetch.slot is not None and num_filled:
                     self._compute(fetch, num_filled)
-                fetch.num_filled = fetch.num_with_snapshot = num_filled
+                fetch.num_filled = fetch.num_covered_by_snapshot = num_filled
                 fetch.is_done = True
         self._wanted = {request_ids.get(number, ""): num_blocks for number, num_blocks in record.fetching}
 
@@ -235,5 +235,5 @@ class Shares:
         self._last = NOTHING
 
     def in_full(self, record: StepRecord) -> StepRecord:
-        self._last = self._last.one_token_on() if record.scheduled is None else record.scheduled
+        self._last = self._last.next_decode_step() if record.scheduled is None else record.scheduled
         return record._replace(scheduled=self._last)

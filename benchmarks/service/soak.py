@@ -75,7 +75,7 @@ from benchmarks.harness.random_adapter import projections_in, save_random_adapte
 from benchmarks.harness.service import application, got, scraped, with_tools, write_keys
 from benchmarks.service.field_bodies import field_bodies
 from benchmarks.service.hostile_requests import HostileRequest, Tally, attack, hostile_requests, post
-from benchmarks.service.tenants import BLOCK_SIZE, DOCUMENTS, FINE, TIMEOUT_S, Answered, Found, Tenants
+from benchmarks.service.tenants import BLOCK_SIZE, DOCUMENTS, FINE, TIMEOUT_S, Found, ItemResponse, Tenants
 
 _HEAD, _UPDATES = "head", "updates"  # beside the KINDS that are killed
 _CARRIERS = ("ingress", "HAProxy")  # of connections
@@ -448,7 +448,7 @@ def figures_of(
     }
 
 
-def _told(answer: Answered, kills: Sequence[tuple[float, str]]) -> dict[str, Any]:
+def _told(answer: ItemResponse, kills: Sequence[tuple[float, str]]) -> dict[str, Any]:
     """What may say why; `kills`: what was killed shortly before or during it, and how long after its first try."""
     asked_s = answer.at_s - answer.took_s
     return {

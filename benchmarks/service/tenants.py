@@ -52,7 +52,7 @@ _MAX_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class ItemResponse:
     """A right answer: when it was there, and how long after the first try that was not broken off."""
 
     at_s: float
@@ -69,7 +69,7 @@ class Found:
     outcomes: Counter[str] = field(default_factory=Counter)
     answers: Counter[str] = field(default_factory=Counter)  # searched, by kind
     own: Counter[str] = field(default_factory=Counter)  # those of them in which the search found their own secret
-    answered: list[Answered] = field(default_factory=list)
+    answered: list[ItemResponse] = field(default_factory=list)
     details: list[Json] = field(default_factory=list)
     num_cached: int = 0  # answers with `cached_tokens`
     num_greedy: int = 0
@@ -248,7 +248,7 @@ class Tenants:
             return
         found.outcomes["right"] += 1
         now = time.monotonic()
-        found.answered.append(Answered(now, now - began_s, asked.kind, asked.body["model"], num_tries))
+        found.answered.append(ItemResponse(now, now - began_s, asked.kind, asked.body["model"], num_tries))
 
     def _search(self, asked: Question, answer: Heard, num_explained: int) -> None:
         """For the words of others, and for cached tokens that none of its own explains."""

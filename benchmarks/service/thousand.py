@@ -143,7 +143,7 @@ def report(rng: random.Random) -> ReplicaReport:
     """Of a replica that has some work."""
     num_requests = rng.randrange(24)
     return ReplicaReport(
-        group="", num_requests=num_requests, num_background=0, num_staying_background=0, max_requests=256,
+        group="", num_requests=num_requests, num_background=0, num_unpreemptible_background=0, max_requests=256,
         max_running=32, num_waiting_tokens=rng.randrange(500), num_kv_tokens=100_000, tokens_per_s=1_000.0,
         ended_per_s=2.0, step_age_s=0.01, num_own=0,
     )  # fmt: skip

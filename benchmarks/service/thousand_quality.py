@@ -281,7 +281,7 @@ class _AdaptedFleet(CutFleet):
             setattr(registry, "note", self._with_adapters(registry.note))  # noqa: B010
         for each in self._replicas.values():
             setattr(each, "enter", self._entered(each))  # noqa: B010
-            each.note_in(self._registries)
+            each.note_in(self._registries, to_all=True)
 
     def _with_adapters(self, note: Callable[..., None]) -> Callable[..., None]:
         def noted(replica_id: str, report: ReplicaReport, *prefixes: Any) -> None:

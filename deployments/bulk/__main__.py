@@ -1,8 +1,8 @@
 """Answer every row of some files: `python -m deployments.bulk --input FILE_OR_GLOB --output DIR`.
 
-The rows go to engines of the run's own.
-Without a cluster to join (`ray job submit --working-dir . -- python -m deployments.bulk ...`) it starts one. Mistakes
-are reported before Ray is imported. A run that was killed at any moment goes on with --resume.
+The run starts engines for itself. The engines run on the Ray cluster that the run joins (`ray job submit --working-dir
+. -- python -m deployments.bulk ...`); without such a cluster the run starts a local one. Mistakes in the arguments are
+reported before Ray is imported. A run that was killed at any moment can be resumed with --resume.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from app.jobs.run_folder import OUTPUTS, Summary, finished_summary, open_run
 from deployments.bulk.options import Options, read_options
 from deployments.cli import INTERRUPTED
 
-ROWS_FAILED = 3  # the exit status when no row was answered; with --fail-on-row-errors, when any row failed
+ROWS_FAILED = 3  # the exit status if no row was answered; with --fail-on-row-errors, if any row failed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0 when every row has a record and one was answered, 1 when the job could not be done, or ROWS_FAILED."""
+    """Return the exit status: 0, ROWS_FAILED, 1 after an error, which is printed, or INTERRUPTED after Ctrl-C."""
     try:
         options = read_options(arguments)
         summary = _run(options)
@@ -30,14 +30,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error.message, file=sys.stderr, flush=True)
         return 1
     except KeyboardInterrupt:
-        print("Stopped. What is done is kept: go on with --resume.", file=sys.stderr, flush=True)
+        print("Stopped. The results so far are stored. Resume the run with --resume.", file=sys.stderr, flush=True)
         return INTERRUPTED
     print(f"{summary}\nThe results are in {options.output / OUTPUTS[options.output_format]}", flush=True)
     return ROWS_FAILED if summary.failed and (options.fail_on_row_errors or not summary.ok) else 0
 
 
 def _run(options: Options) -> Summary:
-    """The summary of the run, also of one that is finished. Raises as `run_on_pool` does."""
+    """Run the job and return its summary; a finished run is not computed again. Raises as `run_on_pool` does."""
     found = look_through(find_files(options.input), options.rows)
     run = options.description() | {"num_rows": found.num_rows, "fingerprint": found.fingerprint}
     finished = finished_summary(options.output, run) if options.resume else None
@@ -54,14 +54,14 @@ def _run(options: Options) -> Summary:
 
 
 def _set_environment(*, is_local_model: bool) -> None:
-    """What Ray and the model hub read; whatever the caller has set stays."""
+    """Set the environment variables that Ray and the model hub read, apart from those that the caller has set."""
     defaults = {
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_ENABLE_AUTO_CONNECT": "0",  # or a reader that outlives a failed job would start a cluster of its own
+        "RAY_ENABLE_AUTO_CONNECT": "0",  # otherwise a reader that outlives a failed job would start another cluster
     }
     if (
         "RAY_ADDRESS" not in os.environ
-    ):  # a cluster of our own, on this machine alone: see deployments/launcher/supervisor.py
+    ):  # the run starts a cluster on this machine alone: see deployments/launcher/supervisor.py
         defaults["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     if is_local_model:
         defaults["HF_HUB_OFFLINE"] = "1"

@@ -1,7 +1,7 @@
-"""Runs any number of items on one engine at once, in a thread that steps it: each item ends when it is done.
+"""Runs many items on one engine, in a thread that steps the engine.
 
-`AsyncEngine` wakes a task for every token of every request, which streams need. Nothing is streamed here: items are
-handed over when they have ended, and the loop is that of `benchmarks.engine.throughput`.
+`AsyncEngine` wakes a task for every token of every request, because streams need it. A bulk run streams nothing: an
+item is handed over when it has ended. The loop is the one of `benchmarks.engine.throughput`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedItem:
-    """An item that an engine can take."""
+    """An item with its tokenized request, ready for an engine."""
 
     number: int
     id: str
@@ -33,29 +33,29 @@ class PreparedItem:
     stop: tuple[str, ...]
     skip_special_tokens: bool
     include_stop: bool = False
-    stop_tokens: Mapping[int, str] = field(default_factory=dict)  # the special tokens in `stop`, each with its text
-    # For one whose text is made of the log-probabilities of its named tokens, or of the scores of its labels.
+    stop_tokens: Mapping[int, str] = field(default_factory=dict)  # special tokens in `stop`: token id to text
+    # Makes the item's text from the log-probabilities of named tokens or the scores of labels; None: text is generated.
     text_of_numbers: Callable[[Sequence[float]], str] | None = None
 
     def continued_after(self, token_ids: tuple[int, ...]) -> PreparedItem:
-        """The same item after the tokens that are known of it."""
+        """Return a copy of the item that resumes after these output tokens."""
         return replace(self, request=replace(self.request, generated_token_ids=token_ids)) if token_ids else self
 
     def failed(self, reason: str) -> ItemOutput:
-        """The output of this item when it has no text."""
+        """Return the output of this item for an error: it has a reason and no text."""
         num_prompt = len(self.request.prompt_token_ids)
         return ItemOutput(number=self.number, id=self.id, prompt_tokens=num_prompt, error=reason)
 
 
 class EngineWorker:
-    """One engine, its thread and the items it computes."""
+    """One engine, the thread that steps it, and the items that it computes."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, matchers: Matchers) -> None:
-        """Start the thread. From here on no other code may use the engine. `matchers` are closed with this."""
+        """Start the thread. No other code may use the engine afterwards. `close` closes `matchers` as well."""
         self._engine = engine
         self._tokenizer = tokenizer
         self._matchers = matchers
-        self._answers: dict[str, _Answer] = {}  # by request id; guarded by _changed, as all below
+        self._answers: dict[str, _Answer] = {}  # by request id; `_changed` guards this field and all below
         self._entering: list[_Entering] = []
         self._ended: list[_Answer] = []
         self._begun: list[int] = []
@@ -69,18 +69,18 @@ class EngineWorker:
         self._thread.start()
 
     def add(self, items: Sequence[PreparedItem]) -> None:
-        """Queue items, once they are checked and their grammars compiled. Each comes back from `collect`, once."""
-        entering = [self._checked(item) for item in items]  # here, not in the thread that steps
+        """Check items, compile their grammars and queue them. `collect` returns each item exactly once."""
+        entering = [self._checked(item) for item in items]  # in the caller's thread, so that steps do not wait
         with self._changed:
             self._entering.extend(entering)
             self._num_open += len(items)
             self._changed.notify_all()
 
     def collect(self, *, at_least: int, within_s: float) -> EngineOutput:
-        """Wait until so many items have ended, all have, or the time is over; then take what there is.
+        """Wait until `at_least` items or all items have ended, or the time is over; return the items that have ended.
 
         Raises:
-            EngineStopped: the engine has failed on every item it had; it is of no more use.
+            EngineStopped: the engine failed with every item that it had, and cannot be used any more.
         """
         with self._changed:
             self._wanted = at_least
@@ -92,12 +92,12 @@ class EngineWorker:
             num_tokens, self._num_tokens = self._num_tokens, 0
             news = {answer.item.number: token_ids for answer in self._answers.values() if (token_ids := answer.news())}
             self._num_open -= len(ended)
-        # Text is made here and not in the thread that steps: the next steps are computed meanwhile.
+        # The caller's thread decodes the texts, so that the engine's thread computes the next steps meanwhile.
         outputs = tuple(answer.output(self._tokenizer) for answer in ended)
         return EngineOutput(outputs=outputs, begun=tuple(begun), token_ids=news, num_tokens=num_tokens)
 
     def close(self) -> None:
-        """Stop after the current step. What has not ended never will."""
+        """Stop after the current step. Items that have not ended are dropped."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify_all()
@@ -126,14 +126,14 @@ class EngineWorker:
                 deltas = self._engine.step() if self._engine.idle_s == 0.0 else []
                 with self._changed:
                     self._book(deltas)
-        except Exception as error:  # a device that fails on all it has: its pool takes the items elsewhere
+        except Exception as error:  # the device fails; the pool gives the items to other engines
             logger.error("the engine failed with %d items: %s", len(self._answers), traceback_of(error))
             with self._changed:
                 self._failure = f"the engine failed with {len(self._answers):,} items: {described(error)}"
                 self._changed.notify_all()
 
     def _next_items(self) -> list[_Entering] | None:
-        """The items that were added; waits for some while there is nothing to compute. None to stop."""
+        """Block while the engine has no work, then return the items that were added. Return None to stop the thread."""
         with self._changed:
             while not (self._entering or self._is_stopping or (idle_s := self._engine.idle_s) == 0.0):
                 self._changed.wait(idle_s)
@@ -159,7 +159,7 @@ class EngineWorker:
                 self._answers[item.request.request_id] = answer
 
     def _book(self, deltas: Sequence[TokenDelta]) -> None:
-        """Record the deltas of a step. `_changed` is held, so `collect` sees all of them or none."""
+        """Record the deltas of a step. The caller holds `_changed`, so that `collect` sees all deltas or none."""
         for delta in deltas:
             answer = self._answers[delta.request_id]
             self._num_tokens += len(delta.token_ids)
@@ -169,7 +169,7 @@ class EngineWorker:
             if answer.is_ended:
                 del self._answers[delta.request_id]
                 self._ended.append(answer)
-                if delta.finish_reason is None:  # a stop string, of which the engine knows nothing
+                if delta.finish_reason is None:  # a stop string ended the item; the engine does not know stop strings
                     self._engine.abort(delta.request_id)
         if self._ended and self._is_worth_taking(self._wanted):
             self._changed.notify_all()
@@ -177,7 +177,7 @@ class EngineWorker:
 
 @dataclass(frozen=True, slots=True)
 class _Entering:
-    """An item before the engine has it, or why the engine cannot take it."""
+    """An item that waits to enter the engine, with its matcher or with the reason why the engine refuses it."""
 
     item: PreparedItem
     matcher: Matcher | None = None
@@ -185,21 +185,21 @@ class _Entering:
 
 
 class _Answer:
-    """One item's tokens as they come. With stop strings text is made as they come too, else once, at the end."""
+    """The output tokens of one item. Tokens are decoded at the end, or on arrival if the item has stop strings."""
 
     def __init__(self, item: PreparedItem, tokenizer: Tokenizer) -> None:
         self.item = item
         self.has_begun = False
         self.is_ended = False
         self._token_ids: list[int] = []
-        self._num_told = len(item.request.generated_token_ids)
+        self._num_reported = len(item.request.generated_token_ids)
         self._num_tokens = 0
         self._stopping = _stopping_text(item, tokenizer) if item.stop else None
         self._pieces: list[str] = []
-        self._numbers: tuple[float, ...] = ()  # that the text is made of
+        self._numbers: tuple[float, ...] = ()  # the numbers from which `text_of_numbers` makes the text
         self._finish_reason: FinishReason | None = None
         self._error: str | None = None
-        if item.request.generated_token_ids:  # on another engine, which is gone
+        if item.request.generated_token_ids:  # generated by an engine that was lost
             self._take(TokenDelta(item.request.request_id, item.request.generated_token_ids))
 
     def push(self, delta: TokenDelta) -> None:
@@ -211,9 +211,9 @@ class _Answer:
         self.is_ended = self._finish_reason is not None
 
     def news(self) -> tuple[int, ...]:
-        """The tokens since the last call."""
-        news = tuple(self._token_ids[self._num_told :])
-        self._num_told += len(news)
+        """Return the tokens since the last call."""
+        news = tuple(self._token_ids[self._num_reported :])
+        self._num_reported += len(news)
         return news
 
     def _take(self, delta: TokenDelta) -> None:

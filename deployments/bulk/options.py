@@ -1,4 +1,4 @@
-"""The command line of a bulk run. No Ray here: mistakes are reported at once."""
+"""The command line of a bulk run. No Ray here, so that mistakes are reported at once."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Options:
         return all(map(is_local, self.served.engine.model_paths.values()))
 
     def description(self) -> dict[str, Any]:
-        """What the answers depend on: a resumed run must have the same. How many engines there are is not among it."""
+        """The settings on which the answers depend. A resumed run must have equal ones; the engine count may differ."""
         return _model_of(self.served) | asdict(self.rows) | {"format": self.output_format}
 
 
 def read_options(arguments: Sequence[str] | None = None) -> Options:
-    """Raises InvalidSetup for what is wrong in the config file; argparse reports the rest, with status 2."""
+    """Parse the command line. Raises InvalidSetup for mistakes in the config file; argparse exits with 2 for others."""
     given = _parser().parse_args(arguments)
-    # Rows seldom come again: what they leave in a tier would be written and not read.
+    # Rows seldom repeat: their KV blocks would be written to a cache tier and never read again.
     served = _served(given.config, given.model).with_setting("engine.cache.tiers", ())
     if given.engines is not None:
         served = served.with_setting("replicas.num_replicas", given.engines)
@@ -69,7 +69,7 @@ def _model_of(served: ServedModelConfig) -> dict[str, Any]:
         quantization
         | ({} if kv_dtype == "auto" else {"kv_dtype": kv_dtype})
         | {
-            "through": "pool",  # as folders of former versions have it
+            "through": "pool",  # kept so that folders of earlier versions still match
             "model": model.path,
             "model_name": served.name,
             "revision": model.revision,
@@ -84,25 +84,25 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--input", required=True, metavar="FILE", help="JSONL, CSV or Parquet: a file, folder, glob, URI"
     )
-    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="the run's own folder")
-    parser.add_argument("--format", choices=("jsonl", "parquet"), default="jsonl", help="of the results")
-    parser.add_argument("--model", metavar="MODEL", help="a model of --config by its name, a folder, or a hub id")
+    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="a folder for this run alone")
+    parser.add_argument("--format", choices=("jsonl", "parquet"), default="jsonl", help="format of the results")
+    parser.add_argument("--model", metavar="MODEL", help="the name of a model in --config, a folder, or a hub id")
     parser.add_argument("--config", type=Path, metavar="FILE", help="a Serve config file: engine, engines, devices")
-    parser.add_argument("--engines", type=positive, metavar="N", help="instead of the config's num_replicas")
+    parser.add_argument("--engines", type=positive, metavar="N", help="number of engines (the config's num_replicas)")
     columns = parser.add_mutually_exclusive_group()
-    columns.add_argument("--prompt-column", metavar="NAME", help="text to go on with, as /v1/completions does")
-    columns.add_argument("--messages-column", metavar="NAME", help="a list of messages, or the text of a user's turn")
-    parser.add_argument("--max-tokens", type=positive, metavar="N", help="where a row does not say")
-    parser.add_argument("--temperature", type=_temperature, metavar="T", help="where a row does not say; 0 is greedy")
-    parser.add_argument("--resume", action="store_true", help="go on with a run that was interrupted")
+    columns.add_argument("--prompt-column", metavar="NAME", help="column with a prompt, as /v1/completions takes it")
+    columns.add_argument("--messages-column", metavar="NAME", help="column with a list of messages or a user's text")
+    parser.add_argument("--max-tokens", type=positive, metavar="N", help="for rows without max_tokens")
+    parser.add_argument("--temperature", type=_temperature, metavar="T", help="for rows without one; 0 is greedy")
+    parser.add_argument("--resume", action="store_true", help="resume a run that was interrupted")
     parser.add_argument(
-        "--fail-on-row-errors", action="store_true", help="exit with 3 when any row failed, not only when all did"
+        "--fail-on-row-errors", action="store_true", help="exit with 3 if any row failed, not only if all rows did"
     )
     return parser
 
 
 def _served(config: Path | None, model: str | None) -> ServedModelConfig:
-    """The model to run."""
+    """Return the model to run. Raises InvalidSetup if the config has several models and `model` names none."""
     applications = [parse({})] if config is None else list(read_serve_file(config).applications.values())
     models = {served.name: served for application in applications for served in application.models}
     if model in models:

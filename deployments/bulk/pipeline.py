@@ -1,4 +1,4 @@
-"""The input as a stream of prepared rows, read and tokenized by Ray Data beside the engines."""
+"""The input as a stream of prepared rows. Ray Data reads and tokenizes the rows in processes beside the engines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from app.api.endpoints.classification import class_of
 from app.api.endpoints.decisions import answer_to
 from app.api.schemas.decisions import AnyQuestion, DecisionsRequest
 from app.api.schemas.requests import ChatRequest, ClassifyRequest, CompletionRequest, GenerationRequest, QueuedRequest
-from app.batches import Answered
+from app.batches import ItemResponse
 from app.config import ApiConfig
 from app.engine.request import Request, TokenDelta
 from app.errors import InvalidRequest
@@ -34,21 +34,21 @@ from deployments.bulk.engine_worker import PreparedItem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
-    """What turns rows into requests: the same in every process that does it."""
+    """The settings that turn rows into requests, sent to every process that prepares rows."""
 
     tokenizer_path: str
     revision: str | None
     model_name: str
-    facts: Any  # reference to the ModelInfo of an engine that may still be loading
+    facts: Any  # Ray reference to the `ModelInfo` of an engine that may still be loading
     rows: RowSettings
 
 
 def prepared_items(
     found: InputRows, ended: ItemSet, how: Preparation
 ) -> Generator[list[PreparedItem | InvalidItem], None, None]:
-    """Batches of the input's items that are not ended, about in order. One that cannot run is an InvalidItem.
+    """Yield batches of the items that are not in `ended`, roughly in order. An item that cannot run is an InvalidItem.
 
-    A row may come twice where a process died; none is left out unless a file has changed.
+    An item may be yielded twice if a process died. No item is left out unless an input file has changed.
     """
     open_pieces = [piece for piece in found.pieces if not ended.has_all(piece.first_number, piece.num_rows)]
     context = ray.data.DataContext.get_current()
@@ -61,31 +61,31 @@ def prepared_items(
         batch_size=1,
         batch_format="numpy",
         compute=ray.data.ActorPoolStrategy(min_size=1, max_size=max_preparers()),
-        num_cpus=0,  # reserves nothing: engines that fill the cluster must not keep their own input out
+        num_cpus=0,  # reserves nothing: engines that fill the cluster would otherwise block their own input
     )
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # errors are raised here too
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # Ray Data raises its errors here as well
     for batch in prepared.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=1):
         yield list(batch["prepared"])
 
 
 def max_preparers() -> int:
-    """How many processes tokenize, at most."""
-    cpus_per_preparer = 8  # of the cluster: one process tokenizes some thousand rows a second
+    """Return the largest number of processes that tokenize."""
+    cpus_per_preparer = 8  # CPUs of the cluster; one process tokenizes some thousand rows a second
     return 1 + int(ray.cluster_resources().get("CPU", 1)) // cpus_per_preparer
 
 
 class ItemPreparer:
-    """Reads pieces and tokenizes their rows; one process of Ray Data's pool."""
+    """Reads pieces of the input and tokenizes their rows, in one process of Ray Data's actor pool."""
 
     def __init__(self, how: Preparation, ended: bytes) -> None:
         self._how = how
         self._ended = ItemSet.from_bytes(ended)
-        self._handler: RequestHandler | None = None  # made when it is needed: this process starts beside the engines
+        self._handler: RequestHandler | None = None  # created on first use: this process starts beside the engines
 
     def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
         try:
             handler = self._handler = self._handler or self._load()
-        except RayError:  # the engine that was asked died; another pass asks another
+        except RayError:  # the engine that loads the model info died; the next pass asks another engine
             return
         items_in_a_piece = 128
         for piece in _pieces(batch):
@@ -97,8 +97,8 @@ class ItemPreparer:
                 yield {"prepared": column}
 
     def _load(self) -> RequestHandler:
-        """Raises RayError when the engine that was to tell the facts has died."""
-        tokenizer = Tokenizer.load(self._how.tokenizer_path, self._how.revision)  # while the engine still loads
+        """Create the handler. Raises RayError if the engine that loads the model info has died."""
+        tokenizer = Tokenizer.load(self._how.tokenizer_path, self._how.revision)  # meanwhile the engine still loads
         model = ServedModel(
             name=self._how.model_name,
             tokenizer=tokenizer,
@@ -127,16 +127,16 @@ def _pieces(batch: dict[str, Any]) -> Iterator[InputPiece]:
 
 
 def _elsewhere(request: Request) -> AsyncIterator[TokenDelta]:
-    raise AssertionError("rows are prepared here and computed on the engines")
+    raise AssertionError("this process only prepares rows; the engines compute them")
 
 
-# An item as a request of an engine. It means what the same request over HTTP would.
+# Items as engine requests. An item has the meaning of the equal request over HTTP.
 
 
 async def prepare_row(item: Item, handler: RequestHandler) -> PreparedItem | InvalidItem:
-    """An item of a bulk run, checked and tokenized. What is wrong with it is the reason why it is not run."""
-    prepared = await handler.prepare_item(item.url, item.body, check_fits_engines)
-    if isinstance(prepared, Answered):
+    """Check and tokenize an item of a bulk run. The `reason` of an InvalidItem is the API's error message."""
+    prepared = await handler.prepare_bulk_item(item.url, item.body, check_fits_engines)
+    if isinstance(prepared, ItemResponse):
         return InvalidItem(number=item.number, id=item.id, reason=str(prepared.body["error"]["message"])[:1000])
     body, call = prepared
     [request] = call.requests
@@ -153,7 +153,7 @@ async def prepare_row(item: Item, handler: RequestHandler) -> PreparedItem | Inv
 
 
 def _text_of_numbers(body: QueuedRequest, model: ServedModel) -> Callable[[Sequence[float]], str] | None:
-    """How the text of an item is made of numbers; None where it is generated. It crosses processes."""
+    """Return a picklable function that makes the item's text from numbers, or None if the text is generated."""
     if isinstance(body, DecisionsRequest):
         return partial(_decision, body.questions[0])
     return partial(_class, model.facts.labels) if isinstance(body, ClassifyRequest) else None
@@ -168,21 +168,21 @@ def _decision(question: AnyQuestion, logprobs: Sequence[float]) -> str:
 
 
 def check_fits_engines(body: QueuedRequest) -> None:
-    """Raise InvalidRequest for what the API can do and engines without it cannot: they make one text for an item."""
+    """Raise InvalidRequest for a request that only the API can answer: an engine produces one text for each item."""
     if isinstance(body, DecisionsRequest):
         if len(body.questions) != 1:
-            message = f"questions holds {len(body.questions):,}; an item has one answer: write an item for each"
+            message = f"questions holds {len(body.questions):,}; an item has one question: write an item for each"
             raise InvalidRequest(message, param="questions")
         return
     if isinstance(body, ClassifyRequest):
         if len(body.input) != 1:
-            message = f"input holds {len(body.input):,} texts; an item has one: write an item for each"
+            message = f"input holds {len(body.input):,} texts; an item has one text: write an item for each text"
             raise InvalidRequest(message, param="input")
         return
     if not isinstance(body, GenerationRequest):
         raise InvalidRequest(f"bulk runs answer {', '.join(ENGINE_URLS)} only")
     if body.n != 1:
-        raise InvalidRequest(f"n is {body.n:,}; an item has one answer: write an item for each", param="n")
+        raise InvalidRequest(f"n is {body.n:,}; an item has one answer: write an item for each answer", param="n")
     if body.num_samples != 1:
         raise InvalidRequest(f"best_of is {body.best_of}; an item has one answer: leave it out", param="best_of")
     for name, is_asked in (
@@ -194,7 +194,7 @@ def check_fits_engines(body: QueuedRequest) -> None:
         if is_asked:
             raise InvalidRequest(f"{name} is not for bulk runs: an item's result holds its text only", param=name)
     if isinstance(body, CompletionRequest) and len(body.prompt) != 1:
-        message = f"prompt holds {len(body.prompt):,} prompts; an item has one: write an item for each"
+        message = f"prompt holds {len(body.prompt):,} prompts; an item has one prompt: write an item for each prompt"
         raise InvalidRequest(message, param="prompt")
     if isinstance(body, ChatRequest) and body.tools and body.tool_choice != "none":
         raise InvalidRequest("an item of a bulk run has no tools; send it to a service", param="tools")

@@ -1,9 +1,8 @@
-"""Keeps a number of engines at work on a backlog, and replaces those that die.
+"""Runs a number of engines on a backlog of items, and replaces engines that die.
 
-Each engine has one call in flight, always: it takes new items there and brings ended items back. An engine holds three
-times the items that it computes at once, so that it never waits for the call to come round; items never wait for each
-other. Why items do not go to the engines in blocks of Ray Data, as `map_batches` would send them, is in
-docs/design/jobs.md.
+Each engine always has one call in flight: the call takes new items to the engine and returns items that have ended. An
+engine holds three times the items that it runs at once, so that it never waits for the next call. Items never wait for
+each other. docs/design/jobs.md says why items are not sent in blocks of Ray Data, as `map_batches` would send them.
 """
 
 from __future__ import annotations
@@ -37,19 +36,19 @@ class EnginePool(Executor[PreparedItem]):
     """The engines of a run."""
 
     def __init__(self, served: ServedModelConfig, run: JobRun[PreparedItem], partial: PartialOutputs) -> None:
-        """As many engines as `served` has replicas. Items continue after the tokens that `partial` has of them."""
+        """Run one engine for each replica of `served`. An item resumes after the tokens that `partial` has for it."""
         super().__init__(run)
         self._served = served
         self._threads = [served.engine.model.num_threads] * self._size * served.replicas.tensor_parallel
         self._partial = partial
         self._form = RecordFormat()
         self._window = 3 * served.engine.scheduler.max_running
-        self._num_ready = 0  # engines that have loaded and not died
+        self._num_ready = 0  # engines that have loaded their model and are alive
         self._num_deaths_in_a_row = 0
-        self._facts: Any = None  # reference to a ModelInfo
+        self._facts: Any = None  # Ray reference to a `ModelInfo`
 
     def parts(self) -> Sequence[Coroutine[Any, Any, None]]:
-        """The engines."""
+        """Return one coroutine for each engine."""
         return [self._work(number) for number in range(self._size)]
 
     @property
@@ -65,17 +64,17 @@ class EnginePool(Executor[PreparedItem]):
         return self._served.replicas.num_replicas
 
     async def facts(self) -> Any:
-        """A reference to what an engine will know about its model; items can be read while it loads."""
+        """Return a reference to the model info of an engine. Items can be read while that engine loads."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._facts is not None)
         return self._facts
 
     async def _work(self, number: int) -> None:
-        """Run one engine, or one after the other when they die, until nothing is left to do.
+        """Run one engine until no item is left. If the engine dies, start another one in its place.
 
         Raises:
             InvalidSetup: the model cannot be loaded.
-            Failure: engines die again and again and nothing comes of it.
+            Failure: engines die one after the other without finishing any item.
         """
         while not self._is_over:
             actor = self._start()
@@ -95,7 +94,7 @@ class EnginePool(Executor[PreparedItem]):
         replicas = self._served.replicas
         remote = ray.remote(EngineActor).options(
             num_cpus=replicas.reserved_cpus, num_gpus=replicas.reserved_gpus, max_restarts=0, max_task_retries=0,
-            scheduling_strategy="SPREAD",  # by default Ray fills one machine first
+            scheduling_strategy="SPREAD",  # Ray's default fills one machine first
         )  # fmt: skip
         return remote.remote(self._served.engine, self._threads, replicas)
 
@@ -125,7 +124,7 @@ class EnginePool(Executor[PreparedItem]):
             room = self._window - len(self._backlog.items_on(number))
             items = self._backlog.take(number, room=room, input_is_over=self._input_is_over)
             if items:
-                await self.has_changed()  # there is room to read on
+                await self.has_changed()  # the backlog has room, so the reader can continue
             call = actor.exchange.remote(
                 [item.continued_after(self._partial.token_ids(item.number)) for item in items],
                 self._window // 3,
@@ -153,7 +152,7 @@ class EnginePool(Executor[PreparedItem]):
     def _lose(self, number: int, error: Exception) -> None:
         self._num_deaths_in_a_row += 1
         num_items = len(self._backlog.items_on(number))
-        logger.warning("engine %d is lost with %d items, which go elsewhere: %s", number, num_items, _reason(error))
+        logger.warning("engine %d is lost; its %d items return to the backlog: %s", number, num_items, _reason(error))
         loss = self._backlog.lose(number)
         self._run.lost(loss)
         if loss.given_up:
@@ -161,24 +160,24 @@ class EnginePool(Executor[PreparedItem]):
         max_deaths_in_a_row = 8
         if self._num_deaths_in_a_row > max_deaths_in_a_row:
             raise Failure(
-                f"{self._num_deaths_in_a_row} engines died one after the other and no item came of it; the last: "
-                f"{_reason(error)}; what is done is kept: go on with --resume once it is repaired"
+                f"{self._num_deaths_in_a_row} engines died one after the other and finished no item; the last error: "
+                f"{_reason(error)}. The results so far are stored: repair the cause, then resume with --resume"
             )
 
 
 class EngineActor:
-    """A Ray actor: one engine in a process of its own. Items go in and come out by one call that is repeated.
+    """A Ray actor that runs one engine in a separate process. The caller repeats `exchange` to pass items in and out.
 
-    What has been given to it and has not come back is lost when it dies; its caller knows what that is.
+    If the actor dies, the items that it has not returned are lost. The caller knows these items and sends them again.
     """
 
     def __init__(self, config: EngineConfig, threads: AskedThreads, replicas: ReplicasConfig = ONE_DEVICE) -> None:
-        """`threads`: of all engines that run beside it, itself included."""
+        """`threads` has the number of threads of every engine of the run, including this one."""
         self._config, self._threads, self._replicas = config, threads, replicas
         self._worker: EngineWorker | None = None
 
     def load(self) -> ModelInfo:
-        """Load the model. Raises InvalidSetup. Not in the constructor: Ray reports its errors as a death."""
+        """Load the model. Raises InvalidSetup. Separate from `__init__`, whose errors Ray reports as a dead actor."""
         config = with_threads(self._config, self._threads, num_ranks=self._replicas.tensor_parallel)
         keep_near(self._threads, self._replicas)
         engine = build_sync_engine(config, self._replicas)
@@ -190,8 +189,8 @@ class EngineActor:
         return engine.facts
 
     def exchange(self, items: Sequence[PreparedItem], at_least: int, within_s: float) -> EngineOutput:
-        """Take items and give those that have ended, see `EngineWorker.collect`. Raises EngineStopped."""
-        assert self._worker is not None, "items come after `load`"
+        """Add items and return the items that have ended, as `EngineWorker.collect` does. Raises EngineStopped."""
+        assert self._worker is not None, "`load` must be called before `exchange`"
         self._worker.add(items)
         return self._worker.collect(at_least=at_least, within_s=within_s)
 

@@ -1,4 +1,4 @@
-"""A bulk run on engines of its own: Ray Data reads, the pool computes."""
+"""A bulk run on its own engines: Ray Data reads the input and an `EnginePool` computes the items."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from deployments.launcher.own_cluster import start_own_cluster
 
 
 def run_on_pool(found: InputRows, folder: RunFolder, rows: RowSettings, served: ServedModelConfig) -> Summary:
-    """Answer every row and finish the folder.
+    """Answer every row, write the output and return the summary.
 
     Raises:
-        InvalidSetup: the model or the cluster cannot do it.
-        Failure: the output cannot be written, engines or readers die again and again.
+        InvalidSetup: the model cannot be loaded, or the cluster is too small.
+        Failure: the output cannot be written, or engines or readers die again and again.
     """
     run = JobRun[PreparedItem](folder.results, RecordFormat().invalid, progress=RunProgress(found.num_rows))
 
@@ -75,7 +75,7 @@ def _until_it_breaks(
 
 
 def _join_or_start_ray(replicas: ReplicasConfig) -> None:
-    """The cluster that RAY_ADDRESS names (as in a job), else one of our own. Raises InvalidSetup if it is too small."""
+    """Join the cluster in RAY_ADDRESS (set in Ray jobs), or start one. Raises InvalidSetup if the GPUs are too few."""
     if "RAY_ADDRESS" in os.environ:
         ray.init(log_to_driver=False, logging_level="ERROR")
     else:

@@ -1,4 +1,4 @@
-"""Grafana boards, and rules and alerts for Prometheus, made from our metrics. No Ray.
+"""Grafana boards, and recording rules and alerts for Prometheus, made from our metrics. No Ray here.
 
-`python -m deployments.dashboards` writes the files beside this one.
+`python -m deployments.dashboards` writes the files into this folder.
 """

@@ -1,4 +1,4 @@
-"""`python -m deployments.dashboards`: write the boards and the rules beside this file, or into another folder."""
+"""`python -m deployments.dashboards` writes the boards and the rules into its own folder, or into another folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parent
 
 
 def files() -> dict[str, str]:
-    """The text of each file, by its name."""
+    """Return the text of each file, by the file's name."""
     boards = {f"{board.name}.json": json.dumps(board.as_json(), indent=1) + "\n" for board in BOARDS}
     return boards | {
         "rules.yaml": "# Written by python -m deployments.dashboards\n"

@@ -1,4 +1,4 @@
-"""The Grafana boards: what each panel asks Prometheus. Names of metrics are those of `app/metrics`."""
+"""The Grafana boards, with the Prometheus query of each panel. `app/metrics` defines the metrics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from app.json_pieces import Json
 from deployments.dashboards.rules import ITL_GOOD_LE, ITL_GOOD_S, TTFT_GOOD_LE, TTFT_GOOD_S
 
 _MODEL = 'model_name=~"$model"'
-_COLUMNS = 24  # of Grafana's grid
+_COLUMNS = 24  # width of Grafana's grid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,13 +18,13 @@ class Panel:
 
     title: str
     queries: Sequence[tuple[str, str]]  # (PromQL, the legend of its series)
-    unit: str = "short"  # Grafana's name
+    unit: str = "short"  # Grafana's name of the unit
     is_tile: bool = False
-    red_below: float | None = None  # of a tile
+    red_below: float | None = None  # a tile is red below this value
     width: int = 8
 
     def as_json(self, number: int, x: int, y: int) -> Json:
-        """As Grafana reads it, at a place of the grid."""
+        """Return Grafana's JSON of the panel, at column `x` and row `y` of the grid."""
         height = 4 if self.is_tile else 8
         steps: list[Json] = [{"color": "green", "value": None}]
         if self.red_below is not None:
@@ -51,12 +51,12 @@ class Panel:
 class Board:
     """One dashboard: rows of panels."""
 
-    name: str  # of its file
+    name: str  # name of the file, without .json
     title: str
     panels: Sequence[Panel]
 
     def as_json(self) -> Json:
-        """What Grafana imports."""
+        """Return the JSON that Grafana imports."""
         panels, x, y, height = [], 0, 0, 0
         for number, panel in enumerate(self.panels, start=1):
             if x + panel.width > _COLUMNS:
@@ -94,23 +94,23 @@ _VARIABLES: list[Json] = [
 
 
 def _rate(metric: str, by: str = "", more: str = "") -> str:
-    """The sum of a counter's rates."""
+    """Return PromQL for the sum of a counter's rates."""
     return f"sum{f' by ({by})' if by else ''} (rate({metric}{{{_MODEL}{more}}}[$__rate_interval]))"
 
 
 def _ratio(above: str, below: str) -> str:
-    """A quotient that is 0 while nothing happens."""
+    """Return PromQL for a quotient that is 0 while the divisor is 0."""
     return f"{above} / ({below} > 0) or 0 * {below}"
 
 
 def _quantiles(metric: str, by: str, legend: str) -> list[tuple[str, str]]:
-    """The median and the 99th percentile of a histogram."""
+    """Return queries for the median and the 99th percentile of a histogram."""
     spread = _rate(f"{metric}_bucket", f"le, {by}")
     return [(f"histogram_quantile({q}, {spread})", f"p{round(100 * q)} {legend}") for q in (0.5, 0.99)]
 
 
 def _good(metric: str, le: str) -> str:
-    """The share of values that do not exceed a bound of the histogram; all while there are none."""
+    """Return PromQL for the share of values up to a bound of the histogram; 1 while there are no values."""
     of_bound = _rate(f"{metric}_bucket", more=f', le=~"{le}"')
     return f"{of_bound} / ({_rate(f'{metric}_count')} > 0) or vector(1)"
 
@@ -190,7 +190,7 @@ _ENGINES = Board(
                (f"{_now('carousel_slots_used')} / {_now('carousel_slots')}", _REPLICA), unit="percentunit"),
         _by_replica("Time of a step", "carousel_step_seconds", unit="s"),
         _by_replica("Tokens in a step", "carousel_step_tokens"),
-        _lines("Share of tokens that graphs compute for nothing",
+        _lines("Share of padding tokens in graphs",
                (_ratio(_replica_rate("carousel_graph_padding_tokens_total"),
                        _replica_rate("carousel_step_tokens_sum")), _REPLICA), unit="percentunit"),
         _lines("Steps a second",
@@ -204,10 +204,10 @@ _ENGINES = Board(
         _lines("Preemptions a second", (_replica_rate("carousel_engine_preemptions_total"), _REPLICA)),
         _by_replica("In the queue", "carousel_queue_seconds", unit="s"),
         _by_replica("From first step to first token", "carousel_prefill_seconds", unit="s"),
-        _lines("Ended otherwise than by their end, a second",
+        _lines("Aborted, failed or missed deadline, a second",
                *((_replica_rate(f"carousel_engine_{how}_total"), f"{how} {_REPLICA}")
                  for how in ("aborted", "failed", "missed"))),
-        _lines("Batch that the strategy aims at", (_now("carousel_batch_size"), _REPLICA)),
+        _lines("Batch size that the strategy targets", (_now("carousel_batch_size"), _REPLICA)),
         _lines("Error of predicted output lengths", (_now("carousel_length_error_tokens"), _REPLICA)),
         _lines("Finished, a second", (_replica_rate("carousel_engine_finished_total"), _REPLICA)),
     ],
@@ -227,7 +227,7 @@ _FLEET = Board(
         _lines("Tokens generated a second", (_replica_rate("carousel_engine_generated_tokens_total"), _REPLICA)),
         _lines("Decisions of dispatch, a second",
                (_rate("carousel_dispatches_total", "model_name, reason"), "{{model_name}} {{reason}}")),
-        _lines("Went on at another replica, a second",
+        _lines("Resumed on another replica, a second",
                (f"{_rate('carousel_resumes_total', 'model_name, reason')} or vector(0)", "{{reason}}")),
         _lines("How late event loops wake",
                ("histogram_quantile(0.99, "

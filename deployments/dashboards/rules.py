@@ -1,4 +1,4 @@
-"""Rules and alerts for Prometheus. What to do about each alert is in docs/operate/monitoring.md."""
+"""Recording rules and alerts for Prometheus. docs/operate/monitoring.md says how to react to each alert."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from app.json_pieces import Json
 
-# The objectives of the alerts and of the tiles; both are bounds of the histograms, the second time as regular
-# expressions: Prometheus 3 writes 1 as 1.0, and 1.0 without brackets is 120, too.
+# The objectives of the alerts and of the tiles, in seconds and as regular expressions. Both are bounds of histograms.
+# Prometheus 3 writes the bound 1 as 1.0. The dot is in brackets, because `1.0` as an expression would match 120.
 TTFT_GOOD_S, TTFT_GOOD_LE = 1.0, "1|1[.]0"
 ITL_GOOD_S, ITL_GOOD_LE = 0.1, "0[.]1"
 
@@ -18,12 +18,12 @@ class Alert:
 
     name: str
     expr: str
-    lasts: str = "5m"  # before it fires
+    lasts: str = "5m"  # how long the condition must hold before the alert fires
     severity: str = "warning"
     summary: str
 
     def as_json(self) -> Json:
-        """As Prometheus reads it."""
+        """Return the alert as Prometheus reads it."""
         runbook = "docs/operate/monitoring.md"
         return {
             "alert": self.name,
@@ -74,19 +74,19 @@ ALERTS = (
         expr='sum by (model_name) (rate(carousel_calls_refused_total{reason="unavailable"}[5m])) > 0',
         lasts="1m",
         severity="critical",
-        summary="Calls of {{ $labels.model_name }} are refused because no replica is there.",
+        summary="Calls of {{ $labels.model_name }} are refused because no replica is available.",
     ),
     Alert(
         name="CarouselBackendFailed",
         expr="max by (model_name, replica) (carousel_backends_failed) > 0",
         lasts="5m",
-        summary="Replica {{ $labels.replica }} of {{ $labels.model_name }} uses slower code than its GPU should.",
+        summary="Replica {{ $labels.replica }} of {{ $labels.model_name }} uses a slower backend than its GPU should.",
     ),
     Alert(
         name="CarouselWantsReplicas",
         expr="max by (model_name) (carousel_replicas_wanted) > count by (model_name) (carousel_slots)",
         lasts="10m",
-        summary="{{ $labels.model_name }} should have {{ $value }} replicas and has fewer.",
+        summary="{{ $labels.model_name }} needs {{ $value }} replicas and has fewer.",
     ),
     Alert(
         name="CarouselOverloaded",
@@ -94,7 +94,7 @@ ALERTS = (
             'sum by (model_name) (rate(carousel_calls_refused_total{reason="overloaded"}[5m]))'
             " / (carousel:calls:rate5m > 0) > 0.05"
         ),
-        summary="{{ $value | humanizePercentage }} of the calls of {{ $labels.model_name }} are refused: it is full.",
+        summary="{{ $value | humanizePercentage }} of the calls of {{ $labels.model_name }} are refused: full queues.",
     ),
     Alert(
         name="CarouselCallsFail",
@@ -103,24 +103,24 @@ ALERTS = (
             " / (sum by (model_name) (rate(carousel_requests_finished_total[5m])) > 0) > 0.01"
         ),
         severity="critical",
-        summary="{{ $value | humanizePercentage }} of the calls of {{ $labels.model_name }} fail after their begin.",
+        summary="{{ $value | humanizePercentage }} of the calls of {{ $labels.model_name }} fail after they started.",
     ),
     Alert(
         name="CarouselReplicasLost",
-        # In the other cases nothing has failed: the request left its replica.
+        # The reasons in the expression are no failures: the request left its replica on purpose.
         expr='sum by (model_name) (increase(carousel_resumes_total{reason!~"decode|ending|memory"}[15m])) > 0',
         lasts="0m",
-        summary="Requests of {{ $labels.model_name }} went on at another replica: theirs was lost.",
+        summary="Requests of {{ $labels.model_name }} resumed on another replica, because their replica was lost.",
     ),
     Alert(
         name="CarouselFirstTokenSlow",
         expr='carousel:first_token_good:ratio_rate5m{class="foreground"} < 0.99',
-        summary="Only {{ $value | humanizePercentage }} of the first tokens of {{ $labels.model_name }} are in time.",
+        summary="Only {{ $value | humanizePercentage }} of the first tokens of {{ $labels.model_name }} meet the SLO.",
     ),
     Alert(
         name="CarouselTokensSlow",
         expr='carousel:inter_token_good:ratio_rate5m{class="foreground"} < 0.99',
-        summary="Only {{ $value | humanizePercentage }} of the tokens of {{ $labels.model_name }} are in time.",
+        summary="Only {{ $value | humanizePercentage }} of the tokens of {{ $labels.model_name }} meet the SLO.",
     ),
     Alert(
         name="CarouselQueueLong",
@@ -130,25 +130,25 @@ ALERTS = (
     Alert(
         name="CarouselMemoryShort",
         expr="sum by (model_name, replica) (rate(carousel_engine_memory_preemptions_total[5m])) > 0.5",
-        summary="{{ $labels.replica }} takes memory back from {{ $value | humanize }} requests a second.",
+        summary="{{ $labels.replica }} preempts {{ $value | humanize }} requests a second to free memory.",
     ),
     Alert(
         name="CarouselEngineStuck",
         expr="carousel_slots_used > 0 and rate(carousel_engine_steps_total[5m]) == 0",
         lasts="2m",
         severity="critical",
-        summary="{{ $labels.replica }} has requests and makes no step.",
+        summary="{{ $labels.replica }} has requests and runs no steps.",
     ),
     Alert(
         name="CarouselStepsFail",
         expr="sum by (model_name, replica) (increase(carousel_engine_failed_total[15m])) > 0",
         lasts="0m",
-        summary="Steps of {{ $labels.replica }} have failed with their requests.",
+        summary="Steps of {{ $labels.replica }} failed, with all requests in them.",
     ),
     Alert(
         name="CarouselLoopStalls",
         expr="sum by (process, id) (rate(carousel_loop_stalled_seconds_total[5m])) > 0.05",
-        summary="The event loop of {{ $labels.process }} {{ $labels.id }} is held for {{ $value }} of the time.",
+        summary="The event loop of {{ $labels.process }} {{ $labels.id }} is blocked for {{ $value }} of the time.",
     ),
     Alert(
         name="CarouselBatchLinesFail",
@@ -161,7 +161,7 @@ ALERTS = (
     Alert(
         name="CarouselBatchesPaused",
         expr="carousel_batches_paused > 0",
-        summary="{{ $value }} batches wait for their storage: it is full, or fails.",
+        summary="{{ $value }} batches are paused, because their storage is full or fails.",
     ),
     Alert(
         name="CarouselWebhooksGivenUp",
@@ -173,7 +173,7 @@ ALERTS = (
 
 
 def rules() -> Json:
-    """The file of rules, for `rule_files` of Prometheus."""
+    """Return the content of the rules file, for `rule_files` of Prometheus."""
     recorded = [{"record": name, "expr": expr} for name, expr in _RECORDED.items()]
     return {
         "groups": [

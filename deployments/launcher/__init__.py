@@ -1,1 +1,1 @@
-"""What `make serve` runs: a Ray cluster of its own with one config file deployed on it."""
+"""The launcher behind `make serve`: it starts a Ray cluster and deploys one config file on the cluster."""

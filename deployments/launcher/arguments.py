@@ -1,4 +1,4 @@
-"""The arguments of `carousel serve`, and answers to those that people type for other servers."""
+"""The arguments of `carousel serve`, and answers to flags that people know from other servers."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ _OF_A_MODEL = "models[]."
 
 
 class _Option(NamedTuple):
-    """An option that stands for a setting of the config."""
+    """An option of the command that sets one setting of the config."""
 
     flag: str
-    setting: str  # a dotted path in the file, or behind `models[].` in the only model
+    setting: str  # a dotted path in the file; a path after `models[].` is in the config's only model
     kind: type
     help: str
 
 
 OPTIONS = (
-    _Option("--host", "http_options.host", str, "where it listens (127.0.0.1); others need --api-keys"),
-    _Option("--port", "http_options.port", int, "8000 unless the config says otherwise"),
-    _Option("--served-model-name", "models[].name", str, "what clients send as `model`"),
+    _Option("--host", "http_options.host", str, "address to listen on (127.0.0.1); other hosts need --api-keys"),
+    _Option("--port", "http_options.port", int, "port to listen on (8000, or the port of the config)"),
+    _Option("--served-model-name", "models[].name", str, "the name that clients send as `model`"),
     _Option("--max-model-len", "models[].engine.model.max_model_len", int, "tokens of prompt and output together"),
     _Option("--dtype", "models[].engine.model.dtype", str, "auto, float32, bfloat16 or float16"),
     _Option("--quantization", "models[].engine.model.quantization", str, "none, int8, int4 or fp8"),
-    _Option("--replicas", "models[].replicas.num_replicas", int, "of the model"),
-    _Option("--api-keys", "api.keys_file", str, "a file of keys; `carousel key NAME` prints an entry"),
+    _Option("--replicas", "models[].replicas.num_replicas", int, "number of replicas of the model"),
+    _Option("--api-keys", "api.keys_file", str, "a file of API keys; `carousel key NAME` prints an entry"),
 )
 
-# Flags of vLLM, SGLang, llama.cpp and Ollama, and what to use here. Names with dots are settings of a config file.
+# Flags of vLLM, SGLang, llama.cpp and Ollama, with the replacement here. Dotted names are settings of a config file.
 _MODEL = "name the model as the argument: `carousel serve MODEL`"
-_ALWAYS, _NEVER = "leave it out: this is always so", "leave it out: there is nothing to set"
+_ALWAYS, _NEVER = "leave the flag out: this is always on", "leave the flag out: there is nothing to set"
 ANSWERS: Mapping[str, str] = {
     # vLLM
     "--model": _MODEL,
@@ -44,7 +44,7 @@ ANSWERS: Mapping[str, str] = {
     "--tensor-parallel-size": "models[].replicas.tensor_parallel, with replicas.num_gpus: 1",
     "-tp": "models[].replicas.tensor_parallel, with replicas.num_gpus: 1",
     "--tp-size": "models[].replicas.tensor_parallel, with replicas.num_gpus: 1",
-    "--pipeline-parallel-size": "models[].replicas.tensor_parallel: layers are not divided among devices",
+    "--pipeline-parallel-size": "models[].replicas.tensor_parallel: layers cannot be divided among devices",
     "--data-parallel-size": "--replicas",
     "--dp-size": "--replicas",
     "--gpu-memory-utilization": "models[].engine.cache.gpu_memory_fraction",
@@ -59,15 +59,15 @@ ANSWERS: Mapping[str, str] = {
     "--enable-prefix-caching": _ALWAYS,
     "--enable-chunked-prefill": _ALWAYS,
     "--enable-auto-tool-choice": _ALWAYS,
-    "--tool-call-parser": "models[].tool_parser, if the template's own format is not found",
-    "--reasoning-parser": "leave it out: the format is found in the chat template",
-    "--enable-lora": "models[].adapters: a folder by the name that clients send",
-    "--lora-modules": "models[].adapters: a folder by the name that clients send",
+    "--tool-call-parser": "models[].tool_parser, if the format of the chat template is not recognized",
+    "--reasoning-parser": "leave the flag out: the format is read from the chat template",
+    "--enable-lora": "models[].adapters: a folder for each name that clients send",
+    "--lora-modules": "models[].adapters: a folder for each name that clients send",
     "--speculative-config": "models[].engine.speculation",
     "--enforce-eager": "models[].engine.model.backend: eager",
     "--revision": "models[].engine.model.revision",
     "--api-key": "--api-keys FILE: `carousel key NAME` prints an entry of the file",
-    "--trust-remote-code": "leave it out: code in a model's folder is never run",
+    "--trust-remote-code": "leave the flag out: code in a model's folder is never run",
     "--device": "models[].engine.model.device",
     "--load-format": _NEVER,
     "--seed": "`seed` in each request",
@@ -98,40 +98,40 @@ ANSWERS: Mapping[str, str] = {
     "--jinja": _ALWAYS,
     "--no-mmap": _NEVER,
     "--mlock": _NEVER,
-    "--mmproj": "leave it out: text alone is computed",
-    "--embedding": "models[].pooling, if the model's files do not say it",
-    "--lora": "models[].adapters: a folder by the name that clients send",
-    "--metrics": "leave it out: `/metrics` is always there",
+    "--mmproj": "leave the flag out: only text is supported",
+    "--embedding": "models[].pooling, if the model's files do not name a pooling",
+    "--lora": "models[].adapters: a folder for each name that clients send",
+    "--metrics": "leave the flag out: `/metrics` is always served",
 }
 
 
 class Given(NamedTuple):
-    """What is to be served."""
+    """The model and the config that the command line asks for."""
 
-    model: str | None  # None: what the config says
+    model: str | None  # None: the models of the config
     config: Path
-    changes: dict[str, Any]  # of settings, by the paths of `OPTIONS`
+    changes: dict[str, Any]  # new values of settings, by the paths in `OPTIONS`
     dashboard: bool
 
 
 def is_config(what: str) -> bool:
-    """Whether an argument names a config file; else it names a model."""
+    """Return whether an argument names a config file. Any other argument names a model."""
     return Path(what).suffix in _CONFIGS
 
 
 def parsed(arguments: Sequence[str] | None, command: str, description: str) -> Given:
-    """Ends the process with status 2, and an answer, for a flag that is not one of ours."""
+    """Parse the arguments. An unknown flag ends the process with status 2; a flag of another server gets an answer."""
     parser = argparse.ArgumentParser(prog=f"carousel {command}", description=description)
     parser.add_argument(
         "what", nargs="?", default=str(SERVE_YAML), metavar="MODEL or CONFIG",
         help="smollm2, gemma3, a model's folder, a GGUF file, or a hub id; or a Serve config file (.yaml, .json). "
-        "Default: the bundled model, by deployments/serve.yaml",
+        "Default: the bundled model, with deployments/serve.yaml",
     )  # fmt: skip
-    parser.add_argument("--config", type=Path, help="with a MODEL: the config whose only model it takes the place of")
+    parser.add_argument("--config", type=Path, help="with a MODEL: a config, whose only model is replaced by MODEL")
     for option in OPTIONS:
         metavar = option.flag.rpartition("-")[2].upper()
         parser.add_argument(option.flag, type=option.kind, metavar=metavar, help=option.help)
-    parser.add_argument("--dashboard", action="store_true", help="with Ray's dashboard on 127.0.0.1:8265")
+    parser.add_argument("--dashboard", action="store_true", help="start Ray's dashboard on 127.0.0.1:8265")
     if answers := list(_answers_to(arguments or ())):
         parser.error("\n".join(answers))
     given = parser.parse_args(arguments)
@@ -148,11 +148,11 @@ def _answers_to(arguments: Sequence[str]) -> Iterator[str]:
     for argument in arguments:
         flag = argument.partition("=")[0]
         if flag in ANSWERS:
-            yield f"{flag} is not known here. Use instead: {ANSWERS[flag]}"
+            yield f"{flag} is not an option here. Instead: {ANSWERS[flag]}"
 
 
 def change(document: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    """Bring the options of a command into a config. Raises InvalidSetup where the config has several models for one."""
+    """Write the options of a command into a config. Raises InvalidSetup if an option fits none or several models."""
     for setting, value in changes.items():
         place = document if setting.startswith("http_options.") else _only_args(document)
         path = setting
@@ -166,7 +166,7 @@ def change(document: dict[str, Any], changes: Mapping[str, Any]) -> None:
             [place] = models
         *branches, name = path.split(".")
         for branch in branches:
-            if place.get(branch) is None:  # also one that is left empty in the file
+            if place.get(branch) is None:  # the branch is absent, or empty in the file
                 place[branch] = {}
             place = place[branch]
             if not isinstance(place, dict):

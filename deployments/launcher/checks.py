@@ -1,6 +1,6 @@
-"""`carousel check CONFIG or MODEL`: it finds every mistake that needs neither Ray nor a loaded model.
+"""`carousel check CONFIG or MODEL` finds every mistake that can be found without Ray and without loading a model.
 
-`carousel serve` makes the same checks before it starts Ray. Nothing is written.
+`carousel serve` makes the same checks before it starts Ray. No check writes anything.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from deployments.launcher.trial import check_name, is_known
 from deployments.serve.settings import SERVE_YAML, Mistakes, ServeFile, examined, mistakes_of_model, place_in
 
 MISTAKES = 2  # the exit status
-# The part of a file of float32 that is left at least, by `model.quantization`; "none" may still halve it.
+# The smallest fraction of a float32 file that stays in memory, by `model.quantization`; without quantization 0.5.
 _LEFT = {"int8": 0.25, "int4": 0.125}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print all mistakes. The exit status is 2 where there are any, else 0."""
+    """Print all mistakes. Return the exit status: 2 if there are mistakes, else 0."""
     parser = argparse.ArgumentParser(
-        prog="carousel check", description="Find the mistakes in a config, without a start."
+        prog="carousel check", description="Find the mistakes in a config without starting the service."
     )
     parser.add_argument(
         "what", nargs="?", default=str(SERVE_YAML), metavar="MODEL or CONFIG", help="as for `carousel serve`"
@@ -56,17 +56,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def refusal(what: object, mistakes: Sequence[str]) -> str:
-    """All mistakes, for a person."""
+    """Return the text that shows all mistakes to the operator."""
     count = f" ({len(mistakes)} mistakes)" if len(mistakes) > 1 else ""
     return "\n".join([f"{what} cannot be served{count}:", *mistakes])
 
 
 def checked(path: Path, *, is_starting: bool = True) -> tuple[ServeFile, Mistakes]:
-    """A Serve config file, and all mistakes in it and in what it names.
+    """Read a Serve config file, and find all mistakes in the file and in the models and folders that the file names.
 
-    is_starting: the port must be free. Without a start, the service of this config may be listening there.
+    is_starting: check that the port is free. `carousel check` does not, because the service may already run there.
 
-    Raises InvalidSetup if it is no such file at all.
+    Raises InvalidSetup if the file is not a Serve config file.
     """
     file, mistakes = examined(path)
     if is_starting and not any(line.startswith("http_options") for line in mistakes):
@@ -85,7 +85,7 @@ def checked(path: Path, *, is_starting: bool = True) -> tuple[ServeFile, Mistake
 
 
 def check_given_model(what: str) -> None:
-    """A model that is named without a config. Raises InvalidSetup as `check_model`."""
+    """Check a model that is named without a config. Raises InvalidSetup as `check_name` and `check_model` do."""
     if not is_known(what):
         check_name(what)
         check_model(ModelConfig(path=what))
@@ -102,25 +102,25 @@ def _mistakes_of_folders(where: str, served: ServedModelConfig) -> Mistakes:
 
 
 def check_folder(path: str) -> None:
-    """Raise InvalidSetup for a folder that is not there and cannot be made, or in which nothing can be written."""
+    """Raise InvalidSetup if the folder is missing and cannot be made, or if this user may not write in the folder."""
     place = Path(os.path.expanduser(path)).absolute()
     nearest = next(each for each in (place, *place.parents) if os.path.exists(each))
     if not nearest.is_dir():
-        raise InvalidSetup(f"got {path!r}; it cannot be made: {nearest} is not a folder")
+        raise InvalidSetup(f"got {path!r}; the folder cannot be made: {nearest} is not a folder")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise InvalidSetup(f"got {path!r}; this user may not write in {nearest}: name another folder")
 
 
 def check_port(config: ServeFile, path: Path) -> None:
-    """Raise InvalidSetup when something listens where the service should."""
+    """Raise InvalidSetup if the service cannot listen on the host and port of the config."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     with socket.socket(family) as probe:
-        # As every server does: a connection of the last run that is still closing is no obstacle.
+        # Servers set this option as well, so that connections of the last run that still close are no obstacle.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((config.host, config.port))
         except UnicodeError as error:
-            raise InvalidSetup(f"http_options.host: got {config.host[:60]!r}; it is no name of a host") from error
+            raise InvalidSetup(f"http_options.host: got {config.host[:60]!r}; this is not a host name") from error
         except OSError as error:
             way_out = f"set another host or port in {path}, or --port"
             if error.errno == errno.EADDRINUSE:
@@ -131,10 +131,9 @@ def check_port(config: ServeFile, path: Path) -> None:
 
 
 def check_memory(file: ServeFile) -> None:
-    """Raise InvalidSetup where replicas on CPUs want more KV memory and weights than this machine ever has.
+    """Raise InvalidSetup if KV memory and weights of the replicas on CPUs exceed the memory of this machine.
 
-    The sum is the least that they take. Autoscaling may add replicas, and a process holds more than weights and KV
-    memory.
+    The sum is a lower bound: autoscaling may add replicas, and a process needs more than weights and KV memory.
     """
     parts = sorted(_least_bytes(file), key=lambda part: -part[1])
     largest = ", ".join(f"{name} {num_bytes / GIB:,.2f}" for name, num_bytes in parts)
@@ -147,7 +146,7 @@ def check_memory(file: ServeFile) -> None:
 
 
 def _least_bytes(file: ServeFile) -> Iterator[tuple[str, int]]:
-    """The bytes of KV memory and of weights, with a name for each. Replicas of a machine share their weights."""
+    """Yield the bytes of KV memory and of weights, each with its name. Replicas on one machine share weights."""
     weights: dict[tuple[str, str], int] = {}
     for _, served in file.models:
         model, replicas = served.engine.model, served.replicas

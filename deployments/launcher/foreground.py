@@ -1,6 +1,6 @@
-"""The launcher's child: a Ray cluster of its own, and the config on it.
+"""The launcher's child process: it starts a Ray cluster and deploys the config on the cluster.
 
-Not for use by hand: `deployments.launcher.supervisor` sets the environment that Ray and Serve read.
+Do not start this module by hand: `deployments.launcher.supervisor` sets the environment that Ray and Serve read.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from deployments.launcher.terminal import StatusLines
 
 
 def main() -> int:
-    """Start, deploy, report until a signal comes. Returns 1 when the application cannot start.
+    """Start Ray, deploy the config and report changes until a signal comes. Return 1 if the application cannot start.
 
-    It is killed when Ray's head or raylet ends: then the launcher starts it again.
+    The process kills itself if Ray's head or raylet ends. The launcher then starts the process again.
     """
     given = _arguments()
     _end_with_the_launcher(given.launcher)
@@ -54,7 +54,7 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m deployments.launcher.foreground")
-    parser.add_argument("launcher", type=int, help="its process id")
+    parser.add_argument("launcher", type=int, help="process id of the launcher")
     parser.add_argument("config", type=Path)
     parser.add_argument("run_folder")
     parser.add_argument("reserved_cpus", type=float)
@@ -63,20 +63,20 @@ def _arguments() -> argparse.Namespace:
 
 
 def _end_with_the_launcher(launcher: int) -> None:
-    """End cleanly on a signal, be it the kernel's when the launcher was killed."""
+    """End cleanly on a signal. The kernel sends SIGTERM if the launcher is killed."""
     _end_on_signals()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     die_with(launcher, signal.SIGTERM)
 
 
 def _end_on_signals() -> None:
-    """Set again once Ray has started: it installs a handler of its own, which prints a stack."""
+    """Exit on a stop signal. Call again after `ray.init`, which installs a handler that prints a stack."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(0))
 
 
 def _end_with_ray() -> None:
-    """Be killed when a process of Ray has ended that cannot come back: what asks it, even to shut down, may hang."""
+    """Kill this process if Ray's head or raylet ends: neither restarts, and calls to them may hang, even a shutdown."""
     processes = ray_processes()
 
     def look(*_: object) -> None:

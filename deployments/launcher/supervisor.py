@@ -1,9 +1,9 @@
-"""`carousel serve [MODEL or CONFIG]`: it checks, sets the environment, starts and stops.
+"""`carousel serve [MODEL or CONFIG]` checks the config, sets the environment, and starts and stops the service.
 
-Two processes. This one checks the config and the ports, starts `deployments.launcher.foreground` with the environment
-that Ray and Serve read, and waits for a signal or for its end. It imports no Ray, so it answers at once
-and always lives to clean up: whatever the child started is in the child's session, and none of it outlives this
-process. A child that was killed, as it is when Ray's head ends, is started again.
+The launcher has two processes. This process checks the config and the ports, starts `deployments.launcher.foreground`
+with the environment that Ray and Serve read, and waits for a signal or for the end of the child. This process imports
+no Ray, so that it answers at once and always lives to clean up: all processes of the child are in the child's session,
+and none of them outlives this process. A child that was killed is started again, for example after Ray's head ended.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ from deployments.serve.settings import (
 )
 
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-STOP_TIMEOUT_S = 8.0  # for the service to end by itself
-END_TIMEOUT_S = 2.0  # for the remaining processes to end after SIGTERM; then they are killed
-MAX_RESTARTS = 3  # within RESTARTS_WITHIN_S; then the service stays ended
+STOP_TIMEOUT_S = 8.0  # how long the service may take to end by itself
+END_TIMEOUT_S = 2.0  # how long remaining processes may take to end after SIGTERM, before they are killed
+MAX_RESTARTS = 3  # within RESTARTS_WITHIN_S; after one more loss the launcher gives up
 RESTARTS_WITHIN_S = 600.0
-_LONGER_WAIT_S = 5.0  # before each restart within that time than before the last; the first does not wait
+_LONGER_WAIT_S = 5.0  # added to the wait before each further restart within that time; the first does not wait
 _OUR_PORTS = range(20_000, 30_000)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until a signal comes.
 
-    The exit status is 0 after a signal, 2 for mistakes that are found before Ray starts, 1 when the service cannot
+    Return the exit status: 0 after a signal, 2 for mistakes that are found before Ray starts, 1 if the service cannot
     start or has died.
     """
     given = parsed(sys.argv[1:] if arguments is None else arguments, "serve", "Serve a model or a config file here.")
-    # numpy reads GGUF files. Its threads must not take the signals that this process waits for later.
+    # numpy reads GGUF files. The threads of numpy must not take the signals that this process waits for later.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     import_module("numpy")
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    for number in STOP_SIGNALS:  # a model may be fetched now: what is not whole goes
+    for number in STOP_SIGNALS:  # a signal during a download raises KeyboardInterrupt, which removes partial files
         signal.signal(number, signal.default_int_handler)
     path = given.config if given.model is None else Path(given.model)
     try:
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return MISTAKES
         max_files = allow_many_files()
         warning = check_connections(max_files, os.environ.get(MAXCONN))
-        # Blocked from here on: a signal waits until this process asks for it, and cannot interrupt a start or an end.
+        # Signals now wait until `sigwait` takes them, and cannot interrupt a start or an end.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS | {signal.SIGCHLD})
     except InvalidSetup as error:
         print(refusal(path, str(error).splitlines()), file=sys.stderr, flush=True)
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if warning:
         print(f"Warning: {warning}", flush=True)
-    # In /tmp whatever TMPDIR says: Ray and HAProxy put sockets inside, and a socket's path may have 97 characters.
+    # TMPDIR is ignored: Ray and HAProxy create sockets in this folder, and a socket's path may have 97 characters.
     run_folder = Path(tempfile.mkdtemp(prefix="carousel-", dir="/tmp"))
     (run_folder / "progress").mkdir()
     command = [sys.executable, "-m", "deployments.launcher.foreground", *["--dashboard"] * given.dashboard]
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def keep_serving(command: Sequence[str], variables: Mapping[str, str]) -> int:
-    """Run the child until a signal comes or it ends by itself; when it was killed, start it again. The exit status."""
+    """Run the child until a signal comes or the child exits; restart a killed child. Return the exit status."""
     restarted_s: list[float] = []
     while True:
         child = subprocess.Popen(command, env=variables, start_new_session=True)
@@ -109,9 +109,9 @@ def keep_serving(command: Sequence[str], variables: Mapping[str, str]) -> int:
         wait_s = _LONGER_WAIT_S * len(restarted_s)
         restarted_s.append(now_s)
         print(
-            f"The service was killed ({killed}). It starts anew {f'in {wait_s:g} s' if wait_s else 'now'} "
-            f"({len(restarted_s)} of at most {MAX_RESTARTS} restarts {within}). Streams that ran are cut off; "
-            f"batches go on.",
+            f"The service was killed ({killed}). Restarting it {f'in {wait_s:g} s' if wait_s else 'now'} "
+            f"({len(restarted_s)} of at most {MAX_RESTARTS} restarts {within}). Open streams are cut off; "
+            f"batches will resume.",
             flush=True,
         )
         if signal.sigtimedwait(STOP_SIGNALS, wait_s) is not None:
@@ -119,7 +119,7 @@ def keep_serving(command: Sequence[str], variables: Mapping[str, str]) -> int:
 
 
 def supervise(child: subprocess.Popen[bytes]) -> int:
-    """Wait for a signal or for the child's end, then leave nothing of the child's session behind."""
+    """Wait for a signal (returns 0) or for the child's end (returns 1), then end all processes of its session."""
     received = signal.SIGCHLD
     while received == signal.SIGCHLD and child.poll() is None:
         received = signal.Signals(signal.sigwait(STOP_SIGNALS | {signal.SIGCHLD}))
@@ -130,7 +130,7 @@ def supervise(child: subprocess.Popen[bytes]) -> int:
     while child.poll() is None and time.monotonic() < deadline:
         signal.sigtimedwait({signal.SIGCHLD}, max(0.0, deadline - time.monotonic()))
     if child.poll() is None:
-        print(f"It has not ended by itself within {STOP_TIMEOUT_S:g} s: killing it.", file=sys.stderr, flush=True)
+        print(f"The service did not stop within {STOP_TIMEOUT_S:g} s: killing it.", file=sys.stderr, flush=True)
     _end_session(child.pid)
     child.wait()
     return 0 if received != signal.SIGCHLD else 1
@@ -139,10 +139,10 @@ def supervise(child: subprocess.Popen[bytes]) -> int:
 def environment(
     config: ServeFile, run_folder: Path, inherited: Mapping[str, str], *, max_files: int = 1024
 ) -> dict[str, str]:
-    """The child's environment: the fast modes of Serve, everything of this run in its own folder, loopback only.
+    """Return the child's environment: Serve's fast modes, all files of this run in `run_folder`, Ray on loopback only.
 
-    What the caller has set stays, except what would join or disturb another cluster. max_files: that each process may
-    open.
+    Variables of the caller stay, apart from those that would join or disturb another cluster. max_files: the number of
+    files that each process may open.
     """
     ours = {
         progress.FOLDER: f"{run_folder}/progress",
@@ -157,39 +157,39 @@ def environment(
     defaults = {
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        # By default a call between deployments carries 4 MiB. A body of that size that is stored needs some more.
+        # The default of 4 MiB for a call between deployments is too small for a stored request body of 4 MiB.
         "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2 * MAX_REQUEST_BYTES),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(next(free)),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(next(free)),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(next(free)),
         "RAY_USAGE_STATS_ENABLED": "0",
-        # What each worker imports while it waits for work.
+        # A module that each Ray worker imports while it waits for work.
         "RAY_preload_python_modules": "deployments.preload",
-        # HAProxy's log of requests, to no reader: the ingress logs what matters. By default it opens a UDP port for it.
+        # Nothing reads this socket, because the ingress logs requests. Ray's default opens a UDP port for the log.
         "RAY_SERVE_HAPROXY_LOG_TARGET": f"{run_folder}/log.sock",
-        # By default 4,096, for which it wants 10,265 files: where it cannot have them, it does not start.
+        # The default of 4,096 connections needs 10,265 files; HAProxy does not start if it may open fewer.
         MAXCONN: str(max_connections(max_files)),
         "RAY_SERVE_HAPROXY_NBTHREAD": str(num_proxy_threads(os.cpu_count() or 1)),
-        # By default three connections that fail in turn send all traffic to Serve's own proxy, which has no route to
-        # the ingress's workers and answers 500. HAProxy tries a failed connection again, at another ingress if it can;
-        # its health checks find an ingress that is dead.
+        # Serve's default sends all traffic to Serve's own proxy after three failed connections in a row. That proxy has
+        # no route to the ingress's workers and answers 500. HAProxy retries a failed connection anyway, at another
+        # ingress if possible, and finds a dead ingress by its health checks.
         "RAY_SERVE_HAPROXY_OBSERVE_MARK_DOWN_ENABLED": "0",
-        # When ingresses change, a new HAProxy takes over, and the one before ends its streams: by default for 120 s.
-        # This is as long as a client may be silent.
+        # When ingresses change, a new HAProxy takes over, and the old HAProxy may finish its streams within this time
+        # (default 120 s). HAProxy's limit for a silent client is equal.
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
-        # Most of what an idle service computes is its controller looking for changes, by default ten times a second.
-        # Streams do not wait for it when a replica dies: the ingress sees that its line broke.
+        # Serve's controller looks for changes ten times a second by default, which is most of the CPU time of an idle
+        # service. If a replica dies, streams do not wait for the controller: the ingress sees the broken connection.
         "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
         "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
-        # By default Ray's workers step back by 15: beside another process that computes in the same session or
-        # container they get 3.4% of a core. Among sessions Linux shares cores first, so it changes nothing there.
+        # Ray's default niceness of 15 gives workers 3.4% of a core beside another busy process in the same session or
+        # container. Between sessions niceness changes nothing: Linux divides cores by session first.
         "RAY_worker_niceness": "0",
-        # By default Ray measures each call of its timers, for a report in its logs, and all processes of
-        # the node every five seconds, for its dashboard. Both are a tenth of what an idle service computes.
+        # Ray's defaults measure each call of its timers for a report in its logs, and every five seconds all processes
+        # of the node for its dashboard. Both together take a tenth of the CPU time of an idle service.
         "RAY_event_stats": "0",
         "REPORTER_UPDATE_INTERVAL_MS": "20000",
-        # Three of these and Serve kills a proxy that has not started. With its 5 s it gave up on a busy machine what it
-        # would have waited a minute for, and the start failed.
+        # Serve kills a proxy that misses three of these checks in a row. The default of 5 s killed a proxy on a busy
+        # machine, although Serve waits a minute for a proxy otherwise, and the start failed.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "20",
     }
     if config.host in LOOPBACK:
@@ -202,20 +202,20 @@ def environment(
 
 
 def reserved_cpus(file: ServeFile) -> float:
-    """What replicas, ingresses and batches reserve together, autoscaled to the most."""
+    """Return the CPUs that replicas, ingresses and batches reserve together when all are scaled up."""
 
     def of(config: ApplicationConfig) -> float:
         replicas = sum(model.replicas.max_replicas * model.replicas.reserved_cpus for model in config.models)
         batches = BATCHES_CPUS if config.batches else 0.0
-        ingresses = (config.ingress.num_replicas + 1) * INGRESS_CPUS  # the next comes before one goes
+        ingresses = (config.ingress.num_replicas + 1) * INGRESS_CPUS  # an update starts a new one before it ends one
         return replicas + ingresses + batches
 
     return sum(map(of, file.applications.values()))
 
 
 def num_proxy_threads(num_cores: int) -> int:
-    """HAProxy's threads: one carries the streams that an ingress on the other cores can write."""
-    max_proxy_threads = 4  # as Serve has it
+    """Return the number of HAProxy threads: one for four cores, since it carries all streams that an ingress writes."""
+    max_proxy_threads = 4  # Serve's default
     return max(1, min(max_proxy_threads, num_cores // 4))
 
 
@@ -225,10 +225,10 @@ def _all_models_are_local(config: ServeFile) -> bool:
 
 
 def free_ports() -> Iterator[int]:
-    """Ports on which no process listens now, each once.
+    """Yield ports on which no process listens now, each at most once.
 
-    From a range where neither the kernel (32768 and up) nor Ray (10002-19999, 30000 and up) takes ports by itself, so
-    that none is gone before its owner has started.
+    The kernel (32768 and up) and Ray (10002-19999, 30000 and up) do not take ports of this range by themselves, so a
+    port stays free until its owner starts.
     """
     for port in random.sample(_OUR_PORTS, len(_OUR_PORTS)):
         with socket.socket() as probe:
@@ -249,13 +249,13 @@ def _end_session(session: int) -> None:
                 os.kill(pid, sent)
             except ProcessLookupError:
                 continue
-        # They are not children of this process, so there is no event to wait for.
+        # The remaining processes are not children of this process, so no event reports their end.
         while session_members(session) and time.monotonic() < deadline:
             time.sleep(0.05)
 
 
 def session_members(session: int) -> list[int]:
-    """The live processes of a session, by pid; empty where there is no /proc."""
+    """Return the pids of the live processes of a session; empty on a system without /proc."""
     members = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

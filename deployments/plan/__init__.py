@@ -1,1 +1,1 @@
-"""Plans made before anything is started: `python -m deployments.plan`."""
+"""`python -m deployments.plan` plans memory, settings and replicas before a service is started."""

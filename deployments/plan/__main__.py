@@ -1,7 +1,7 @@
-"""What fits where, and what a trace needs, before anything is started: `python -m deployments.plan`.
+"""Plan the memory of a model, or the settings and replicas for a trace, before a service is started. No Ray here.
 
-`memory --model ID --gpu H200` or `--cpu 16GiB`: from a model's config.json alone; no weights are read.
-`trace --trace FILE --slo ttft_p99=1s,itl_p99=100ms`: measures this machine's steps, then simulates. No Ray here.
+`memory --model ID --gpu H200` or `--cpu 16GiB` reads only the model's config.json, and no weights.
+`trace --trace FILE --slo ttft_p99=1s,itl_p99=100ms` measures steps on this machine, then simulates the trace.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from deployments.threads import share_of_cores
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a table and returns 0; returns 1 and says why where nothing fits, or where there is no plan."""
+    """Print the plan and return 0. Print the reason and return 1 if the model does not fit or no plan is found."""
     options = _parser().parse_args(arguments)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
@@ -41,15 +41,15 @@ def _memory(options: argparse.Namespace) -> None:
     if card is None and options.tensor_parallel > 1:
         raise InvalidSetup("--tensor-parallel is planned for GPUs only; with --cpu leave it out")
     if card is not None and options.rank is not None:
-        raise InvalidSetup("--rank is for CPUs only: a GPU takes memory for adapters of the highest rank")
+        raise InvalidSetup("--rank is for CPUs only: a GPU reserves memory for adapters of the highest rank")
     if card is not None and options.replicas > 1:
         raise InvalidSetup("--replicas is planned for CPUs only, where replicas share their weights; see --num-gpus")
     if card is not None and options.draft_model is not None:
-        raise InvalidSetup("--draft-model is planned for CPUs only: a GPU speculates nothing")
+        raise InvalidSetup("--draft-model is planned for CPUs only: there is no speculation on GPUs")
     models = [named_model(model) for model in (options.model, options.draft_model) if model is not None]
     for model in models:
         check_can_be_asked(model)
-    # torch takes seconds to import; mistakes are said before
+    # The import of torch takes seconds, so mistakes are reported before it.
     from app.model.planned_memory import PlannedAdapters
     from deployments.plan.memory import CpuPlan, GpuPlan, config_of
 
@@ -121,18 +121,18 @@ def _trace(options: argparse.Namespace) -> None:
 
 
 def _model_of(config: Path, name: str | None) -> ServedModelConfig:
-    """The model to plan. Raises InvalidSetup where there are several and none is named, or none of that name."""
+    """Return the model to plan. Raises InvalidSetup if `name` names no model, or is None and there are several."""
     models = [model for each in read_serve_file(config).applications.values() for model in each.models]
     found = [model for model in models if name in (None, model.name)]
     if len(found) != 1:
         names = ", ".join(model.name for model in models)
-        problem = f"there is no model {name!r}" if name else f"it has {len(models)} models: name one with --model"
-        raise InvalidSetup(f"{config}: {problem}; there are {names}")
+        problem = f"there is no model {name!r}" if name else f"it has {len(models)} models: choose one with --model"
+        raise InvalidSetup(f"{config}: {problem}; the models are {names}")
     return found[0]
 
 
 def _with_share_of_cores(model: ServedModelConfig) -> EngineConfig:
-    """The engine with the threads that each of the configured replicas has if all of them are on this machine."""
+    """Return the engine's settings with the threads of one replica if all configured replicas are on this machine."""
     threads = model.engine.model.num_threads or share_of_cores([None] * model.replicas.max_replicas)
     return model.engine.with_setting("model.num_threads", threads)
 
@@ -140,8 +140,8 @@ def _with_share_of_cores(model: ServedModelConfig) -> EngineConfig:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="carousel plan", description=__doc__)
     plans = parser.add_subparsers(required=True, metavar="memory|trace")
-    _add_memory(plans.add_parser("memory", help="weights, KV memory and the rest of a model on a GPU or a CPU"))
-    _add_trace(plans.add_parser("trace", help="the settings and replicas that hold a promise on a trace"))
+    _add_memory(plans.add_parser("memory", help="show the weights and the KV memory of a model on a GPU or a CPU"))
+    _add_trace(plans.add_parser("trace", help="find the settings and replicas that meet an SLO on a trace"))
     return parser
 
 
@@ -155,21 +155,21 @@ def _add_trace(trace: argparse.ArgumentParser) -> None:
     trace.add_argument(
         "--config", type=Path, default=SERVE_YAML, metavar="FILE", help="default: deployments/serve.yaml"
     )
-    trace.add_argument("--model", metavar="NAME", help="which of the config's models, where there are several")
-    trace.add_argument("--speed", type=above_zero, default=1.0, metavar="F", help="requests come F times as fast")
+    trace.add_argument("--model", metavar="NAME", help="the model to plan, if the config has several")
+    trace.add_argument("--speed", type=above_zero, default=1.0, metavar="F", help="requests arrive F times as fast")
     trace.add_argument(
-        "--lengths", type=above_zero, default=1.0, metavar="F", help="prompts and outputs F times as long"
+        "--lengths", type=above_zero, default=1.0, metavar="F", help="prompts and outputs are F times as long"
     )
-    trace.add_argument("--requests", type=positive, metavar="N", help="the first so many, or the trace again and again")
-    trace.add_argument("--seconds", type=above_zero, default=60.0, metavar="S", help="for measuring steps (60)")
+    trace.add_argument("--requests", type=positive, metavar="N", help="take N requests: cut or repeat the trace")
+    trace.add_argument("--seconds", type=above_zero, default=60.0, metavar="S", help="how long to measure steps (60)")
     trace.add_argument(
-        "--costs", type=Path, metavar="FILE", help="step times, as JSON: read if the file is there, else written"
+        "--costs", type=Path, metavar="FILE", help="step times as JSON: read if the file exists, else written"
     )
-    trace.add_argument("--cost-per-hour", type=above_zero, metavar="C", help="of one replica, in any currency")
+    trace.add_argument("--cost-per-hour", type=above_zero, metavar="C", help="price of one replica, in any currency")
     trace.add_argument(
-        "--out", type=Path, default=Path("planned.yaml"), metavar="FILE", help="the config to run (planned.yaml)"
+        "--out", type=Path, default=Path("planned.yaml"), metavar="FILE", help="write the config here (planned.yaml)"
     )
-    trace.add_argument("--plot", type=Path, metavar="FILE", help="latency and goodput against load; needs matplotlib")
+    trace.add_argument("--plot", type=Path, metavar="FILE", help="draw latency and goodput by load; needs matplotlib")
 
 
 def _add_memory(memory: argparse.ArgumentParser) -> None:
@@ -179,12 +179,12 @@ def _add_memory(memory: argparse.ArgumentParser) -> None:
     where.add_argument("--gpu", help="a card by its name, such as H200, or its memory, such as 80GiB")
     where.add_argument(
         "--cpu", nargs="?", const="", metavar="MEMORY",
-        help="a machine's memory, such as 16GiB; alone: what this machine has available now",
+        help="a machine's memory, such as 16GiB; without MEMORY: the memory that is available here now",
     )  # fmt: skip
-    memory.add_argument("--replicas", type=positive, default=1, help="on that machine's CPUs; they share their weights")
-    memory.add_argument("--context", type=positive, help="tokens of prompt and output; default: the model's own")
+    memory.add_argument("--replicas", type=positive, default=1, help="number of replicas on a CPU; they share weights")
+    memory.add_argument("--context", type=positive, help="tokens of prompt and output; default: the model's context")
     memory.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 on a GPU; on a CPU as this machine chooses"
+        "--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 on a GPU; on a CPU the machine's choice"
     )
     memory.add_argument(
         "--quantization", choices=("none", "int8", "int4", "fp8"), default="none", help="model.quantization"
@@ -193,14 +193,14 @@ def _add_memory(memory: argparse.ArgumentParser) -> None:
         "--cache-dtype", choices=get_args(KvType), default="auto", help="cache.dtype: int8 on a CPU, fp8 on a GPU"
     )
     memory.add_argument("--num-gpus", type=_share, default=1.0, help="replicas.num_gpus: 0.5 for two on a card")
-    memory.add_argument("--tensor-parallel", type=positive, default=1, help="replicas.tensor_parallel: so many cards")
+    memory.add_argument("--tensor-parallel", type=positive, default=1, help="replicas.tensor_parallel: number of cards")
     memory.add_argument("--max-running", type=positive, help="scheduler.max_running (256 on a GPU, 32 on a CPU)")
     memory.add_argument(
         "--max-step-tokens", type=positive, help="scheduler.max_step_tokens (8192 on a GPU, 512 on a CPU)"
     )
-    memory.add_argument("--adapters", type=positive, metavar="N", help="LoRA adapters that are loaded (none)")
+    memory.add_argument("--adapters", type=positive, metavar="N", help="number of loaded LoRA adapters (none)")
     memory.add_argument("--draft-model", metavar="MODEL", help="speculation.model, beside the model on a CPU")
-    memory.add_argument("--rank", type=positive, metavar="N", help="of the adapters on a CPU, at most 64 (16)")
+    memory.add_argument("--rank", type=positive, metavar="N", help="rank of the adapters on a CPU, at most 64 (16)")
     memory.add_argument("--gpu-memory-fraction", type=float, default=0.9, help="cache.gpu_memory_fraction")
 
 

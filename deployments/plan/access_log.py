@@ -1,6 +1,7 @@
-"""Requests of an access log: our own log's lines of requests that finished, or JSON, one request a line.
+"""Reads requests from an access log: Carousel's own log lines of finished requests, or JSON with one request a line.
 
-A line of a log is written when a request ends, so lines are in that order; a request that took 3 s arrived 3 s earlier.
+Our own log has a line for the end of each request, in the order of the ends. A request that took 3 s arrived 3 s
+earlier than its line says.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from typing import Any, NamedTuple
 
 from app.errors import InvalidSetup
 
-# The names by which a field is found; of several that a line has, the first counts.
+# Accepted names of each field. If a line has several of them, the first name in the tuple counts.
 _TIMES = ("timestamp", "time", "ts", "asctime")
 _PROMPT_TOKENS = ("prompt_tokens", "input_tokens", "num_prompt_tokens")
 _OUTPUT_TOKENS = ("completion_tokens", "output_tokens", "num_output_tokens")
 
 _LEVEL = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ")
-# As `ResponseState.log_end` writes it, behind Serve's level and time.
+# The line that `ResponseState.log_end` writes; Serve puts its level and the time in front.
 _FINISHED = re.compile(
     r"request \S+ finished after (?P<seconds>\d+\.\d+) s: .* (?P<prompt>\d+) prompt tokens, "
     r"(?P<output>\d+) completion tokens"
@@ -38,7 +39,7 @@ class LoggedRequest(NamedTuple):
 
 
 def is_access_log(first_line: str) -> bool:
-    """Whether a file with this first line is read by `read_access_log`."""
+    """Return whether `read_access_log` reads a file with this first line."""
     if _LEVEL.match(first_line):
         return True
     try:
@@ -49,10 +50,10 @@ def is_access_log(first_line: str) -> bool:
 
 
 def read_access_log(lines: Iterable[str], place: str) -> Iterator[LoggedRequest]:
-    """The requests by their arrival. Those that generated nothing are left out, and lines about anything else.
+    """Return the requests, sorted by arrival. Requests without output tokens and all other lines are left out.
 
     Raises:
-        InvalidSetup: a line of a request lacks a field or a number is none; the message has the line's number.
+        InvalidSetup: a request's line lacks a field, or a field is not a number; the message has the line's number.
     """
     found = []
     for number, line in enumerate(lines, start=1):
@@ -70,13 +71,13 @@ def _of_text(line: str) -> LoggedRequest | None:
     if finished is None:
         return None
     if at is None:
-        raise ValueError(f"got {line[:40]!r}; a request's line begins with its level and time")
+        raise ValueError(f"got {line[:40]!r}; the line of a request must begin with a level and a time")
     return _finished(finished, at["at"])
 
 
 def _of_json(given: Mapping[str, Any]) -> LoggedRequest | None:
     message = given.get("message")
-    if isinstance(message, str):  # our own log where Serve's `encoding` is JSON
+    if isinstance(message, str):  # our own log, written with Serve's `encoding: JSON`
         finished = _FINISHED.search(message)
         return None if finished is None else _finished(finished, str(_field(given, _TIMES)))
     at_s = seconds_of(_field(given, _TIMES))
@@ -105,7 +106,7 @@ def _count(given: Mapping[str, Any], names: Iterable[str]) -> int:
 
 
 def seconds_of(value: object) -> float:
-    """Since 1970, of a number of seconds, or of a date and time (without a zone: in UTC)."""
+    """Return seconds since 1970, from a number of seconds or from a date and time (in UTC if without a zone)."""
     with suppress(ValueError):
         if isinstance(value, int | float | str) and not isinstance(value, bool) and isfinite(float(value)):
             return float(value)

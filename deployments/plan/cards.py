@@ -13,18 +13,18 @@ class Card(NamedTuple):
     """One kind of GPU."""
 
     name: str
-    memory_gib: float  # as CUDA reports it: less than on the label
+    memory_gib: float  # the size that CUDA reports, which is less than the size on the label
     bandwidth_gbs: float | None = None  # GB/s; None: not known
-    capability: tuple[int, int] | None = None  # to compute, as CUDA says; None: not known
+    capability: tuple[int, int] | None = None  # CUDA compute capability; None: not known
 
     @property
     def memory_bytes(self) -> int:
         return int(self.memory_gib * GIB)
 
 
-# Memory: of T4, L4, RTX-3090, RTX-4090, L40S, A100-80GB, H100 and H200 the "total capacity" in torch's messages in
-# public reports; of the others an estimate from the size on the label. Bandwidth: as commonly published, not checked
-# against the data sheets.
+# The memory of T4, L4, RTX-3090, RTX-4090, L40S, A100-80GB, H100 and H200 is the "total capacity" in torch's messages
+# in public reports; the memory of the other cards is estimated from the size on the label. Bandwidths are as commonly
+# published, and not checked against the data sheets.
 CARDS = (
     Card("T4", 14.5, 320, (7, 5)),
     Card("L4", 22.0, 300, (8, 9)),
@@ -45,22 +45,22 @@ _UNITS = {"gib": 1.0, "gb": 1e9 / GIB, "mib": 1 / 1024}
 
 
 def card_of(text: str) -> Card:
-    """A card by its name, or one with so much memory: `H200`, `80GiB`. Raises InvalidSetup for another name."""
+    """Return the card of a name such as `H200`, or a card of a size such as `80GiB`. Raises InvalidSetup otherwise."""
     named = {_plain(card.name): card for card in CARDS} | {_plain("A100"): _named("A100-80GB")}
     found = named.get(_plain(text))
     if found is not None:
         return found
     known = ", ".join(card.name for card in CARDS)
-    return Card(text, _size_gib(text, f"--gpu: got {text!r}; it is none of the known cards ({known}) and no size"))
+    return Card(text, _size_gib(text, f"--gpu: got {text!r}; this is neither a known card ({known}) nor a size"))
 
 
 def bytes_of(text: str, *, option: str) -> int:
-    """A size such as 16GiB. Raises InvalidSetup, in the name of a command's option, if it is none."""
-    return int(_size_gib(text, f"{option}: got {text!r}; it is no size") * GIB)
+    """Return the bytes of a size such as 16GiB. Raises InvalidSetup, with the option's name, if this is not a size."""
+    return int(_size_gib(text, f"{option}: got {text!r}; this is not a size") * GIB)
 
 
 def _size_gib(text: str, refusal: str) -> float:
-    """A size with its unit, GiB where there is none."""
+    """Return the GiB of a size. A size without a unit is in GiB."""
     found = _SIZE.fullmatch(text.strip())
     if found is None or float(found[1]) == 0:
         raise InvalidSetup(f"{refusal}, such as 80GiB")

@@ -1,4 +1,4 @@
-"""The memory of one replica of a model on a GPU or a CPU, divided as the replica divides it when it starts."""
+"""Predicts how one replica of a model divides the memory of a GPU or a CPU when the replica starts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from deployments.serve.settings import validated
 
 
 class GpuPlan:
-    """What one replica has on a card. Takes seconds: the largest step is walked through without numbers."""
+    """The memory of one replica on a card. Planning takes seconds: the largest step runs on torch's meta device."""
 
     def __init__(self, config: EngineConfig, card: Card, *, share: float, num_ranks: int = 1) -> None:
-        """share: of the card, as `replicas.num_gpus`. num_ranks: cards, as `replicas.tensor_parallel`.
+        """share: the part of the card, as in `replicas.num_gpus`. num_ranks: as in `replicas.tensor_parallel`.
 
-        Raises InvalidSetup as `planned_memory` does, and where the card has not the types that the config needs.
+        Raises InvalidSetup as `planned_memory` does, or if the card lacks a number type that the config needs.
         """
         self._config = config
         self._card = card
@@ -37,12 +37,12 @@ class GpuPlan:
         self._planned: PlannedMemory = planned_memory(config, num_ranks=num_ranks)
         if config.model.max_loaded_adapters is not None and not self._planned.needs.adapters:
             raise InvalidSetup(
-                f"--adapters: {config.model.path} on {self._where} computes with none; it has no linear layers with "
-                f"names that end in _proj"
+                f"--adapters: {config.model.path} on {self._where} takes no adapters: the model has no linear layers "
+                f"with names that end in _proj"
             )
 
     def table(self) -> str:
-        """All parts in GiB, and what the rest holds; for a terminal."""
+        """Return a table for a terminal: all parts in GiB, and the tokens and sequences that the KV memory holds."""
         needs, gpu = self._planned.needs, self._on(self._card)
         num_slots, left = self._slots_and_kv_on(self._card)
         rows = [
@@ -63,7 +63,7 @@ class GpuPlan:
         return "\n".join([head, *lines, f"  {self._planned.abilities}"])
 
     def check(self) -> None:
-        """Raises InvalidSetup if no sequence of the whole context fits, with the smallest card that holds one."""
+        """Raise InvalidSetup if no sequence of the full context fits; the message has the smallest card that fits."""
         needed = self._planned.sequence_bytes
         missing = needed - self._slots_and_kv_on(self._card)[1]
         if missing <= 0:
@@ -87,7 +87,7 @@ class GpuPlan:
             running = min(num_sequences, self._config.scheduler.max_running)
             read = planned.needs.weights + running * planned.sequence_bytes
             lines.append(
-                f"  {running:,} of them in a decode step read {read / GIB:.1f} GiB: at least "
+                f"  a decode step of {running:,} sequences reads {read / GIB:.1f} GiB: at least "
                 f"{read / self._card.bandwidth_gbs / 1e6:.1f} ms at {self._card.bandwidth_gbs:,g} GB/s"
             )
         return lines
@@ -98,16 +98,16 @@ class GpuPlan:
 
     @property
     def _in_fp8(self) -> list[str]:
-        """What is asked to be in FP8, by its option."""
+        """Return the options that ask for FP8."""
         asked = {"--quantization": self._config.model.quantization, "--cache-dtype": self._config.cache.dtype}
         return [option for option, kind in asked.items() if kind == "fp8"]
 
     def _computes_on(self, card: Card) -> bool:
-        """A card of which only the memory is known is taken to do so."""
+        """Return whether the card has the types that are asked for. A card of unknown capability counts as able."""
         return not self._in_fp8 or (card.capability or LEAST_CAPABILITY) >= LEAST_CAPABILITY
 
     def _slots_and_kv_on(self, card: Card) -> tuple[int, int]:
-        """Slots for states, and the bytes that they leave for KV memory; negative where memory is missing."""
+        """Return the number of state slots, and the bytes left for KV memory, below 0 if the card is too small."""
         left = self._on(card).left_for_kv(self._planned.needs)
         num_slots = self._planned.num_slots(self._config, left)
         return num_slots, left - num_slots * self._planned.state_bytes
@@ -117,10 +117,10 @@ class GpuPlan:
 
 
 class CpuPlan:
-    """What each replica has of the memory of a machine, computed by its CPUs. The replicas share their weights."""
+    """The memory of each replica on the CPUs of a machine. The replicas share their weights."""
 
     def __init__(self, config: EngineConfig, memory: str, adapters: PlannedAdapters, *, num_replicas: int = 1) -> None:
-        """memory: of the machine, such as 16GiB; empty for as much as this process can have now.
+        """memory: size of the machine's memory, such as 16GiB; empty: the memory that is available here now.
 
         Raises InvalidSetup and UnsupportedModel as `planned_cpu_memory` does.
         """
@@ -128,7 +128,7 @@ class CpuPlan:
             raise InvalidSetup("--cache-dtype fp8: only a GPU has it; a CPU has int8")
         num_bytes = bytes_of(memory, option="--cpu") if memory else available_memory()
         if num_bytes is None:
-            raise InvalidSetup("--cpu: this system does not say how much memory it has; name it, such as --cpu 16GiB")
+            raise InvalidSetup("--cpu: this system does not report its memory; give the size, such as --cpu 16GiB")
         self._config = config
         self._where = f"a CPU with {num_bytes / GIB:.2f} GiB"
         self._planned: PlannedMemory = planned_cpu_memory(config, adapters, has_peers=num_replicas > 1)
@@ -139,7 +139,7 @@ class CpuPlan:
         self._left = self._given - self._num_slots * self._planned.state_bytes
 
     def table(self) -> str:
-        """All parts in GiB, and what the rest holds; for a terminal."""
+        """Return a table for a terminal: all parts in GiB, and the tokens and sequences that the KV memory holds."""
         needs = self._planned.needs
         of_each = "" if self._num_replicas == 1 else f" of each of {self._num_replicas} replicas"
         rows = [
@@ -160,7 +160,7 @@ class CpuPlan:
         )
 
     def check(self) -> None:
-        """Raises InvalidSetup if no sequence of the whole context fits."""
+        """Raise InvalidSetup if no sequence of the full context fits."""
         missing = self._planned.sequence_bytes - self._left
         if missing > 0:
             smaller = "" if self._config.model.quantization == "int4" else "--quantization int8 or int4, or "
@@ -184,7 +184,7 @@ def _does_not_fit(config: EngineConfig, where: str, missing: int, planned: Plann
 
 
 def _num_tokens(planned: PlannedMemory, left: int) -> int:
-    """In sequences of the whole context, and a part of one."""
+    """Return the tokens that `left` bytes of KV memory hold, as sequences of the full context and a part of one."""
     return max(0, left) * planned.context // planned.sequence_bytes
 
 
@@ -209,7 +209,7 @@ def _room(planned: PlannedMemory, left: int) -> str:
 
 
 def config_of(**branches: dict[str, Any]) -> EngineConfig:
-    """The settings of a replica, by branch; those that are None have their defaults. Raises InvalidSetup."""
+    """Return the settings of a replica from its branches. None stands for the default. Raises InvalidSetup."""
     given = {
         name: {setting: value for setting, value in branch.items() if value is not None}
         for name, branch in branches.items()

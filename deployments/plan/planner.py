@@ -1,4 +1,4 @@
-"""Which settings and how many replicas hold a promise on a trace, found by simulating it."""
+"""Finds the settings and the number of replicas that meet an SLO on a trace, by simulating the trace."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from deployments.plan.simulation import simulate
 from deployments.plan.step_cost import MeasuredReplica
 from deployments.plan.traces import Trace
 
-# The requests that settings are compared by, the first of the trace; the number of replicas is found on all of them.
+# Settings are compared on the first requests of the trace. The number of replicas is found on all requests.
 _NUM_COMPARED = 400
-# Of a larger fleet so many replicas are simulated, with their share of the requests, chosen at random: a request of the
-# whole fleet has more replicas to choose from, so it waits a little less than is predicted. The fewer, where they would
-# have more requests than can be simulated in a minute or two.
+# The number of replicas that are simulated of a larger fleet, with their share of the requests, chosen at random. In
+# the whole fleet a request has more replicas to choose from, and waits a little less than predicted. Fewer replicas are
+# simulated if their requests would take more than a minute or two.
 _MIN_SIMULATED, _MAX_SIMULATED = 8, 32
-_PRECISION = 0.03  # of the highest rate that a setting holds
-_FACTORS = (0.25, 0.5, 2, 4)  # of the configured limits, that are tried
-# The other policies are not chosen for their speed: a config that has one keeps it.
+_PRECISION = 0.03  # relative precision of the highest rate that meets the SLO
+_FACTORS = (0.25, 0.5, 2, 4)  # the tried values of a limit, as factors of the configured value
+# The policies that the search may choose. A config with another policy keeps it, since it was not chosen for speed.
 _POLICIES = ("fcfs", "sjf")
 
 
 class Target(NamedTuple):
-    """One part of a promise: a percentile of the time to the first token, between tokens, or of whole requests."""
+    """One target of an SLO: a limit for a percentile of the TTFT, the ITL, or the latency of whole requests."""
 
     metric: str  # ttft, itl or latency
     percent: float
@@ -48,13 +48,13 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ServiceLevel:
-    """What is promised: all targets together."""
+    """A service level objective (SLO): all its targets must be met."""
 
     targets: tuple[Target, ...]
 
     @classmethod
     def parse(cls, text: str) -> ServiceLevel:
-        """Read `ttft_p99=1s,itl_p99=100ms`. Raises InvalidSetup with the form."""
+        """Parse text such as `ttft_p99=1s,itl_p99=100ms`. Raises InvalidSetup with the right form."""
         targets = []
         for part in text.split(","):
             found = re.fullmatch(r"\s*(ttft|itl|latency)_p(\d{2,3})\s*=\s*(\d+(?:\.\d+)?)\s*(ms|s)\s*", part)
@@ -71,20 +71,20 @@ class ServiceLevel:
         return all(run.percentile_s(each.metric, each.percent) <= each.limit_s for each in self.targets)
 
     def reached(self, run: SimulatedRun) -> str:
-        """The same percentiles as they are in a run."""
+        """Return the percentiles of all targets as they are in a run."""
         return ", ".join(
             f"{each.name}={in_words(run.percentile_s(each.metric, each.percent))}" for each in self.targets
         )
 
     def num_good(self, run: SimulatedRun) -> int:
-        """Requests that are within all limits; between tokens the mean of a request counts."""
+        """Return the number of requests within all limits. An `itl` limit applies to the mean gap of a request."""
         is_good = np.ones(int(run.is_served.sum()), dtype=bool)
         for target in self.targets:
             is_good &= run.per_request_s(target.metric) <= target.limit_s
         return int(is_good.sum())
 
     def good_per_s(self, run: SimulatedRun) -> float:
-        """The goodput of the whole fleet."""
+        """Return the goodput of the whole fleet in requests a second."""
         return self.num_good(run) / run.seconds / run.share
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ class ServiceLevel:
 
 
 def in_words(seconds: float) -> str:
-    """A time in the unit that reads well."""
+    """Return a time in seconds or milliseconds, for people."""
     if math.isinf(seconds):
         return "never"
     return f"{seconds:.3g}s" if seconds >= 1 else f"{seconds * 1000:.3g}ms"
@@ -102,41 +102,41 @@ def in_words(seconds: float) -> str:
 class LoadPoint:
     """The planned fleet at one load."""
 
-    load: float  # of what the fleet can do
-    rate: float  # requests a second that arrive
+    load: float  # fraction of the fleet's capacity
+    rate: float  # arriving requests a second
     run: SimulatedRun
 
     @property
     def power(self) -> float:
-        """Kleinrock's: requests a second by the time that each takes. The knee is where it is the highest."""
+        """Kleinrock's power: requests a second divided by their mean latency. The knee has the highest power."""
         served = self.run.per_request_s("latency")
         return self.run.requests_per_s / float(served.mean()) if len(served) else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The planned replicas with `replicas.roles`, and the trace on them."""
+    """The planned replicas with `replicas.roles`, and the simulated run of the trace on them."""
 
     roles: RolesConfig
     run: SimulatedRun
 
     def pays(self, level: ServiceLevel, together: SimulatedRun) -> bool:
-        """Whether it holds the promise with clearly shorter waits between tokens, and hardly fewer tokens."""
+        """Return whether the split meets the SLO with at most 90% of the ITL p99 and at least 98% of the requests/s."""
         is_shorter = self.run.percentile_s("itl", 99) <= 0.9 * together.percentile_s("itl", 99)
         return level.is_met(self.run) and is_shorter and self.run.requests_per_s >= 0.98 * together.requests_per_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The settings, the replicas, and what they give."""
+    """The settings and the number of replicas, with their simulated results."""
 
     scheduler: SchedulerConfig
     num_replicas: int
-    rate_per_replica: float  # requests a second that one replica takes within the promise
-    full_rate_per_replica: float  # that it takes at all
-    run: SimulatedRun  # of the trace
+    rate_per_replica: float  # requests a second that one replica serves within the SLO
+    full_rate_per_replica: float  # requests a second of a replica that always has waiting requests
+    run: SimulatedRun  # the run of the trace
     curve: Sequence[LoadPoint]
-    splits: Sequence[Split] = ()  # the same replicas with roles
+    splits: Sequence[Split] = ()  # the planned replicas, divided into roles
 
     @cached_property
     def knee(self) -> LoadPoint:
@@ -147,7 +147,7 @@ class Plan:
         return self.run.output_tokens_per_s
 
     def cost_per_million_tokens(self, cost_per_hour: float) -> float:
-        """Of output, on this trace; `cost_per_hour` of one replica."""
+        """Return the cost of a million output tokens on this trace. `cost_per_hour` is the price of one replica."""
         return cost_per_hour * self.num_replicas / 3600 / self.output_tokens_per_s * 1e6
 
 
@@ -165,18 +165,18 @@ class Planner:
         self._cache = cache
         self._dispatch = dispatch
         self._sample = trace.first(_NUM_COMPARED)
-        self._full_rates: dict[str, float] = {}  # by the version of the settings
+        self._full_rates: dict[str, float] = {}  # by `SchedulerConfig.version`
 
     def plan(self) -> Plan:
-        """The best settings found, and the fewest replicas that hold the promise with them.
+        """Return the best settings found, and the fewest replicas that meet the SLO with these settings.
 
         Raises:
-            InvalidSetup: nothing that was tried holds it; the message has the best that there is.
+            InvalidSetup: no tried settings meet the SLO; the message has the best result.
         """
         scheduler, rate = self._best_settings()
         num_replicas, run = self._fewest_replicas(scheduler, rate)
         full_rate = self._full_rate(scheduler)
-        loads = (0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3)  # of what the planned fleet can do, in the table of loads
+        loads = (0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3)  # in the table of loads, as fractions of the fleet's capacity
         curve = [self._at_load(scheduler, num_replicas, load, full_rate * num_replicas) for load in loads]
         return Plan(
             scheduler=scheduler, num_replicas=num_replicas, rate_per_replica=rate, full_rate_per_replica=full_rate,
@@ -184,7 +184,7 @@ class Planner:
         )  # fmt: skip
 
     def _splits(self, scheduler: SchedulerConfig, num_replicas: int) -> list[Split]:
-        """With a few numbers of replicas for prompts; none where replicas do not fetch KV memory."""
+        """Simulate a few numbers of prefill replicas. Return none if replicas do not fetch KV memory."""
         if not self._measured.kv_bytes:
             return []
         numbers = {max(1, num_replicas // 4), num_replicas // 2, num_replicas - max(1, num_replicas // 4)}
@@ -195,9 +195,9 @@ class Planner:
     # -- settings
 
     def _best_settings(self) -> tuple[SchedulerConfig, float]:
-        """One setting after the other is changed to what takes the highest rate within the promise."""
+        """Change one setting after the other to the value with the highest rate within the SLO."""
         best, best_rate = self._configured, self._highest_rate(self._configured, above=0.0)
-        min_gain = 1.02  # a setting that is better by less is not worth a change
+        min_gain = 1.02  # a smaller gain is not worth a change
         for change in (_other_limits, _other_strategies, _other_policies):
             for candidate in change(best):
                 rate = self._highest_rate(candidate, above=best_rate * min_gain)
@@ -208,7 +208,7 @@ class Planner:
         return best, best_rate
 
     def _highest_rate(self, scheduler: SchedulerConfig, *, above: float) -> float:
-        """Requests a second that one replica takes within the promise; 0 if not even `above`."""
+        """Return the requests a second that one replica serves within the SLO, or 0 if they are fewer than `above`."""
         full = self._full_rate(scheduler)
         low = above or full * _PRECISION
         if low > full or not self._holds(scheduler, low):
@@ -232,22 +232,22 @@ class Planner:
         alone = self._sample.at_rate(self._full_rate(self._configured) * _PRECISION)
         run = self._simulated(alone, self._configured)
         return (
-            f"no setting holds --slo {self._level}: on a replica that is nearly idle ({alone.rate:.3g} requests/s) the "
-            f"best is {self._level.reached(run)}. Promise that or more, or take a faster machine or a smaller model"
+            f"no settings meet --slo {self._level}: on a nearly idle replica ({alone.rate:.3g} requests/s) the best is "
+            f"{self._level.reached(run)}. Raise the limits to this or more, or take a faster machine or a smaller model"
         )
 
     # -- replicas
 
     def _fewest_replicas(self, scheduler: SchedulerConfig, rate: float) -> tuple[int, SimulatedRun]:
-        max_replicas = 1024  # as `replicas.num_replicas`
+        max_replicas = 1024  # the limit of `replicas.num_replicas`
         guess = min(max_replicas, max(1, math.ceil(self._trace.rate / rate))) if self._trace.seconds else 1
-        low, high = 0, guess  # `low` is known not to do
+        low, high = 0, guess  # `low` replicas are known to be too few
         run = self.fleet(scheduler, high)
         while not self._level.is_met(run):
             if high == max_replicas:
                 raise InvalidSetup(
-                    f"{high:,} replicas do not hold --slo {self._level}: with them it is {self._level.reached(run)}; "
-                    f"one takes {rate:.3g} requests/s within it, and the trace has bursts"
+                    f"{high:,} replicas do not meet --slo {self._level}: they reach {self._level.reached(run)}; one "
+                    f"replica serves {rate:.3g} requests/s within the SLO, and the trace has bursts"
                 )
             low, high = high, min(max_replicas, high + max(1, high // 4))
             run = self.fleet(scheduler, high)
@@ -261,7 +261,7 @@ class Planner:
         return high, run
 
     def fleet(self, scheduler: SchedulerConfig, num_replicas: int) -> SimulatedRun:
-        """The whole trace on so many replicas."""
+        """Simulate the whole trace on `num_replicas` replicas."""
         return self._simulated(self._trace, scheduler, num_replicas)
 
     def _at_load(self, scheduler: SchedulerConfig, num_replicas: int, load: float, full_rate: float) -> LoadPoint:
@@ -281,15 +281,15 @@ class Planner:
 
 
 def full_rate(trace: Trace, measured: MeasuredReplica, scheduler: SchedulerConfig, cache: CacheConfig) -> float:
-    """Requests a second of one replica that always has some waiting."""
-    all_wait = 1_000_000  # max_waiting where nothing may be refused: for what a replica can do
+    """Return the requests a second of one replica that always has waiting requests."""
+    all_wait = 1_000_000  # a `max_waiting` that refuses no request, so that the replica shows its capacity
     patient = scheduler.model_copy(update={"max_waiting": all_wait})
     run = simulate(trace.first(_NUM_COMPARED).at_rate(math.inf), measured, patient, cache)
     return run.num_requests / run.seconds
 
 
 def limits_to_measure(scheduler: SchedulerConfig) -> list[SchedulerConfig]:
-    """Settings with steps, small and large, that cover those that are tried."""
+    """Return settings with small and large steps that cover the steps of all settings that the search tries."""
     tried = [scheduler, *_other_limits(scheduler)]
     few = [_changed(scheduler, max_running=number) for number in (1, 2, 4) if number < scheduler.max_running // 4]
     return [*tried, *filter(None, few)]
@@ -320,7 +320,7 @@ def _other_policies(scheduler: SchedulerConfig) -> Iterator[SchedulerConfig]:
 
 
 def _changed(scheduler: SchedulerConfig, **changes: object) -> SchedulerConfig | None:
-    """Other settings, with batches as large as may run; None where they contradict each other."""
+    """Return changed settings, with `batch_size` at `max_running`; None if the settings contradict each other."""
     given = scheduler.model_dump() | changes
     try:
         changed = SchedulerConfig.model_validate(given)

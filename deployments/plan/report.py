@@ -1,4 +1,4 @@
-"""A plan for people: a table, a Serve config file to run, and a picture."""
+"""Shows a plan to people, as a table and as a picture, and writes the Serve config file to run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from deployments.plan.traces import Trace
 
 _METRICS = ("ttft", "itl")
 # The percentiles of a plan may be wrong by 10% (p50) and 20% (p99), see docs/results/planner.md. A fit with a larger
-# median error does not allow that.
+# median error than this cannot reach these limits.
 _MAX_MEDIAN_ERROR = 0.15
 
 
 def cost_in_words(cost: StepCost) -> str:
-    """What was measured, and how well it is fitted."""
+    """Return the measured step times, and the errors of their fit, as text."""
     sizes = [size for size in cost.tokens if size in (1, 8, 32, 128, 512)]
     steps = ", ".join(f"{size:,}: {in_words(_token_s(cost, size))}" for size in sizes)
     return (
@@ -30,9 +30,9 @@ def cost_in_words(cost: StepCost) -> str:
 
 
 def warning_of_fit(cost: StepCost, *, seconds: float, costs: Path | None) -> str | None:
-    """The reason to distrust a plan with these step times, and how to measure them again; None if they fit.
+    """Return a warning that says how to measure the step times again, or None if the fit is good enough.
 
-    seconds, costs: the options of the command. The file is read if it exists.
+    seconds, costs: the options of the command.
     """
     if cost.median_error <= _MAX_MEDIAN_ERROR:
         return None
@@ -50,25 +50,25 @@ def _token_s(cost: StepCost, size: int) -> float:
 
 
 def plan_in_words(plan: Plan, trace: Trace, level: ServiceLevel, *, cost_per_hour: float | None) -> str:
-    """The settings, what they give on the trace, and how the fleet does at other loads."""
+    """Return the settings, their results on the trace, and the results of the fleet at other loads, as text."""
     run, knee = plan.run, plan.knee
     lines = [
         f"trace {trace.name}: {len(trace.requests):,} requests, {trace.rate:.3g} a second, "
         f"{trace.mean_prompt_tokens:,.0f} prompt and "
         f"{trace.mean_output_tokens:,.0f} output tokens each",
-        f"promise: {level}",
+        f"SLO: {level}",
         "",
         f"replicas             {plan.num_replicas:,}",
         *(f"{name:<21}{value}" for name, value in settings_of(plan.scheduler).items()),
         f"throughput           {plan.output_tokens_per_s:,.0f} output tokens/s, {run.requests_per_s:.3g} requests/s",
         *(f"{metric.upper():<21}{_percentiles(plan, metric)}" for metric in _METRICS),
-        f"goodput              {level.good_per_s(run):.3g} requests/s within the promise "
+        f"goodput              {level.good_per_s(run):.3g} requests/s within the SLO "
         f"({level.num_good(run) / run.num_requests:.1%})",
         f"preemptions          {run.num_preemptions:,} in {run.num_steps:,} steps; {run.num_refused:,} refused",
-        f"a replica takes      {plan.rate_per_replica:.3g} requests/s within the promise, "
-        f"{plan.full_rate_per_replica:.3g} when it is always full",
-        f"the knee             at {knee.load:g} of what the fleet can do, {knee.rate:.3g} requests/s: there requests "
-        "a second, divided by their latency, are the most",
+        f"one replica          {plan.rate_per_replica:.3g} requests/s within the SLO, "
+        f"{plan.full_rate_per_replica:.3g} if always full",
+        f"knee                 at {knee.load:g} of the fleet's capacity, {knee.rate:.3g} requests/s: the load with the "
+        "most requests/s for their mean latency",
     ]
     if run.share < 1:
         lines.append(
@@ -90,7 +90,7 @@ def plan_in_words(plan: Plan, trace: Trace, level: ServiceLevel, *, cost_per_hou
 
 
 def settings_of(scheduler: SchedulerConfig) -> dict[str, object]:
-    """What was searched, by its name in the config."""
+    """Return the settings that were searched, by their names in the config."""
     names = ("max_running", "max_step_tokens", "prefill_chunk_tokens")
     return {"strategy": scheduler.strategy.name, "policy": scheduler.policy.name} | {
         name: getattr(scheduler, name) for name in names
@@ -125,13 +125,13 @@ def _row(point: LoadPoint, plan: Plan, level: ServiceLevel) -> list[str]:
 
 
 def write_config(source: Path, model_name: str, plan: Plan, path: Path) -> None:
-    """The config file `source` with the planned settings of one model. Raises InvalidSetup if it cannot be written."""
+    """Write the config `source` to `path` with the planned settings of one model. Raises InvalidSetup if that fails."""
     document = yaml.safe_load(source.expanduser().read_text(encoding="utf-8"))
     for entry in document["applications"]:
         for model in (entry.get("args") or {}).get("models") or []:
             if model.get("name", "demo") == model_name:
                 _set_plan(model, plan)
-    text = "# Made by `python -m deployments.plan trace`; comments of the config that it was made from are not kept.\n"
+    text = "# Made by `python -m deployments.plan trace`; the comments of the original config are not kept.\n"
     try:
         path.write_text(text + yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
     except OSError as error:
@@ -147,8 +147,8 @@ def _set_plan(model: dict[str, Any], plan: Plan) -> None:
 
 
 def draw(path: Path, plan: Plan, trace: Trace, level: ServiceLevel) -> None:
-    """Latency and goodput against the rate of arrivals, with the knee. Raises InvalidSetup if it cannot be written."""
-    from matplotlib.figure import Figure  # only here: it is an extra
+    """Draw latency and goodput by the rate of arrivals, with the knee. Raises InvalidSetup if the write fails."""
+    from matplotlib.figure import Figure  # imported here, because matplotlib is an optional dependency
 
     rates = [point.rate for point in plan.curve]
     figure = Figure(figsize=(11, 3.6), dpi=90, layout="constrained")

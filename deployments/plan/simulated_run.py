@@ -1,4 +1,4 @@
-"""What came of a trace in simulated time."""
+"""The results of a trace in simulated time."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from numpy.typing import NDArray
 
 
 class SimulatedRun:
-    """What a client sees of every request, in seconds of the simulation, and what the replicas did."""
+    """The times of every request as its client sees them, in simulated seconds, and the work of the replicas."""
 
     def __init__(self) -> None:
-        # One number for each request, in order of arrival. Ten million take 0.3 GB.
+        # The arrays have one number for each request, in order of arrival. Ten million requests take 0.3 GB.
         self.arrivals_s = array("d")
-        self.first_tokens_s = array("d")  # below 0: none came
+        self.first_tokens_s = array("d")  # below 0: the request got no token
         self.last_tokens_s = array("d")
         self.num_tokens = array("I")
-        self.gaps_s = array("f")  # between one token and the next, of all requests
+        self.gaps_s = array("f")  # the gaps between two tokens, of all requests
         self.num_refused = 0
-        self.num_failed = 0  # their deadline was missed
+        self.num_failed = 0  # requests that missed their deadline
         self.num_steps = 0
         self.num_preemptions = 0
-        self.computing_s = 0.0  # of all replicas together
+        self.computing_s = 0.0  # sum over all replicas
         self.seconds = 0.0  # from the first arrival to the last token
-        self.share = 1.0  # of the fleet and its requests that was simulated; all counts are of this share
+        self.share = 1.0  # simulated part of the fleet and its requests; all counts are of this part
 
     @property
     def num_requests(self) -> int:
         return len(self.arrivals_s)
 
     def arrive(self, at_s: float) -> None:
-        """The next request has come."""
+        """Record the arrival of the next request."""
         self.arrivals_s.append(at_s)
         self.first_tokens_s.append(-1.0)
         self.last_tokens_s.append(-1.0)
         self.num_tokens.append(0)
 
     def note(self, number: int, num_tokens: int, *, at_s: float) -> None:
-        """Tokens of a request have come, or the end of one without."""
+        """Record `num_tokens` new tokens of a request; 0 if the request ends without a new token."""
         if not num_tokens:
             return
         if self.num_tokens[number]:
@@ -51,7 +51,7 @@ class SimulatedRun:
         self.num_tokens[number] += num_tokens
 
     def note_steps(self, numbers: Sequence[int], ended_at: Sequence[float]) -> None:
-        """Each of these requests, which have tokens, got one more at each of these times."""
+        """Record one more token at each time in `ended_at` for the requests in `numbers`, which already have tokens."""
         later = array("f", [after - before for before, after in pairwise(ended_at)])
         for number in numbers:
             self.gaps_s.append(ended_at[0] - self.last_tokens_s[number])
@@ -65,21 +65,21 @@ class SimulatedRun:
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Of the whole fleet."""
+        """Output tokens a second of the whole fleet."""
         return self.num_output_tokens / self.seconds / self.share
 
     @property
     def requests_per_s(self) -> float:
-        """That were served by the whole fleet."""
+        """Served requests a second of the whole fleet."""
         return int(self.is_served.sum()) / self.seconds / self.share
 
     @property
     def is_served(self) -> NDArray[np.bool_]:
-        """Of each request, whether it got any token."""
+        """Whether each request got any token: [num_requests]."""
         return _numbers(self.num_tokens) > 0
 
     def per_request_s(self, metric: str) -> NDArray[np.float64]:
-        """`ttft`, `latency`, or the mean `itl`, of each request that was served."""
+        """Return `ttft`, `latency`, or the mean `itl`, of each request that was served."""
         served = self.is_served
         first, last, arrivals = (
             np.array(each, dtype=np.float64)[served]
@@ -92,9 +92,9 @@ class SimulatedRun:
         return spent
 
     def percentile_s(self, metric: str, percent: float) -> float:
-        """Of all gaps between tokens (`itl`), of `ttft` or of `latency`.
+        """Return a percentile of all gaps between tokens (`itl`), of `ttft` or of `latency`.
 
-        Infinite where no request was served, or one was refused and would lie above this percentile.
+        `ttft` and `latency` are infinite if no request was served, or if more than 100 - `percent` percent were lost.
         """
         if metric == "itl":
             return float(np.percentile(np.asarray(self.gaps_s), percent)) if self.gaps_s else 0.0

@@ -22,7 +22,7 @@ from app.engine.block_store import BlockStore, Fetch
 from app.engine.engine import Engine
 from app.engine.model_runner import ModelRunner
 from app.engine.observer import StepObserver
-from app.engine.request import ALL_BLOCKS, Address, PrefixAt, Request, TokenDelta
+from app.engine.request import ALL_BLOCKS, Address, PrefixSource, Request, TokenDelta
 from app.engine.scheduler import Scheduler
 from app.engine.sequence import Sequence as EngineSequence
 from app.engine.stats import StoreStats
@@ -304,12 +304,12 @@ class _Replica:
             self.clock.now += empty_step_s
         return deltas
 
-    def note_in(self, registries: Sequence[ReplicaRegistry]) -> None:
+    def note_in(self, registries: Sequence[ReplicaRegistry], *, to_all: bool = False) -> None:
         """Send the frames of a step: to the ingresses that have requests here, and heartbeats to the others."""
         self._stats, self._num_new = self.engine.stats(), len(self.entering)
         for registry in registries:
             session = self._session(registry)
-            if session.has_news or session.num_open or self.clock.now - session.told_at >= HEARTBEAT_S:
+            if to_all or session.has_news or session.num_open or self.clock.now - session.told_at >= HEARTBEAT_S:
                 session.tell()
 
     def begin(self, registry: ReplicaRegistry, request: Request) -> None:
@@ -321,14 +321,17 @@ class _Replica:
 
     def end(self, registry: ReplicaRegistry, request_id: str) -> None:
         """Stop counting a request."""
-        session = self._sessions[registry]
-        session.prompts.end(request_id)
-        session.num_open -= 1
-        session.has_news = True
+        session = self._sessions.get(registry)
+        if session is not None:  # the ingress has not restarted
+            session.prompts.end(request_id)
+            session.num_open -= 1
+            session.has_news = True
 
     def note_token(self, registry: ReplicaRegistry, request_id: str) -> None:
         """Count the prompt of a request as computed."""
-        self._sessions[registry].prompts.end(request_id)
+        session = self._sessions.get(registry)
+        if session is not None:
+            session.prompts.end(request_id)
 
     def forget(self, registry: ReplicaRegistry) -> None:
         """Close the connection to an ingress."""
@@ -604,7 +607,7 @@ class FleetSimulation:
         """A request goes on at a decode replica, which fetches its KV memory. As `Fleet` does."""
         before.engine.abort(request.request_id)
         before.end(registry, request.request_id)
-        at = PrefixAt(Address("", 0, ""), ALL_BLOCKS)
+        at = PrefixSource(Address("", 0, ""), ALL_BLOCKS)
         request = replace(request, generated_token_ids=(TOKEN_ID,), prefix_at=at)
         try:
             replica = self._replicas[registry.place(request, registry.replica_ids).replica_id]

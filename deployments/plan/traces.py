@@ -1,6 +1,6 @@
-"""Traces: when requests came and how long they were.
+"""Traces: the arrival times and the lengths of requests.
 
-A CSV file as Azure publishes them, a workload file, a step log, or an access log.
+A trace is read from a CSV file with Azure's columns, a workload file, a step log, or an access log.
 
 `azure-conv` and `azure-code` are the first 1,000 requests of the Azure LLM inference traces of November 2023
 (Azure/AzurePublicDataset, CC-BY 4.0, Microsoft; Patel et al., "Splitwise", ISCA 2024).
@@ -31,21 +31,21 @@ BUILT_IN = {"azure-conv": _FOLDER / "azure_conv_2023.csv", "azure-code": _FOLDER
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedRequest:
-    """One request of a trace. A prompt without tokens stands for one that shares no prefix with others."""
+    """One request of a trace."""
 
-    arrival_s: float  # after the first
+    arrival_s: float  # seconds after the first request of the trace
     num_prompt_tokens: int
-    num_output_tokens: int  # that it generates
-    max_tokens: int  # that it asks for, at least as many
-    prompt_token_ids: tuple[int, ...] | None = None
+    num_output_tokens: int  # tokens that the request generates
+    max_tokens: int  # the limit that the request asks for, not below `num_output_tokens`
+    prompt_token_ids: tuple[int, ...] | None = None  # None: a prompt that shares no prefix with other prompts
     tenant: str = ""
     priority: int = 0
     deadline_s: float | None = None
     session: str = ""
-    next_turn: TracedRequest | None = None  # comes its `arrival_s` after the end of this one
+    next_turn: TracedRequest | None = None  # arrives its `arrival_s` after the end of this request
 
     def request(self, number: int) -> Request:
-        """The engine's request; `number` is its id, and makes its prompt another than all others."""
+        """Return the engine's request. `number` is its id, and the first token of a prompt without given tokens."""
         prompt = self.prompt_token_ids
         return Request(
             request_id=str(number),
@@ -59,25 +59,25 @@ class TracedRequest:
 
     @property
     def num_tokens(self) -> int:
-        """That it may have at most."""
+        """The largest number of tokens that the request may have."""
         return self.num_prompt_tokens + self.max_tokens
 
     def at(self, arrival_s: float) -> TracedRequest:
-        """The same at another time."""
+        """Return a copy that arrives at another time."""
         return replace(self, arrival_s=arrival_s)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RepeatedRequests(Sequence[TracedRequest]):
-    """Requests again and again, or some of these, at another speed: each is made when it is asked for.
+    """Requests that repeat in a cycle, all or some of them, at any speed. Each request is created on access.
 
-    Ten million are as small as the numbers of those that were chosen.
+    The memory is that of `numbers`, so that ten million repetitions are small.
     """
 
     cycle: Sequence[TracedRequest]
-    numbers: range | NDArray[np.int64]  # they grow; the n-th is `cycle[n % len(cycle)]`
+    numbers: range | NDArray[np.int64]  # ascending; number n stands for `cycle[n % len(cycle)]`
     cycle_s: float
-    slowness: float = 1.0  # a cycle lasts so many times `cycle_s`
+    slowness: float = 1.0  # factor on `cycle_s` and on all arrival times
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -100,7 +100,7 @@ class RepeatedRequests(Sequence[TracedRequest]):
         return traced.at((traced.arrival_s + copy * self.cycle_s) * self.slowness)
 
     def thinned(self, share: float) -> RepeatedRequests:
-        """Those that draw a number below `share`, of 0 to 1; requests of a session draw the same."""
+        """Keep about `share` of the requests, chosen at random. Requests of a session are kept or dropped together."""
         numbers = np.asarray(self.numbers)
         drawn = np.random.default_rng(1).random(len(numbers), dtype=np.float32)
         if any(each.session for each in self.cycle):
@@ -109,33 +109,33 @@ class RepeatedRequests(Sequence[TracedRequest]):
         return replace(self, numbers=numbers[drawn < share])
 
     def mean(self, value: Callable[[TracedRequest], int]) -> float:
-        """Of a number that each has."""
+        """Return the mean of `value` over all requests."""
         places = np.asarray(self.numbers) % len(self.cycle)
         counts = np.bincount(places, minlength=len(self.cycle))
         return float(counts @ np.array([value(each) for each in self.cycle]) / len(places))
 
 
 def _drawn_by(session: str) -> float:
-    """From 0 to 1, by the session's name; not a number without one."""
+    """Return a number in [0, 1) that depends on the session's name only; NaN without a session."""
     return random.Random(session).random() if session else float("nan")
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """At least one request, in order of arrival. The first comes at 0."""
+    """At least one request, in order of arrival. The first request arrives at 0."""
 
     name: str
     requests: Sequence[TracedRequest]
 
     @property
     def seconds(self) -> float:
-        """From the first arrival to the last, and the mean gap after it; 0 where all come at once."""
+        """The time from the first arrival to the last, plus one mean gap; 0 if all requests arrive at once."""
         last = self.requests[-1].arrival_s
         return last * len(self.requests) / (len(self.requests) - 1) if last else 0.0
 
     @property
     def rate(self) -> float:
-        """Requests a second; infinite where all come at once."""
+        """Requests a second; infinite if all requests arrive at once."""
         return len(self.requests) / self.seconds if self.seconds else float("inf")
 
     @property
@@ -154,43 +154,43 @@ class Trace:
         return RepeatedRequests(requests, range(len(requests)), self.seconds)
 
     def first(self, number: int) -> Trace:
-        """As many of its requests at most."""
+        """Return a trace of at most the first `number` requests."""
         return Trace(self.name, self.requests[:number])
 
     def repeated(self, number: int) -> Trace:
-        """So many requests: the trace again and again."""
+        """Return a trace of `number` requests: this trace is repeated or cut."""
         requests = tuple(self.requests)
         return Trace(self.name, RepeatedRequests(requests, range(number), self.seconds))
 
     def thinned(self, share: float) -> Trace:
-        """About this share of the requests, chosen at random, at their times; a session stays whole."""
+        """Return about `share` of the requests, chosen at random, at their times; sessions stay whole."""
         kept = self._repeated.thinned(share)
         return Trace(self.name, kept if len(kept) else self.requests[:1])
 
     def at_rate(self, rate: float) -> Trace:
-        """The same gaps, longer or shorter, so that `rate` requests come in a second; all at once if infinite."""
+        """Scale all gaps so that `rate` requests arrive in a second. At an infinite rate, all arrive at once."""
         factor, repeated = self.rate / rate, self._repeated
         if factor == 1.0 or not self.seconds:
             return self
         return Trace(self.name, replace(repeated, slowness=repeated.slowness * factor))
 
     def with_lengths(self, factor: float) -> Trace:
-        """Prompts and outputs `factor` times as long, of at least one token each. Prompts have no tokens then."""
+        """Return prompts and outputs that are `factor` times as long, at least one token, without given tokens."""
         if factor == 1.0:
             return self
         return Trace(self.name, tuple(_with_lengths(each, factor) for each in self.requests))
 
     def check_lengths(self, max_model_len: int) -> None:
-        """Raise InvalidSetup if a request is longer than the model or its KV memory allows."""
+        """Raise InvalidSetup if a request may have more than `max_model_len` tokens."""
         longest = max(self.requests, key=lambda each: each.num_tokens)
         if longest.num_tokens > max_model_len:
             num_long = sum(each.num_tokens > max_model_len for each in self.requests)
-            factor = max_model_len / (longest.num_tokens + 2)  # rounding up adds a token to each part
+            factor = max_model_len / (longest.num_tokens + 2)  # rounding may add a token to prompt and output
             raise InvalidSetup(
                 f"{self.name}: {num_long:,} of {len(self.requests):,} requests do not fit: the longest has "
                 f"{longest.num_prompt_tokens:,} prompt tokens and {longest.max_tokens:,} to generate; this engine "
                 f"takes {max_model_len:,} together. Take a model with a longer context or more KV memory, or shorten "
-                f"all of them with --lengths {int(factor * 1000) / 1000:g}"
+                f"all requests with --lengths {int(factor * 1000) / 1000:g}"
             )
 
 
@@ -209,10 +209,10 @@ def _with_lengths(request: TracedRequest, factor: float) -> TracedRequest:
 
 
 def read_trace(place: str) -> Trace:
-    """A built-in trace by its name, or a file: a CSV with Azure's columns, a workload, a step log, or an access log.
+    """Read a built-in trace by its name, or a file: a CSV with Azure's columns, a workload, a step log, an access log.
 
     Raises:
-        InvalidSetup: it cannot be read, has no requests, or its times go backwards; the message names the line.
+        InvalidSetup: the file cannot be read, has no requests, or its times go backwards; the message has the line.
     """
     path = BUILT_IN.get(place, Path(place).expanduser())
     try:
@@ -287,8 +287,8 @@ def _of_workload(lines: Iterable[str], place: str) -> Iterator[TracedRequest]:
 def _traced(arrival_s: float, num_prompt: int, num_output: int) -> TracedRequest:
     if num_prompt < 1 or num_output < 1 or not 0 <= arrival_s < float("inf"):
         raise ValueError(
-            f"got {num_prompt:,} prompt tokens, {num_output:,} generated, at {arrival_s:g} s; each request has at "
-            f"least one token of both, at 0 s or later"
+            f"got {num_prompt:,} prompt tokens, {num_output:,} generated, at {arrival_s:g} s; each request needs at "
+            f"least one prompt token and one generated token, at 0 s or later"
         )
     return TracedRequest(
         arrival_s=arrival_s, num_prompt_tokens=num_prompt, num_output_tokens=num_output, max_tokens=num_output
@@ -296,7 +296,7 @@ def _traced(arrival_s: float, num_prompt: int, num_output: int) -> TracedRequest
 
 
 def _of_step_log(lines: Iterable[str], place: str) -> Iterator[TracedRequest]:
-    """The requests that arrived, each with as many output tokens as it drew in the log; aborted ones end there too."""
+    """Yield the logged requests. Each request, even an aborted one, has the output tokens that it drew in the log."""
     arrivals: list[Arrival | RedactedArrival] = []
     num_drawn: dict[int, int] = {}
     last = NOTHING
@@ -308,11 +308,11 @@ def _of_step_log(lines: Iterable[str], place: str) -> Iterator[TracedRequest]:
         if isinstance(entry, Arrival | RedactedArrival):
             arrivals.append(entry)
         elif isinstance(entry, StepRecord):
-            before, last = last, last.one_token_on() if entry.scheduled is None else entry.scheduled
+            before, last = last, last.next_decode_step() if entry.scheduled is None else entry.scheduled
             for drawer, _ in entry.drawn(last, before):
                 num_drawn[drawer] = num_drawn.get(drawer, 0) + 1
     for arrival in arrivals:
-        if num_drawn.get(arrival.number):  # the others were refused, or the log ends before their first token
+        if num_drawn.get(arrival.number):  # 0: the request was refused, or the log ends before its first token
             yield _of_arrival(arrival, num_drawn[arrival.number])
 
 

@@ -29,7 +29,7 @@ from deployments.serve.process import collect_in_pieces, collect_later, freeze_l
 from deployments.serve.ray_metrics import RayMetrics, families_of_requests
 from deployments.serve.sender import Sender
 from deployments.serve.settings import check_exposure, max_ingress_requests
-from deployments.serve.shared_look import SharedLook
+from deployments.serve.shared_look import SharedQuery
 from deployments.serve.transport import detached_call, to_carousel_error
 
 _ROOM_FOR_THE_REST = 64 * 1024  # bytes for all other fields of a call that carries a request body
@@ -62,7 +62,7 @@ class Ingress(Sender):
         self._service = None if batches is None else cast(BatchService, _RemoteService(batches))
         self._fleets = {name: client.fleet for name, client in self._clients.items()}
         self._running = RunningCalls(self._fleets)
-        self._is_ready = SharedLook(self._look_at_replicas, holds_s=READY_CACHE_S)
+        self._is_ready = SharedQuery(self._look_at_replicas, holds_s=READY_CACHE_S)
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the ASGI application once a replica of every model runs. Serve calls this after the constructor."""

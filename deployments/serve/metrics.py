@@ -37,7 +37,7 @@ from app.metrics import (
 from app.metrics.requests import merge
 from deployments.ray_internals import begin_call_on_all_replicas
 from deployments.serve.autoscaling import advice
-from deployments.serve.shared_look import SharedLook
+from deployments.serve.shared_look import SharedQuery
 
 logger = logging.getLogger(__name__)
 
@@ -137,8 +137,8 @@ class MetricsCollector:
         self._known_senders: ProcessCounts[Snapshot] = ProcessCounts(num_counted, merge)
         self._present: dict[str, Collection[str]] = dict.fromkeys(fleets, ())  # replicas asked in the last scrape
         self._unread: dict[str, Collection[str]] = dict.fromkeys(fleets, ())  # replicas with an unreadable answer
-        self.expose = SharedLook(self._expose)
-        self.wanted_replicas = SharedLook(self._wanted_replicas)
+        self.expose = SharedQuery(self._expose)
+        self.wanted_replicas = SharedQuery(self._wanted_replicas)
 
     def report(self) -> IngressReport:
         """Return the measurements of this process."""

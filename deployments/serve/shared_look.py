@@ -11,8 +11,8 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class SharedLook(Generic[T]):
-    """Callers share the running look, and its result for `holds_s` afterwards. A `SharedLook` is for one event loop."""
+class SharedQuery(Generic[T]):
+    """Callers share the running query, and its result for `holds_s` afterwards. Belongs to one event loop."""
 
     def __init__(
         self, look: Callable[[], Awaitable[T]], *, holds_s: float = 0.0, clock: Callable[[], float] = time.monotonic

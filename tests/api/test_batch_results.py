@@ -9,7 +9,7 @@ import pytest
 from pydantic_core import from_json
 
 from app.api.endpoints import batch_results
-from app.batches import Answered
+from app.batches import ItemResponse
 from app.jobs.job import InvalidItem, Item
 from app.jobs.outputs import BatchFormat
 
@@ -19,7 +19,7 @@ ERROR = {"message": "no", "type": "t", "param": None, "code": None}
 
 def line(custom_id: str, status_code: int, body: dict[str, Any]) -> bytes:
     item = Item(number=0, id=custom_id, url="", body={})
-    return BatchFormat("batch_1").answered(item, Answered(status_code, body)).line + b"\n"
+    return BatchFormat("batch_1").answered(item, ItemResponse(status_code, body)).line + b"\n"
 
 
 def merged(custom_ids: list[str], output: bytes, errors: bytes) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.api.output.choices import MAX_TOKENS_AT_ONCE, ChoiceDelta, KeptDeltas, _in_parts, _parts
+from app.api.output.choices import MAX_TOKENS_AT_ONCE, ChoiceDelta, DeltaBuffer, _in_parts, _parts
 from app.api.output.token_details import TokenDetails, TokenLogprob
 from app.api.output.tool_calls import ToolCallDelta
 from app.engine.request import EngineTimes, FinishReason, MergedDelta, Queued, TokenDelta, TokenLogprobs
@@ -24,7 +24,7 @@ def delta(text: str = "", index: int = 0, **fields: Any) -> ChoiceDelta:
 
 
 async def replayed(*deltas: ChoiceDelta) -> list[ChoiceDelta]:
-    kept = KeptDeltas()
+    kept = DeltaBuffer()
     for each in deltas:
         kept.add(each)
     again = [each async for each in kept.replayed()]

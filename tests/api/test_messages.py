@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app.batches import Answered
+from app.batches import ItemResponse
 from app.engine.request import FinishReason, Request
 from app.errors import Overloaded, StepFailed
 from app.jobs.job import Item
@@ -372,7 +372,7 @@ def test_unknown_fields_are_refused_where_that_is_asked_for(service: Service) ->
 def test_usage_of_an_item_counts_cached_tokens_as_input(service: Service) -> None:
     message = ask(service).json
     item = Item(number=0, id="a", url=PATH, body={})
-    result = BatchFormat("b").answered(item, Answered(200, message))
+    result = BatchFormat("b").answered(item, ItemResponse(200, message))
     assert (result.num_input_tokens, result.num_cached_tokens) == (len(prompt_of(service)), 2)
     assert result.num_output_tokens == 5
 

@@ -12,11 +12,11 @@ import pytest
 
 from app.api.output.choices import ChoiceDelta
 from app.api.output.response_state import ResponseState
-from app.api.prepared_request import AnswerFacts
+from app.api.prepared_request import AnswerInfo
 from app.api.stored_answers import RecordedAnswer, Repetition
 from app.errors import Failure
 
-FACTS = AnswerFacts(response_id="resp_1", created=1, model="demo", num_requests=1, num_prompt_tokens=1)
+FACTS = AnswerInfo(response_id="resp_1", created=1, model="demo", num_requests=1, num_prompt_tokens=1)
 
 
 def said(text: str, **fields: Any) -> ChoiceDelta:

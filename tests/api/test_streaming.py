@@ -396,7 +396,9 @@ def test_a_stream_that_waits_long_in_a_queue_is_kept_open_by_comments(tokenizer:
     may_begin, may_end = asyncio.Event(), asyncio.Event()
 
     async def slowly(request: Request) -> AsyncIterator[TokenDelta]:
-        yield TokenDelta(request.request_id, (), queued=Queued(3, 2.0, replica_id="r1", why_there="least_loaded: r1"))
+        yield TokenDelta(
+            request.request_id, (), queued=Queued(3, 2.0, replica_id="r1", routing_reason="least_loaded: r1")
+        )
         await may_begin.wait()
         yield TokenDelta(request.request_id, tuple(tokenizer.encode("3 4", add_special_tokens=False)))
         await may_end.wait()

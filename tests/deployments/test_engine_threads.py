@@ -102,7 +102,7 @@ def test_one_replica_of_two_nodes_is_told_that_two_would_read_their_own_memory(
 ) -> None:
     with caplog.at_level(logging.INFO):
         assert cpus_of_engines(1, asked=1) == [two_nodes[0] | two_nodes[1]]
-    assert "2 NUMA nodes and replicas for fewer (1)" in caplog.text
+    assert "2 NUMA nodes and fewer replicas (1)" in caplog.text
 
 
 @pytest.mark.parametrize("other", [{"num_gpus": 1}, {"tensor_parallel": 2}])

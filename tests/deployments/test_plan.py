@@ -182,7 +182,7 @@ def test_adapters_on_a_gpu_need_layers_that_can_be_adapted(tmp_path: Path, capsy
     bloom = {"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100, "seq_length": 64}
     (tmp_path / "config.json").write_text(json.dumps(bloom))
     assert plan(tmp_path, "--gpu", "T4", "--adapters", "8", "--context", "64") == 1
-    assert "on T4 computes with none; it has no linear layers with names that end in _proj" in capsys.readouterr().err
+    assert "on T4 takes no adapters: the model has no linear layers with names that" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
@@ -254,7 +254,7 @@ def test_replicas_of_a_machine_with_cpus_share_their_weights(planned: Callable[.
         (("--gpu", "H200", "--adapters", "8", "--rank", "16"), "--rank is for CPUs only"),
         (("--cpu", "16GiB", "--adapters", "8", "--rank", "65"), "adapters of rank 65: at most 64 is computed"),
         (("--gpu", "H200", "--draft-model", "some/model"), "--draft-model is planned for CPUs only"),
-        (("--cpu", "1TB"), r"--cpu: got '1TB'; it is no size, such as 80GiB"),
+        (("--cpu", "1TB"), r"--cpu: got '1TB'; this is not a size, such as 80GiB"),
         (("--cpu", "--tensor-parallel", "2"), "--tensor-parallel is planned for GPUs only"),
         (("--cpu", "--quantization", "fp8"), "only the decoder for CUDA computes, and device is cpu"),
         (("--gpu", "H200", "--quantization", "int4"), "only the native decoder on a CPU computes, and device is cuda"),

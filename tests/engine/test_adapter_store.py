@@ -75,7 +75,7 @@ def test_all_in_use_is_overload_and_nothing_is_read() -> None:
 
 def test_requests_share_what_is_loaded_and_each_releases_its_own() -> None:
     store, read = store_of(1)
-    first, second = store.hold(adapter("a")), store.hold_soon(adapter("a"))
+    first, second = store.hold(adapter("a")), store.hold_async(adapter("a"))
     assert second.done(), "nothing waits for what is there"
     assert first.weights is second.result().weights
     assert read == ["a"]
@@ -97,7 +97,7 @@ def test_the_names_of_those_that_are_loaded_and_waited_for_are_told() -> None:
     store, read, gate = gated_store(2)
     gate.release()
     store.hold(adapter("a")).release()
-    waiting = [store.hold_soon(adapter(name)) for name in ("a", "b", "c", "c")]
+    waiting = [store.hold_async(adapter(name)) for name in ("a", "b", "c", "c")]
     eventually(lambda: read == ["a", "b"])
     stats = store.stats()
     assert (stats.max_loaded, stats.names, stats.waiting_names) == (2, ("a",), ("b", "c"))
@@ -132,7 +132,7 @@ def test_all_that_wait_for_one_that_cannot_be_read_hear_it_at_once() -> None:
         raise UnsupportedAdapter("it cannot be read")
 
     store = AdapterStore(load, unload=lambda weights: None, max_loaded=1)
-    waiting = [store.hold_soon(adapter("broken"), tenant=f"tenant-{n % 2}") for n in range(6)]
+    waiting = [store.hold_async(adapter("broken"), tenant=f"tenant-{n % 2}") for n in range(6)]
     assert reading.wait(PATIENCE_S)
     gate.set()
     assert all(isinstance(each.exception(), UnsupportedAdapter) for each in waiting)
@@ -151,7 +151,7 @@ def test_the_adapters_of_one_tenant_do_not_push_out_those_of_another() -> None:
 
 def test_one_that_is_cancelled_before_its_turn_is_not_read() -> None:
     store, read, gate = gated_store(2)
-    first, cancelled, last = (store.hold_soon(adapter(name)) for name in "abc")
+    first, cancelled, last = (store.hold_async(adapter(name)) for name in "abc")
     eventually(lambda: read)
     assert not first.cancel()  # it is being read
     assert cancelled.cancel()
@@ -183,13 +183,13 @@ def test_all_that_no_request_uses_are_unloaded_for_sleep() -> None:
 
 def test_those_that_wait_when_it_is_closed_hear_of_it_and_its_thread_ends() -> None:
     store, read, gate = gated_store(2)
-    loading, waiting = (store.hold_soon(adapter(name)) for name in "ab")
+    loading, waiting = (store.hold_async(adapter(name)) for name in "ab")
     eventually(lambda: read, bool)
     store.close()
     with pytest.raises(EngineStopped):
         waiting.result(PATIENCE_S)
     with pytest.raises(EngineStopped):
-        store.hold_soon(adapter("c"))
+        store.hold_async(adapter("c"))
     gate.release()
     loading.result(PATIENCE_S).release()
     [thread] = store._loader._threads

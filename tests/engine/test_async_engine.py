@@ -215,7 +215,7 @@ def test_an_engine_that_cannot_be_prepared_is_closed_with_all_its_parts(failing:
     assert closed.names == {"recorder", "runner"}
     assert matchers.is_closed
     with pytest.raises(EngineStopped):
-        store.hold_soon(Adapter(name="a", path="/a", digest="a"))
+        store.hold_async(Adapter(name="a", path="/a", digest="a"))
 
 
 async def test_a_request_that_the_engine_cannot_take_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,7 +215,7 @@ def test_a_sequence_alone_has_blocks_for_all_its_tokens_and_for_its_windows() ->
     assert windowed(30).max_sequence_tokens == 20
     blocks = windowed(42)
     assert blocks.max_sequence_tokens == 44
-    assert blocks.num_blocks_behind([], 44) == 22 + 2 * 10
+    assert blocks.num_blocks_after([], 44) == 22 + 2 * 10
     cached = blocks.allocate(4)
-    assert blocks.num_blocks_behind(cached, 44) == 18 + 2 * 8, "each group has two of those that are cached"
-    assert blocks.num_blocks_behind(cached, 14) == 3 + 2 * 3
+    assert blocks.num_blocks_after(cached, 44) == 18 + 2 * 8, "each group has two of those that are cached"
+    assert blocks.num_blocks_after(cached, 14) == 3 + 2 * 3

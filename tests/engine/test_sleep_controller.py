@@ -81,7 +81,7 @@ class Dozing:
         self.runner = DozingRunner(clock)
         self.engine: Engine = build_fake_engine(runner=self.runner, clock=clock, **settings)
         self.turns = turns_on(path, clock=clock)
-        self.sleeper = SleepController(self.engine, self.turns, after_s=AFTER_S, started_in_s=WAKE_S)
+        self.sleeper = SleepController(self.engine, self.turns, after_s=AFTER_S, startup_s=WAKE_S)
         self.outcome = Outcome()
 
     def go(self) -> None:
@@ -354,7 +354,7 @@ def test_nothing_is_lost_and_none_waits_for_ever(tmp_path: Path, arrivals: list[
 def dozing_service(path: Path, *, after_s: float = 0.02, **settings: Any) -> Iterator[tuple[AsyncEngine, DozingRunner]]:
     runner = DozingRunner()
     engine = build_fake_engine(runner=runner, **settings)
-    sleeper = SleepController(engine, turns_on(path, clock=engine.now), after_s=after_s, started_in_s=0.0)
+    sleeper = SleepController(engine, turns_on(path, clock=engine.now), after_s=after_s, startup_s=0.0)
     service = AsyncEngine(engine, max_requests=4, sleeper=sleeper)
     try:
         yield service, runner

@@ -27,7 +27,7 @@ def test_the_stats_are_what_there_is_and_what_has_been() -> None:
     assert structs.asdict(timed.stats) == {
         "strategy": "hybrid", "policy": "sjf", "settings": timed.engine._scheduler.config.version,
         "batch_size": 0, "num_running": 2, "num_waiting": 2, "num_waiting_tokens": 9,
-        "num_waiting_foreground_tokens": 6, "num_background": 1, "num_staying_background": 0,
+        "num_waiting_foreground_tokens": 6, "num_background": 1, "num_unpreemptible_background": 0,
         "estimated_wait_s": pytest.approx(79 / 45, rel=0.1), "ended_per_s": pytest.approx(5, rel=0.1),
         "mean_length_error_tokens": 1.0,  # 0.02 * (51 - 1)
         "num_free_blocks": 27, "num_blocks": 32, "block_size": 4, "max_running": 2, "speed": pytest.approx(640),

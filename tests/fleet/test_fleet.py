@@ -11,7 +11,7 @@ import pytest
 
 from app.engine.async_engine import AsyncEngine
 from app.engine.device_lease import DeviceLease
-from app.engine.request import ALL_BLOCKS, Adapter, Address, Grammar, GrammarKind, PrefixAt, Request
+from app.engine.request import ALL_BLOCKS, Adapter, Address, Grammar, GrammarKind, PrefixSource, Request
 from app.engine.sleep_controller import SleepController
 from app.engine.stats import SleepState
 from app.errors import (
@@ -340,7 +340,7 @@ async def test_a_request_waits_for_a_sleeping_replica_and_goes_on_elsewhere_when
     [dozing] = local.replicas
     dozing.engine.shutdown()
     engine = build_fake_engine(runner=dozing.runner)
-    sleeper = SleepController(engine, turns, after_s=0.0, started_in_s=0.0)
+    sleeper = SleepController(engine, turns, after_s=0.0, startup_s=0.0)
     dozing.engine = AsyncEngine(engine, max_requests=10, sleeper=sleeper)
     await until(lambda: dozing.engine.sleep.state is SleepState.ASLEEP)
     assert others.ask()
@@ -522,7 +522,7 @@ async def test_requests_leave_a_replica_that_is_short_of_memory_for_one_with_roo
         await check(requests, answers)
         resumed = [each for each in second.served if each.generated_token_ids]
         assert bool(local.counts.resumes["memory"]) == bool(resumed) == leaves
-        assert all(each.prefix_at == PrefixAt(address, ALL_BLOCKS) for each in resumed)
+        assert all(each.prefix_at == PrefixSource(address, ALL_BLOCKS) for each in resumed)
         assert not any(each.generated_token_ids for each in first.served)
 
 
@@ -628,8 +628,8 @@ async def test_a_request_that_is_queued_is_told_where_and_why() -> None:
         [replica_id] = [each.replica_id for each in local.replicas if each.served]
         decision = local.registry.last_decision
         assert decision is not None
-        assert (queued.replica_id, queued.group, queued.why_there) == (replica_id, "", decision.reason)
-        assert queued.loads_there == decision.explain_loads()
+        assert (queued.replica_id, queued.group, queued.routing_reason) == (replica_id, "", decision.reason)
+        assert queued.candidate_loads == decision.explain_loads()
 
 
 async def test_the_place_of_a_request_that_was_given_up_is_free_at_once() -> None:

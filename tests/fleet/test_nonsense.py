@@ -40,8 +40,8 @@ def with_report(number: int, **fields: Any) -> bytes:
 
 
 NUMBERS = (
-    "num_requests", "num_background", "num_staying_background", "max_requests", "max_running", "num_waiting_tokens",
-    "num_kv_tokens", "num_own", "num_free_kv_tokens", "num_prompt_tokens_of_others",
+    "num_requests", "num_background", "num_unpreemptible_background", "max_requests", "max_running",
+    "num_waiting_tokens", "num_kv_tokens", "num_own", "num_free_kv_tokens", "num_prompt_tokens_of_others",
 )  # fmt: skip
 AMOUNTS = ("tokens_per_s", "ended_per_s", "step_age_s", "wake_s")
 

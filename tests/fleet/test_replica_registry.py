@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from app.engine.block_pool import BlockPool, Prefix, digests_of
-from app.engine.request import Adapter, Address, PrefixAt, Request
+from app.engine.request import Adapter, Address, PrefixSource, Request
 from app.errors import InvalidRequest, Overloaded, Unavailable
 from app.fleet import ReplicaRegistry
 from app.fleet.dispatch import Candidate, Group, GroupChooser, PrefixChanges, make_policy
@@ -124,7 +124,7 @@ def test_the_beginning_of_a_prompt_is_fetched_from_the_replica_that_has_much_of_
             registry.end(request.request_id)
             expected = None
             if decision.replica_id == "a" and at is not None and num_fetched is not None:
-                expected = PrefixAt(address, num_fetched)
+                expected = PrefixSource(address, num_fetched)
             assert registry.prefix_at(decision) == expected
     assert registry.addresses == {"b": address}
     registry.set_replicas(["a"])
@@ -401,7 +401,7 @@ def test_a_full_replica_of_a_large_fleet_is_a_source_of_the_prefix_that_it_has()
     registry.note("r042", make_report(num_requests=10), PrefixChanges(digests, is_all=True, address=address))
     decision = registry.place(make_request(prompt), registry.replica_ids)
     assert decision.replica_id != "r042"
-    assert registry.prefix_at(decision) == PrefixAt(Address(*address), 72)
+    assert registry.prefix_at(decision) == PrefixSource(Address(*address), 72)
 
 
 def test_a_request_that_must_not_wait_finds_the_one_free_slot_of_500() -> None:

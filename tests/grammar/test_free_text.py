@@ -179,7 +179,7 @@ def test_the_search_finds_the_tokens_that_go_on_behind_a_text(texts: list[str], 
     tokens = tuple(text.encode() for text in ["</s>", *texts])
     table = TokenTable(Vocabulary(tokens=tokens, special_token_ids=(0,), eos_token_ids=(0,)))
     for _ in range(2):  # the second may be remembered
-        assert list(table.going_on_behind(part.encode())) == naive_search([b"", *tokens[1:]], part.encode())
+        assert list(table.containing(part.encode())) == naive_search([b"", *tokens[1:]], part.encode())
 
 
 def test_many_triggers_do_not_read_every_token_in_python() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from app.batches import Answered, ItemOrigin, PageOf
+from app.batches import ItemOrigin, ItemResponse, PageOf
 from tests.kit.jobs import OWNER, begin, input_line, jsonl, ok, service_in, until
 
 MAX_IN_FLIGHT = 16
@@ -23,7 +23,7 @@ MAX_IN_FLIGHT = 16
 async def main(folder: Path, log: int, num_lines: int, most: int) -> None:
     places = asyncio.Semaphore(most)
 
-    async def answer(owner: str, endpoint: str, body: Mapping[str, Any], origin: ItemOrigin) -> Answered:
+    async def answer(owner: str, endpoint: str, body: Mapping[str, Any], origin: ItemOrigin) -> ItemResponse:
         await asyncio.sleep(0.005)
         await places.acquire()
         os.write(log, b".")

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from app.batches import Answered, BatchLimits, ItemOrigin, NewBatch, PageOf
+from app.batches import BatchLimits, ItemOrigin, ItemResponse, NewBatch, PageOf
 from app.errors import EngineStopped, InvalidRequest, Overloaded, Unavailable
 from app.jobs.catalog import Catalog
 from app.jobs.items import Checked, InputRules, OpenFile, check
@@ -50,8 +50,8 @@ ONE = jsonl(input_line("one"))
 TEN = jsonl(*(input_line(f"line-{n}") for n in range(10)))
 
 
-def raising(error: Exception) -> Callable[[int], Answered]:
-    def answer(_: int) -> Answered:
+def raising(error: Exception) -> Callable[[int], ItemResponse]:
+    def answer(_: int) -> ItemResponse:
         raise error
 
     return answer
@@ -103,7 +103,7 @@ async def test_a_small_batch_takes_turns_with_a_large_one_that_began_before(tmp_
     small = jsonl(*(input_line(f"small-{n}") for n in range(3)))
     num_asked = []
 
-    def last(_: int) -> Answered:
+    def last(_: int) -> ItemResponse:
         num_asked.append(echo.asked.total())
         return ok("small-2")
 
@@ -125,7 +125,7 @@ async def test_an_owner_with_many_batches_leaves_another_its_share_of_the_places
     asked: list[str] = []
     under_way: deque[asyncio.Event] = deque()
 
-    async def one_at_a_time(owner: str, *call: Any) -> Answered:
+    async def one_at_a_time(owner: str, *call: Any) -> ItemResponse:
         asked.append(owner)
         if asked.count("bob") < 40:
             under_way.append(may_end := asyncio.Event())
@@ -179,7 +179,7 @@ async def test_lines_know_nothing_of_the_request_that_began_their_batch(tmp_path
     request = ContextVar("request", default="none")
     seen = []
 
-    def answer(_: int) -> Answered:
+    def answer(_: int) -> ItemResponse:
         seen.append(request.get())
         return ok("line-0")
 
@@ -362,7 +362,10 @@ async def test_a_disk_that_stays_full_until_the_batch_expires_costs_no_line_that
 
 async def test_a_text_that_cannot_be_encoded_and_a_number_that_json_has_not_cost_no_other_line(tmp_path: Path) -> None:
     echo = Echo(
-        {"line-1": lambda _: Answered(200, {"echo": "\ud800"}), "line-2": lambda _: Answered(200, {"x": math.nan})}
+        {
+            "line-1": lambda _: ItemResponse(200, {"echo": "\ud800"}),
+            "line-2": lambda _: ItemResponse(200, {"x": math.nan}),
+        }
     )
     async with service_in(tmp_path, echo) as service:
         batch_ids = [await begin(service, TEN) for _ in range(2)]
@@ -387,8 +390,8 @@ async def test_large_lines_are_written_in_a_thread_one_at_a_time(tmp_path: Path)
         yield [3]
         under_way.pop()
 
-    def large(_: int) -> Answered:
-        return Answered(200, {"rows": Rows(some_at_a_time)}, is_large=True)
+    def large(_: int) -> ItemResponse:
+        return ItemResponse(200, {"rows": Rows(some_at_a_time)}, is_large=True)
 
     echo = Echo({f"line-{number}": large for number in range(8)})
     async with service_in(tmp_path, echo) as service:
@@ -407,7 +410,7 @@ async def test_a_line_with_which_the_process_dies_again_and_again_is_given_up(
     """A process that dies leaves what is in its folder at that moment."""
     monkeypatch.setattr("app.jobs.executors.BEGUN_AFTER_S", 0.0)
 
-    async def answer(owner: str, endpoint: str, body: Mapping[str, Any], origin: ItemOrigin) -> Answered:
+    async def answer(owner: str, endpoint: str, body: Mapping[str, Any], origin: ItemOrigin) -> ItemResponse:
         if body["name"] == "line-3":
             await asyncio.Event().wait()
         return ok(body["name"])
@@ -565,7 +568,7 @@ async def test_a_service_that_closes_while_a_batch_runs_removes_what_was_not_upl
     assert not list((tmp_path / "drafts").iterdir())
 
 
-def long_answers(num_bytes: int) -> dict[str, Callable[[int], Answered]]:
+def long_answers(num_bytes: int) -> dict[str, Callable[[int], ItemResponse]]:
     return {f"line-{n}": lambda _: ok("x" * num_bytes) for n in range(10)}
 
 

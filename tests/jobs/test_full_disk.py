@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from app.batches import Answered
+from app.batches import ItemResponse
 from app.errors import Unavailable
 from app.jobs import batch_runner
 from app.jobs.catalog import Catalog
@@ -85,7 +85,7 @@ async def is_complete(service: Any, batch_id: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("place", [0, 7, NUM_LINES - 1])
 async def test_a_disk_that_is_full_in_the_middle_of_a_batch_costs_no_line(disk: Disk, place: int) -> None:
-    def fills(times: int) -> Answered:
+    def fills(times: int) -> ItemResponse:
         if times == 1:
             disk.fill()
         return ok(LONG)

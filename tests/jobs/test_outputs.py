@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from app.batches import Answered
+from app.batches import ItemResponse
 from app.jobs.job import Item, ItemOutput, ItemResult
 from app.jobs.outputs import BatchFormat, RecordFormat
 
@@ -18,7 +18,7 @@ LINE_ENDS = "first\u2028second\u2029third\u0085fourth\x1cfifth"
     [
         BatchFormat("batch").answered(
             Item(number=0, id=LINE_ENDS, url="/v1/completions", body={}, num_bytes=2),
-            Answered(200, {"text": LINE_ENDS}),
+            ItemResponse(200, {"text": LINE_ENDS}),
         ),
         RecordFormat().generated(ItemOutput(number=0, id="a", text=LINE_ENDS)),
     ],

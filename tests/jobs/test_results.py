@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.batches import Answered
+from app.batches import ItemResponse
 from app.jobs.job import Counts, Item, ItemResult
 from app.jobs.outputs import BatchFormat
 from app.jobs.results import (
@@ -268,7 +268,7 @@ def test_it_takes_five_thousand_results_a_second(tmp_path: Path) -> None:
         began = time.process_time()
         for number in range(10_000):
             item = Item(number=number, id=f"item-{number}", url="/v1/chat/completions", body={})
-            store.append([form.answered(item, Answered(200, body))])
+            store.append([form.answered(item, ItemResponse(200, body))])
         assert time.process_time() - began < 2
 
 

@@ -36,7 +36,7 @@ from app.engine.request import (
     GrammarKind,
     ModelInfo,
     Pooling,
-    PrefixAt,
+    PrefixSource,
     Request,
     SamplingParams,
     Thought,
@@ -258,9 +258,9 @@ class SlotStore(BlockStore):
 
     def _fill_slot(self, fetch: Fetch, slot: int) -> None:
         with_snapshot = [at for at, name in enumerate(fetch.names[: fetch.num_filled], 1) if name in self.snapshots]
-        fetch.num_with_snapshot = max(with_snapshot, default=0)
+        fetch.num_covered_by_snapshot = max(with_snapshot, default=0)
         if with_snapshot:
-            self._runner.states[slot] = self.snapshots[fetch.names[fetch.num_with_snapshot - 1]]
+            self._runner.states[slot] = self.snapshots[fetch.names[fetch.num_covered_by_snapshot - 1]]
 
     def move_to(self, runner: CountingRunner) -> None:
         """The process of its engine has died, and another one begins with what is kept."""
@@ -607,7 +607,7 @@ def make_full_request() -> Request:
         prediction_token_ids=(8, 9), pooling=Pooling.MEAN, second_text_at=1, num_scored_tokens=2, cache_salt="salt",
         priority=-3, tenant="ä", deadline_s=9.5, group="group", preset="preset", is_background=True, session="session",
         call="call", no_queue=True, adapter=Adapter(name="sql", path="/sql", digest="12ab"),
-        prefix_at=PrefixAt(Address("127.0.0.1", 1, "secret"), 2),
+        prefix_at=PrefixSource(Address("127.0.0.1", 1, "secret"), 2),
     )  # fmt: skip
     for each in (request, sampling, grammar):
         kept = [field.name for field in fields(each) if getattr(each, field.name) == field.default]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from app.batches import Answered, ItemOrigin, NewBatch, NewFile, PageOf
+from app.batches import ItemOrigin, ItemResponse, NewBatch, NewFile, PageOf
 from app.config import BatchesConfig
 from app.jobs.executors import FleetExecution
 from app.jobs.local_service import LocalBatchService
@@ -38,14 +38,14 @@ def jsonl(*lines: dict[str, Any]) -> bytes:
 class Echo:
     """Answers every line with its own name, or as `answers` says, and counts how often it was asked."""
 
-    def __init__(self, answers: Mapping[str, Callable[[int], Answered]] | None = None) -> None:
+    def __init__(self, answers: Mapping[str, Callable[[int], ItemResponse]] | None = None) -> None:
         self.answers = answers or {}
         self.asked: Counter[str] = Counter()
         self.num_open = 0
         self.max_open = 0
         self.hold: asyncio.Event | None = None  # answers wait for it where there is one
 
-    async def __call__(self, owner: str, endpoint: str, body: Mapping[str, Any], origin: ItemOrigin) -> Answered:
+    async def __call__(self, owner: str, endpoint: str, body: Mapping[str, Any], origin: ItemOrigin) -> ItemResponse:
         name = body["name"]
         self.asked[name] += 1
         self.num_open += 1
@@ -65,13 +65,15 @@ class Echo:
         await waiting.until(lambda: self.num_open >= number)
 
 
-def ok(name: str) -> Answered:
+def ok(name: str) -> ItemResponse:
     usage = {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}}
-    return Answered(200, {"echo": name, "usage": usage})
+    return ItemResponse(200, {"echo": name, "usage": usage})
 
 
-def refused(status: int = 400) -> Answered:
-    return Answered(status, {"error": {"message": "no", "type": "invalid_request_error", "param": None, "code": None}})
+def refused(status: int = 400) -> ItemResponse:
+    return ItemResponse(
+        status, {"error": {"message": "no", "type": "invalid_request_error", "param": None, "code": None}}
+    )
 
 
 def service_in(folder: Path, answer: Any, **given: Any) -> LocalBatchService:

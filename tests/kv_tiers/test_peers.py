@@ -19,7 +19,7 @@ from app.build import build_sync_engine
 from app.config import ReplicasConfig
 from app.engine.block_pool import Prefix
 from app.engine.engine import Engine
-from app.engine.request import Address, PrefixAt
+from app.engine.request import Address, PrefixSource
 from app.engine.state_pool import label_of_snapshot
 from app.kv_tiers.folder import header_of
 from app.kv_tiers.peers import MAX_SENT_AT_ONCE, MAX_WANTED_BYTES, BlocksOfPeer, Buffers, PeerServer, Wanted
@@ -211,7 +211,7 @@ def test_the_longest_snapshot_comes_before_its_blocks(side_with_states: Side) ->
 
 def test_a_snapshot_is_received_with_its_blocks(side_with_states: Side, tmp_path: Path) -> None:
     side_with_states.snapshots(side_with_states.computed(3), 2)
-    request = replace(make_request((0, 0, 1, 1, 2, 2, 3)), prefix_at=PrefixAt(address_of(side_with_states), 3))
+    request = replace(make_request((0, 0, 1, 1, 2, 2, 3)), prefix_at=PrefixSource(address_of(side_with_states), 3))
     names = [bytes([number]) for number in range(3)]
     for is_there in (True, False):
         side = Side(tmp_path / "second", has_states=True)
@@ -283,7 +283,7 @@ def engine_of(path: Path, tier: Path | None = None) -> tuple[Engine, Address]:
     return engine, address
 
 
-def answered(engine: Engine, prompt: tuple[int, ...], prefix_at: PrefixAt | None = None) -> tuple[list[int], int]:
+def answered(engine: Engine, prompt: tuple[int, ...], prefix_at: PrefixSource | None = None) -> tuple[list[int], int]:
     """The tokens, and how many tokens of the prompt were fetched or cached."""
     request = replace(make_request(prompt, max_tokens=12), prefix_at=prefix_at)
     outcome, num_cached = Outcome(), 0
@@ -306,7 +306,7 @@ def test_a_replica_goes_on_with_the_prefix_of_another(
     second, _ = engine_of(demo_path, tmp_path / "kv" if has_folder else None)
     expected, _ = answered(first, prompt)
     assert answered(second, prompt[:100])[1] == 0
-    assert answered(second, prompt, PrefixAt(address, 25)) == (expected, 384)
+    assert answered(second, prompt, PrefixSource(address, 25)) == (expected, 384)
     store = second._scheduler.fetches.store
     assert isinstance(store, TierStore)
     assert store.stats().num_received == 24 - 6, "it has those before, and one token is computed"
@@ -314,9 +314,9 @@ def test_a_replica_goes_on_with_the_prefix_of_another(
     prompt = (*prompt[:40], *prompt)
     expected, _ = answered(second, prompt)
     third, _ = engine_of(demo_path)
-    assert answered(third, prompt, PrefixAt(address, 25)) == (expected, 0), "it has ended"
+    assert answered(third, prompt, PrefixSource(address, 25)) == (expected, 0), "it has ended"
     assert third._scheduler.fetches.store is not None
-    ask_again = replace(make_request(prompt), prefix_at=PrefixAt(address, 25))
+    ask_again = replace(make_request(prompt), prefix_at=PrefixSource(address, 25))
     assert third._scheduler.fetches.store.lookup(iter([b"name"]), ask_again, num_before=0) == 0, "it is left alone"
     second.close()
     third.close()
@@ -335,10 +335,10 @@ def test_what_was_slow_once_is_tried_again(side: Side, monkeypatch: pytest.Monke
 
 
 def test_a_slow_replica_makes_neither_the_folder_nor_another_replica_slow(side: Side) -> None:
-    def expected_s(at: PrefixAt | None) -> float:
+    def expected_s(at: PrefixSource | None) -> float:
         return side.store.expected_s(3, replace(make_request(), prefix_at=at))
 
-    slow, other = (PrefixAt(Address("127.0.0.1", port, "secret"), 3) for port in (1, 2))
+    slow, other = (PrefixSource(Address("127.0.0.1", port, "secret"), 3) for port in (1, 2))
     side.store._measure(None, 0.5)
     side.store._measure(slow.address, 100.0)
     assert (expected_s(None), expected_s(slow), expected_s(other)) == (1.5, 300.0, 0.0)

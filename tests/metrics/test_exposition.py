@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from app.engine.adapter_store import AdapterStats
 from app.engine.histogram import SECONDS, Histogram
-from app.engine.stats import SleepState, SleepStats, StoreStats, TakenBackend
+from app.engine.stats import ChosenBackend, SleepState, SleepStats, StoreStats
 from app.metrics import (
     CallMetrics,
     EngineReport,
@@ -280,7 +280,7 @@ def of_every_kind(replica_id: str) -> EngineReport:
     measurements = replace(
         tuned.measurements,
         adapters=AdapterStats(("1",), 3, 8, ("sql",), ("law",)),
-        backend=TakenBackend('a "graph"\\', {"faster": "no"}),
+        backend=ChosenBackend('a "graph"\\', {"faster": "no"}),
         sleep=SleepStats(waking_s=1 / 3, num_wakes=10**9),
         store=StoreStats(num_fetched_tokens=5, block_bytes=10**15, num_read=7),
     )

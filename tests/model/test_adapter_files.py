@@ -74,5 +74,6 @@ def test_an_adapter_of_another_base_of_equal_sizes_is_loaded_with_a_warning(
         each.message for each in caplog.records if each.levelno == logging.WARNING and "adapter" in each.message
     ]
     assert warnings == [
-        f"the adapter other has the right sizes, but it was trained on some-org/other, and {tmp_path / 'base'} is served"
+        "the adapter other has the right sizes, but it was trained on some-org/other, "
+        f"and {tmp_path / 'base'} is served"
     ]

@@ -21,7 +21,7 @@ from app.model.inputs import ModelInputs
 from app.model.kv_cache import KVCache
 from app.model.loader import load_runner
 from app.model.source import ModelSource, module_of_transformers, module_on_device
-from app.model.verification import BlocksToTry, Reference
+from app.model.verification import Reference, TrialBlocks
 from app.model.ways.transformers_code import TransformersModel
 from tests.kit.models import config_of, load
 from tests.tiny_models import VOCAB_SIZE, build_tiny_model
@@ -300,7 +300,7 @@ def test_attention_is_compared_with_the_models_own_in_all_forms_of_a_step(  # ty
         model = replace(model, reference=Reference.of(config.path, model.module, model.device))
     cache = KVCache(model.layers, num_blocks=8, block_size=4, dtype=model.dtype, device=model.device)
     attention = Poorly(cache, wrong_at=-1 if wrong_at is None else wrong_at)
-    blocks = BlocksToTry(block_size=4, num_blocks=8, max_blocks=8)
+    blocks = TrialBlocks(block_size=4, num_blocks=8, max_blocks=8)
     if wrong_at is None:
         model.verify_steps(attention, blocks, "none")
         for few in (

@@ -9,7 +9,7 @@ import pytest
 
 from app.build import build_sync_engine
 from app.errors import InvalidSetup, UnsupportedModel
-from app.model.forward import ForwardOneByOne
+from app.model.forward import SequentialForward
 from app.model.runner import TorchModelRunner
 from tests.kit.engine import run_to_end
 from tests.kit.models import config_of, generate_plainly, load
@@ -35,7 +35,7 @@ def test_tokens_are_those_of_generate_with_chunks_preemption_and_prefix_hits(mod
         )
     )  # fmt: skip
     assert isinstance(engine.runner, TorchModelRunner)
-    assert isinstance(engine.runner.forward, ForwardOneByOne)
+    assert isinstance(engine.runner.forward, SequentialForward)
     assert run_to_end(engine, *requests).token_ids == expected
     assert run_to_end(engine, *requests[::-1]).token_ids == expected
     assert engine.stats().total_preemptions > 0

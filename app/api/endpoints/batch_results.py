@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pydantic_core import from_json
 
 from app.api.endpoints.files import content_of
-from app.batches import Answered, BatchService
+from app.batches import BatchService, ItemResponse
 from app.errors import NotFound
 from app.json_pieces import Json
 
@@ -26,7 +26,7 @@ def encoded_json(value: Json) -> bytes:
     return _encode(value).encode()
 
 
-def result(index: int, custom_id: str, answered: Answered | None, error: Json | None = None) -> Json:
+def result(index: int, custom_id: str, answered: ItemResponse | None, error: Json | None = None) -> Json:
     """Return one entry: a response, or an error. The entry has an HTTP status if the item reached its endpoint."""
     body = None if answered is None else answered.body
     latency_s = None if answered is None else answered.latency_s
@@ -88,10 +88,10 @@ def _end(line: bytes) -> tuple[str, Callable[[int], bytes]]:
         parsed = from_json(before + b"}}")
         if parsed["response"]["status_code"] == 200:
             custom_id, body = parsed["custom_id"], rest.removesuffix(_BEHIND_BODY)
-            return custom_id, lambda index: _with_body(result(index, custom_id, Answered(200, {})), body)
+            return custom_id, lambda index: _with_body(result(index, custom_id, ItemResponse(200, {})), body)
     parsed = from_json(line)
     response = parsed["response"]
-    answered = None if response is None else Answered(response["status_code"], response["body"])
+    answered = None if response is None else ItemResponse(response["status_code"], response["body"])
     return parsed["custom_id"], lambda index: encoded_json(
         result(index, parsed["custom_id"], answered, parsed["error"])
     )

@@ -24,7 +24,7 @@ def prepare_chat(
 ) -> PreparedRequest:
     """Check and tokenize a chat. Raises InvalidRequest."""
     shared = shared_fields(body, model, context)
-    whole = encode_chat(body, model, shared.tools, may_be_longer=body.truncate_prompt_tokens is not None)
+    whole = encode_chat(body, model, shared.tools, is_cut_or_counted=body.truncate_prompt_tokens is not None)
     reasoning, prompt = _reasoning(body, model, whole), truncated(whole, body, model)
     form = None if reasoning is None else partial(_with_thought, shared.grammar, reasoning, body, model, prompt)
     return prepare_generation(prefix, body, model, context, [prompt], shared, reasoning=reasoning, form=form)

@@ -34,7 +34,7 @@ def prepare_completion(body: CompletionRequest, model: ServedModel, context: Req
         model,
         "prompt",
         add_special_tokens=body.add_special_tokens,
-        may_be_longer=body.truncate_prompt_tokens is not None,
+        is_cut_or_counted=body.truncate_prompt_tokens is not None,
         cut=partial(truncated, body=body, model=model),
     )
     echoes = _echoes(body, model, prompts) if body.echo else ()
@@ -52,9 +52,11 @@ def _echoes(
     added, _ = model.tokenizer.added_around if body.add_special_tokens else ((), ())
 
     def echo(given: str | list[int], token_ids: tuple[int, ...]) -> EchoedPrompt:
-        num_unseen = len(added) if isinstance(given, str) and token_ids[: len(added)] == added else 0
+        num_added_tokens = len(added) if isinstance(given, str) and token_ids[: len(added)] == added else 0
         if isinstance(given, str) and not is_cut:
-            return EchoedPrompt(given, num_unseen)
-        return EchoedPrompt(model.tokenizer.decode(token_ids[num_unseen:], skip_special_tokens=False), num_unseen)
+            return EchoedPrompt(given, num_added_tokens)
+        return EchoedPrompt(
+            model.tokenizer.decode(token_ids[num_added_tokens:], skip_special_tokens=False), num_added_tokens
+        )
 
     return tuple(echo(given, token_ids) for given, token_ids in zip(body.prompt, prompts, strict=True))

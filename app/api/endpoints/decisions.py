@@ -62,7 +62,7 @@ def prepare_decisions(body: DecisionsRequest, model: ServedModel, context: Reque
         requests=tuple([replace(each, call=prepared.response_id) for each in prepared.requests]),
         num_logprobs=sum(1 + len(its) for its in labels),
         detail_options=TokenDetailOptions(logprobs=0),
-        first_goes_ahead=True,
+        first_runs_alone=True,
     )
 
 

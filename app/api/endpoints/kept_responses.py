@@ -156,7 +156,7 @@ class KeptResponseRoutes(RouteGroup):
         events, read = StoredEvents(), list[bytes]()
         async with aclosing(self._parts(owner, response_id, waits=False, is_patient=True)) as parts:
             async for part in parts:
-                async for piece in _in_turns(events.of(part, after=number)):
+                async for piece in _yielding_to_loop(events.of(part, after=number)):
                     read.append(piece)
                 if events.number > number:
                     break
@@ -284,7 +284,7 @@ class KeptResponseRoutes(RouteGroup):
         """Read an answer part by part. `read.answer` is set from the first step on."""
         async with aclosing(self._parts(owner, response_id, waits=waits, is_continued=is_continued)) as parts:
             async for part in parts:
-                async for _ in _in_turns(read.add(part)):
+                async for _ in _yielding_to_loop(read.add(part)):
                     pass
                 if read.reader.answer is not None:
                     yield
@@ -315,7 +315,7 @@ class KeptResponseRoutes(RouteGroup):
                     if written := b"".join(events.of(part, after=after)):
                         yield written
                     continue
-                async for piece in _in_turns(events.of(part, after=after)):
+                async for piece in _yielding_to_loop(events.of(part, after=after)):
                     if piece:
                         yield piece
 
@@ -359,7 +359,7 @@ class KeptResponseRoutes(RouteGroup):
             await asyncio.sleep(_ASK_AGAIN_S)
 
 
-async def _in_turns(some: Iterable[T]) -> AsyncIterator[T]:
+async def _yielding_to_loop(some: Iterable[T]) -> AsyncIterator[T]:
     """Yield all elements and let other tasks run in between."""
     at_once = 8  # deltas with log-probabilities take a millisecond each
     for number, each in enumerate(some, 1):

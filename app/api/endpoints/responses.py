@@ -20,7 +20,7 @@ from app.api.output.choices import ChoiceDelta
 from app.api.output.response_state import ResponseState, Writer
 from app.api.output.token_details import PackedLogprobs, TokenLogprob, TokenNames, chat_entry
 from app.api.output.tool_calls import ToolCallDelta
-from app.api.prepared_request import AnswerFacts, PreparedRequest, ServedModel
+from app.api.prepared_request import AnswerInfo, PreparedRequest, ServedModel
 from app.api.request_context import RequestContext
 from app.api.schemas.conversation import VendorTool
 from app.api.schemas.requests import ChatRequest
@@ -32,7 +32,7 @@ from app.json_pieces import Json, Rows, joined, named_event, named_event_pieces
 
 def prepare_response(body: ResponsesRequest, model: ServedModel, context: RequestContext) -> PreparedRequest:
     """Check the body and tokenize its chat. `truncation` may drop old turns of the chat. Raises InvalidRequest."""
-    if body.kept_param is not None and not context.may_keep:
+    if body.kept_param is not None and not context.may_store:
         raise InvalidRequest(
             f"{body.kept_param} needs a service that stores files and batches (`batches` in its config), and does not "
             f"work in batches; leave it out and send the whole conversation as input",
@@ -86,7 +86,7 @@ class ResponsesWriter(Writer):
     def event_writer(self, state: ResponseState) -> ResponseBuilder:
         return ResponseBuilder(state, _of_body(self.body))
 
-    def facts(self, state: ResponseState) -> AnswerFacts:
+    def facts(self, state: ResponseState) -> AnswerInfo:
         return structs.replace(state.facts, of_body=to_json(_of_body(self.body)))
 
 

@@ -28,8 +28,8 @@ from app.batches import (
     CHATS_PATH,
     COMPLETIONS_PATH,
     PIECE_BYTES,
-    Answered,
     BatchService,
+    ItemResponse,
     JobState,
     NewBatch,
     NewFile,
@@ -39,7 +39,7 @@ from app.json_pieces import DONE, Json, event, event_pieces, joined
 
 _OWN_FIELDS = frozenset(("prompts", "async", "stream", "webhook", "metadata"))
 # Placeholders for the prompts, while only the fields that all prompts share are checked.
-_STAND_INS: dict[str, Json] = {
+_PLACEHOLDERS: dict[str, Json] = {
     CHATS_PATH: {"messages": [{"role": "user", "content": "?"}]},
     COMPLETIONS_PATH: {"prompt": "?"},
 }
@@ -94,9 +94,9 @@ class PromptList:
 
     def bodies(self) -> list[Json]:
         """Return the full body of each prompt for the endpoint."""
-        return [self.shared | own for own in self.own_bodies()]
+        return [self.shared | own for own in self.prompt_bodies()]
 
-    def own_bodies(self) -> list[Json]:
+    def prompt_bodies(self) -> list[Json]:
         """Return a body with only the prompt, for each prompt."""
         name = "messages" if self.endpoint == CHATS_PATH else "prompt"
         return [{name: prompt} for prompt in self.asked.prompts]
@@ -115,7 +115,7 @@ async def prompt_list(body: Mapping[str, Any], handler: RequestHandler, context:
     if asked.stream and asked.is_async:
         raise InvalidRequest("a job cannot be streamed; leave out stream or async", param="stream")
     endpoint = COMPLETIONS_PATH if isinstance(asked.prompts[0], str) else CHATS_PATH
-    stand_in = shared | _STAND_INS[endpoint]
+    stand_in = shared | _PLACEHOLDERS[endpoint]
     num_bodies = 1 if asked.is_async else len(asked.prompts)
     common = await handler.check_shared(context, endpoint, stand_in, num_bodies=num_bodies)
     for name in ("webhook", "metadata"):
@@ -155,7 +155,7 @@ class ShortBatchRoutes(RouteGroup):
             return JSONResponse(await self._begin_job(owner_of(request), prompts), headers=ignored)
         self._check_number(prompts)
         endpoint, is_streamed, limits = prompts.endpoint, prompts.asked.stream, self._handler.limits
-        outcomes = self._handler.outcomes(prompts.common, prompts.own_bodies(), context)
+        outcomes = self._handler.outcomes(prompts.common, prompts.prompt_bodies(), context)
         del prompts  # so that the body is not in memory while the prompts are computed
         if is_streamed:
             return EventResponse(_events(endpoint, outcomes), heartbeat_s=limits.heartbeat_s, headers=lambda: ignored)
@@ -239,7 +239,7 @@ async def _answer(request: Request, endpoint: str, outcomes: AsyncGenerator[Item
 
 async def _events(endpoint: str, outcomes: AsyncGenerator[ItemOutcome, None]) -> AsyncGenerator[bytes, None]:
     """Yield the entry of each prompt as an event once the prompt has ended, then the batch object, then [DONE]."""
-    began_at, answers = time.monotonic(), list[Answered]()
+    began_at, answers = time.monotonic(), list[ItemResponse]()
     async with aclosing(outcomes):
         async for each in outcomes:
             answered = each.answered(endpoint)
@@ -248,7 +248,7 @@ async def _events(endpoint: str, outcomes: AsyncGenerator[ItemOutcome, None]) ->
     yield event(_answered_at_once(endpoint, answers, time.monotonic() - began_at) | {"results": None}) + DONE
 
 
-def _answered_at_once(endpoint: str, answers: list[Answered], latency_s: float) -> Json:
+def _answered_at_once(endpoint: str, answers: list[ItemResponse], latency_s: float) -> Json:
     """Return the object of a job that has ended, without the results and without the fields of stored batches."""
     num_completed = sum(answered.status_code == 200 for answered in answers)
     usages = [answered.body["usage"] for answered in answers if answered.status_code == 200]

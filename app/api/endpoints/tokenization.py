@@ -84,7 +84,7 @@ class TokenizationRoutes(RouteGroup):
 
 def _tokenized_text(body: TokenizeTextRequest, model: ServedModel) -> Json:
     [token_ids] = encode_prompts(
-        [body.prompt], model, "prompt", add_special_tokens=body.add_special_tokens, may_be_longer=True
+        [body.prompt], model, "prompt", add_special_tokens=body.add_special_tokens, is_cut_or_counted=True
     )
     return _tokens(token_ids, model, with_texts=body.return_token_strs)
 

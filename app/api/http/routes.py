@@ -90,7 +90,7 @@ def build_app(
         *(
             Route(
                 path,
-                _Computed(endpoint, handler, running, kept if endpoint.path in KEPT_AT else None),
+                ReplicaEndpoint(endpoint, handler, running, kept if endpoint.path in KEPT_AT else None),
                 methods=["POST"],
             )
             for endpoint in ENDPOINTS.values()
@@ -118,7 +118,7 @@ def _routes_of(*groups: RouteGroup) -> list[Route]:
     return [route for group in groups for route in group.routes()]
 
 
-class _Computed:
+class ReplicaEndpoint:
     """The ASGI application of one endpoint whose requests run on replicas."""
 
     def __init__(
@@ -154,7 +154,7 @@ class _Computed:
             headers=headers,
             is_strict=asks_for(headers, STRICT_HEADER),
             trace=trace,
-            may_keep=self._kept is not None,
+            may_store=self._kept is not None,
         )
         with handler.counting_refusals():
             body = with_deadline(

@@ -12,7 +12,7 @@ from io import StringIO
 
 from app.api.output.choices import ChoiceDelta
 from app.api.output.tool_calls import ToolCallDelta
-from app.api.prepared_request import AnswerFacts
+from app.api.prepared_request import AnswerInfo
 from app.json_pieces import Json
 
 
@@ -73,7 +73,7 @@ class ChoiceOutput:
 class Answer:
     """The outputs of all choices so far, and the numbers for `usage`."""
 
-    facts: AnswerFacts
+    facts: AnswerInfo
     request_id: str
     outputs: list[ChoiceOutput]  # one for each request
     token_bytes: Callable[[int], bytes]  # returns the bytes of a token id

@@ -49,7 +49,7 @@ class ChoiceDelta(
         return not (self.num_tokens or self.text or self.calls) and self.finish_reason is None
 
 
-class KeptDeltas:
+class DeltaBuffer:
     """Stores the deltas of an answer that is read completely before it is sent, and joins deltas of the same choice.
 
     A joined delta has up to `MAX_TOKENS_AT_ONCE` tokens, so a token needs little more memory than its text.
@@ -121,8 +121,8 @@ class DirectPath:
 
     def __init__(self) -> None:
         self._connection: Connection | None = None
-        self._add: Callable[[ChoiceDelta], object] = _passed_over
-        self._write: Callable[[ChoiceDelta], Iterable[bytes]] = _passed_over
+        self._add: Callable[[ChoiceDelta], object] = _ignore
+        self._write: Callable[[ChoiceDelta], Iterable[bytes]] = _ignore
 
     def open(
         self,
@@ -135,7 +135,7 @@ class DirectPath:
 
     def close(self) -> None:
         """Accept no more deltas, and drop all references to the answer."""
-        self._connection, self._add, self._write = None, _passed_over, _passed_over
+        self._connection, self._add, self._write = None, _ignore, _ignore
 
     def may_take(self) -> bool:
         """Return whether the client's connection accepts an event now."""
@@ -149,7 +149,7 @@ class DirectPath:
             self._connection.send(written)
 
 
-def _passed_over(piece: ChoiceDelta) -> tuple[()]:
+def _ignore(piece: ChoiceDelta) -> tuple[()]:
     return ()
 
 
@@ -168,7 +168,7 @@ def generate_choices(prepared: PreparedRequest, direct: DirectPath | None = None
     if len(choices) == 1:
         return choices[0]
     at_once = prepared.max_at_once or len(choices)
-    return _merge(choices, at_once=at_once, first_goes_ahead=prepared.first_goes_ahead)
+    return _merge(choices, at_once=at_once, first_runs_alone=prepared.first_runs_alone)
 
 
 async def _choice_pieces(
@@ -332,7 +332,7 @@ async def token_deltas(generate: Generate, request: Request) -> AsyncGenerator[A
 
 
 async def _merge(
-    sources: Sequence[AsyncGenerator[ChoiceDelta, None]], *, at_once: int, first_goes_ahead: bool
+    sources: Sequence[AsyncGenerator[ChoiceDelta, None]], *, at_once: int, first_runs_alone: bool
 ) -> AsyncGenerator[ChoiceDelta, None]:
     """Yield the deltas of all sources as soon as they arrive. Close all sources at the end, with or without an error.
 
@@ -345,7 +345,7 @@ async def _merge(
     def begin(some: Sequence[AsyncGenerator[ChoiceDelta, None]]) -> None:
         pumps.extend([asyncio.create_task(_pump(source, queue, slots), name=task_name()) for source in some])
 
-    begin(sources[:1] if first_goes_ahead else sources)
+    begin(sources[:1] if first_runs_alone else sources)
     try:
         while num_left:
             item = await queue.get()

@@ -13,7 +13,7 @@ from app.api.output.choices import ChoiceDelta
 from app.api.output.response_state import ResponseState, Writer
 from app.api.output.token_details import CHAT_LOGPROBS, COMPLETION_LOGPROBS, DetailsWriter, LogprobsForm
 from app.api.output.tool_calls import ToolCallDelta
-from app.api.prepared_request import AnswerFacts
+from app.api.prepared_request import AnswerInfo
 from app.json_pieces import DONE, Json, as_json, event, event_pieces, joined
 
 
@@ -154,7 +154,7 @@ class ChoicesBuilder:
         return body
 
 
-def _best(facts: AnswerFacts, details: DetailsWriter) -> list[int]:
+def _best(facts: AnswerInfo, details: DetailsWriter) -> list[int]:
     """Return the indexes of the samples for the response: the likeliest samples of each prompt, likeliest first."""
     chosen: list[int] = []
     for first in range(0, facts.num_requests, facts.num_samples):
@@ -254,7 +254,7 @@ class ChunkWriter:
         return (event(error_body(error, self._answer.request_id)) + DONE,)
 
 
-def _envelope(facts: AnswerFacts, object_name: str) -> Json:
+def _envelope(facts: AnswerInfo, object_name: str) -> Json:
     return {
         "id": facts.response_id,
         "object": object_name,

@@ -14,7 +14,7 @@ from app.api.http.errors import log_error
 from app.api.http.sse import Connection
 from app.api.output.answer import Answer, ChoiceOutput
 from app.api.output.choices import ChoiceDelta, DirectPath, generate_choices
-from app.api.prepared_request import AnswerFacts, PreparedRequest
+from app.api.prepared_request import AnswerInfo, PreparedRequest
 from app.api.request_context import RequestContext
 from app.api.request_trace import RequestTrace
 from app.api.schemas.parameters import ignored_header
@@ -133,9 +133,9 @@ class ResponseState(Answer):
             headers["x-carousel-estimated-wait-ms"] = str(round(queued.estimated_wait_s * 1e3))
             if queued.replica_id:
                 headers["x-carousel-replica"] = queued.replica_id
-            if explain and queued.why_there:
-                loads = f": {queued.loads_there}" if self.shows_loads and queued.loads_there else ""
-                headers["x-carousel-why"] = queued.why_there + loads
+            if explain and queued.routing_reason:
+                loads = f": {queued.candidate_loads}" if self.shows_loads and queued.candidate_loads else ""
+                headers["x-carousel-why"] = queued.routing_reason + loads
         if self.times is not None and self.times.settings:  # the settings of the replica with these timings
             headers["x-carousel-settings"] = self.times.settings
         return headers | {f"x-carousel-{name.replace('_', '-')}": str(ms) for name, ms in self.timings().items()}
@@ -265,6 +265,6 @@ class Writer(ABC):
         """Return the writer of a stream. Only endpoints whose bodies can ask for a stream override this method."""
         raise AssertionError("no body of this endpoint asks for a stream")
 
-    def facts(self, state: ResponseState) -> AnswerFacts:
+    def facts(self, state: ResponseState) -> AnswerInfo:
         """Return the facts that are needed to write the response again from its stored deltas."""
         return state.facts

@@ -36,7 +36,7 @@ def grammar_of(body: GenerationRequest) -> Grammar | None:
     if body.response_format is not None:
         asked[body.format_param] = _of_format(body.response_format, body.format_param)
     if body.structured_outputs is not None:
-        asked["structured_outputs"] = _of_vendor(body.structured_outputs)
+        asked["structured_outputs"] = _from_structured_outputs(body.structured_outputs)
     for name, part in _OTHER_NAMES:
         given = getattr(body, name)
         if given != "":
@@ -84,7 +84,7 @@ def _of_format(given: ResponseFormat, param: str) -> Grammar | None:
     return schema_grammar(schema, param=param, is_lenient=not given.json_schema.strict)
 
 
-def _of_vendor(given: StructuredOutputs) -> Grammar | None:
+def _from_structured_outputs(given: StructuredOutputs) -> Grammar | None:
     """Convert vLLM's field, which must have at most one part. Raises InvalidRequest."""
     named = {field.alias or name: getattr(given, name) for name, field in StructuredOutputs.model_fields.items()}
     named = {name: value for name, value in named.items() if value is not None}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from app.api.prepared_request import AnswerFacts, PreparedRequest, TokenDetailOptions
+from app.api.prepared_request import AnswerInfo, PreparedRequest, TokenDetailOptions
 from app.engine.request import TokenDelta, TokenLogprobs
 from app.json_pieces import Json, Rows
 from app.text import TokenOffsets
@@ -64,7 +64,7 @@ class LogprobsCollector:
         self._detail_options = options
         is_scored = options.echo or options.prompt_logprobs is not None
         self._prompt = prepared.requests[index].prompt_token_ids if is_scored else ()
-        self._prompt_text, self._num_unseen = prepared.echo(index)
+        self._prompt_text, self._num_added_tokens = prepared.echo(index)
         self._has_echoed = not options.echo
         self._num_prompt_tokens = 0
         self._prompt_offsets = TokenOffsets(tokenizer, skip_special_tokens=False)  # an echo shows special tokens
@@ -92,9 +92,9 @@ class LogprobsCollector:
         found = logprobs if first else (None, *logprobs)
         token_ids = self._prompt[first : first + len(found)]
         self._num_prompt_tokens += len(token_ids)
-        num_unseen = max(0, self._num_unseen - first)
-        seen = self._prompt_offsets.push(token_ids[num_unseen:]) if most else repeat(0)
-        offsets: Iterable[int] = chain(repeat(0, num_unseen), seen)
+        num_added_tokens = max(0, self._num_added_tokens - first)
+        seen = self._prompt_offsets.push(token_ids[num_added_tokens:]) if most else repeat(0)
+        offsets: Iterable[int] = chain(repeat(0, num_added_tokens), seen)
         return tuple(
             TokenLogprob(token_id, each, min(offset, most))
             for token_id, each, offset in zip(token_ids, found, offsets, strict=False)
@@ -261,7 +261,7 @@ class DetailsWriter:
     """Writes the details of one call's choices, in chunks and in full responses."""
 
     def __init__(
-        self, facts: AnswerFacts, options: TokenDetailOptions, token_bytes: Callable[[int], bytes], form: LogprobsForm
+        self, facts: AnswerInfo, options: TokenDetailOptions, token_bytes: Callable[[int], bytes], form: LogprobsForm
     ) -> None:
         self._facts = facts
         self._detail_options = options

@@ -17,7 +17,7 @@ import numpy as np
 
 from app.api.endpoints.embeddings import Vector
 from app.api.pipelines.run import PipelineRun
-from app.api.pipelines.vectors import Matrix, cosines, own_vectors, question_vector
+from app.api.pipelines.vectors import Matrix, cosines, question_vector, service_vectors
 from app.api.prepared_request import ServedModel
 from app.api.schemas.fields import MAX_ID_LENGTH
 from app.api.schemas.requests import GenerationRequest
@@ -97,7 +97,7 @@ class DocumentIndex:
         except (OSError, ValueError):  # the file is missing or broken
             return None
         some = sorted({0, len(self.documents) // 2, len(self.documents) - 1})
-        vectors = await own_vectors([self.documents[at].text for at in some], self._model, is_background=True)
+        vectors = await service_vectors([self.documents[at].text for at in some], self._model, is_background=True)
         if matrix.shape != (len(self.documents), len(vectors[0])):
             return None
         if min(float(matrix[at] @ each) for at, each in zip(some, vectors, strict=True)) < _SAME:
@@ -110,7 +110,7 @@ class DocumentIndex:
             self._num_computed = number
 
         texts = [document.text for document in self.documents]
-        vectors = await own_vectors(texts, self._model, is_background=True, on_progress=note)
+        vectors = await service_vectors(texts, self._model, is_background=True, on_progress=note)
         matrix: Matrix = await asyncio.to_thread(np.stack, vectors)
         await asyncio.to_thread(_write, kept, matrix)
         logger.info("index %s: %d vectors computed by %s", self._path, len(texts), self._model.name)

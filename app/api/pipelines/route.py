@@ -13,7 +13,7 @@ import numpy as np
 from app.api.endpoints.decisions import label_logprobs
 from app.api.endpoints.table import ENDPOINTS
 from app.api.pipelines.run import PendingAnswer, PipelineRun, StepReport, Target
-from app.api.pipelines.vectors import Matrix, cosines, own_vectors, question_scores, question_vector
+from app.api.pipelines.vectors import Matrix, cosines, question_scores, question_vector, service_vectors
 from app.api.prepared_request import PreparedRequest, ServedModel
 from app.api.schemas.decisions import Choice, Option
 from app.errors import ContextTooLong
@@ -174,6 +174,6 @@ class ByExample:
         async with self._lock:
             if self._vectors is None:
                 texts = [text for examples in self.examples for text in examples]
-                vectors = await own_vectors(texts, self.model, is_background=False)
+                vectors = await service_vectors(texts, self.model, is_background=False)
                 self._vectors = await asyncio.to_thread(np.stack, vectors)
         return self._vectors

@@ -10,7 +10,7 @@ from typing import Protocol
 from urllib.parse import quote
 
 from app.api.endpoints.table import Endpoint
-from app.api.output.choices import KeptDeltas, token_deltas
+from app.api.output.choices import DeltaBuffer, token_deltas
 from app.api.output.response_state import ResponseState
 from app.api.output.token_details import LEAST_LOGPROB
 from app.api.prepared_request import PreparedRequest, ServedModel
@@ -252,7 +252,7 @@ class PendingAnswer:
 
     async def read(self) -> ReadAnswer:
         """Wait for the whole answer. Raises the errors of its generation."""
-        deltas = KeptDeltas()
+        deltas = DeltaBuffer()
         await self.state.read(deltas.add, keep_text=True)
         self.report.end()
         return ReadAnswer(self, deltas)
@@ -279,7 +279,7 @@ class ReadAnswer:
     """A finished answer of a judged run."""
 
     of: PendingAnswer
-    deltas: KeptDeltas
+    deltas: DeltaBuffer
 
     @property
     def mean_logprob(self) -> float:

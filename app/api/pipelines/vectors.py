@@ -53,7 +53,7 @@ async def cosines(matrix: Matrix, vector: Vector) -> Vector:
     return await asyncio.to_thread(np.matmul, matrix, vector)
 
 
-async def own_vectors(
+async def service_vectors(
     texts: Sequence[str],
     model: ServedModel,
     *,

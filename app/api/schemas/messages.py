@@ -465,7 +465,7 @@ class CountTokensRequest(_MessageFields, AnthropicPrompt, GenerationRequest):
         return "xhigh" if effort == "max" else effort
 
     @property
-    def passed_over(self) -> Iterator[str]:
+    def ignored_names(self) -> Iterator[str]:
         yield from (f"tools.{tool.type}" for tool in self.tools if isinstance(tool, VendorTool))
         edits = self.context_management.edits
         yield from (f"context_management.edits.{edit.type}" for edit in edits if not edit.asks_for_nothing)

@@ -21,7 +21,7 @@ from app.api.schemas.requests import (
     EmbeddingsRequest,
     GenerationRequest,
     ModelRequest,
-    PoolingRequest,
+    ReadoutRequest,
 )
 from app.api.schemas.responses import ResponsesRequest
 from app.errors import InvalidRequest
@@ -238,7 +238,7 @@ _NOT_OF_NAMES = re.compile(r"[^A-Za-z0-9_.$-]")
 @cache
 def unavailable(schema: type[ModelRequest]) -> Mapping[str, RefusedField]:
     """Return the fields of a body that this version does not support."""
-    others = {GenerationRequest: _UNAVAILABLE_EVERYWHERE, PoolingRequest: _UNAVAILABLE_TO_POOLING}
+    others = {GenerationRequest: _UNAVAILABLE_EVERYWHERE, ReadoutRequest: _UNAVAILABLE_TO_POOLING}
     everywhere = next((fields for kind, fields in others.items() if issubclass(schema, kind)), {})
     of_others = {name: field for name, field in everywhere.items() if name not in schema.model_fields}
     return of_others | _UNAVAILABLE.get(schema, {})
@@ -344,7 +344,7 @@ def ignored_fields(body: Mapping[str, Any], parsed: Schema) -> tuple[str, ...]:
         elif value is not None and name in schema.model_fields and name not in _CONVERSATIONS:
             names += (_INDEX.sub("", path) for path in _unknown(value, schema.model_fields[name].annotation, name))
     if isinstance(parsed, ModelRequest):
-        names += parsed.passed_over
+        names += parsed.ignored_names
     return tuple(dict.fromkeys(name[:max_length] for name in names))
 
 
@@ -375,7 +375,7 @@ def parse(
     except ValidationError as error:
         raise from_validation_error(error) from None
     if is_strict:
-        refuse_passed_over(tuple(parsed.passed_over))
+        refuse_passed_over(tuple(parsed.ignored_names))
     return parsed
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from app.api.schemas.fields import Documents, Natural, NonEmpty, Texts, TokenBudget
-from app.api.schemas.requests import PoolingRequest
+from app.api.schemas.requests import ReadoutRequest
 from app.errors import InvalidRequest
 
 
@@ -17,7 +17,7 @@ def _not_empty(value: Any) -> Any:
     return value
 
 
-class RankingRequest(PoolingRequest):
+class RankingRequest(ReadoutRequest):
     """The fields that /v1/rerank and /v1/score share."""
 
     max_tokens_per_doc: TokenBudget | None = None  # documents are cut to this length and to the model's context

@@ -99,7 +99,7 @@ def _describe_false(described: dict[str, Any]) -> None:
         field["anyOf"].append({"type": "boolean", "const": False})
 
 
-class _OutputForm(Schema):
+class OutputFormatBase(Schema):
     """Base of the objects that define the form of the output. Unknown fields in such an object are refused."""
 
     model_config = ConfigDict(extra="forbid", json_schema_extra=_describe_false)
@@ -112,7 +112,7 @@ class _OutputForm(Schema):
         return value
 
 
-class ResponseFormat(_OutputForm):
+class ResponseFormat(OutputFormatBase):
     """The form of the output, in OpenAI's format, with vLLM's structural tags and with llama.cpp's `schema`."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
@@ -122,7 +122,7 @@ class ResponseFormat(_OutputForm):
     triggers: Triggers | None = None
 
 
-class StructuredOutputs(_OutputForm):
+class StructuredOutputs(OutputFormatBase):
     """The form of the output in vLLM's format. Send exactly one of these fields."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
@@ -139,7 +139,7 @@ class ModelRequest(Schema):
     model: str | None = None
 
     @property
-    def passed_over(self) -> Iterable[str]:
+    def ignored_names(self) -> Iterable[str]:
         """The names of known fields and values in the body that have no effect on any model here."""
         return ()
 
@@ -435,7 +435,7 @@ class CompletionRequest(GenerationRequest):
         return "logprobs", self.logprobs
 
 
-class PoolingRequest(QueuedRequest):
+class ReadoutRequest(QueuedRequest):
     """The fields of the endpoints that compute vectors or scores of texts."""
 
     # The number of tokens to keep of a text, including tokens that the tokenizer adds, or -1 for the model's context.
@@ -449,7 +449,7 @@ class PoolingRequest(QueuedRequest):
         return self.use_activation and self.activation
 
 
-class TextsRequest(PoolingRequest):
+class TextsRequest(ReadoutRequest):
     """The fields of the endpoints that compute vectors or scores of single texts."""
 
     truncation_side: Literal["left", "right"] = "right"  # the side that `truncate_prompt_tokens` cuts off

@@ -397,7 +397,7 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
         return offered
 
     @property
-    def passed_over(self) -> Iterator[str]:
+    def ignored_names(self) -> Iterator[str]:
         yield from (f"tools.{tool.type}" for tool in self.tools if isinstance(tool, VendorTool))
         yield from (f"input.{item.type}" for item in self.input if isinstance(item, VendorItem))
         outputs = [item.output for item in self.input if isinstance(item, InputCallOutput)]

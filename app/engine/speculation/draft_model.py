@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from app.engine.batch import ScheduledSequence, StepBatch, StepResult, behind_draft
+from app.engine.batch import ScheduledSequence, StepBatch, StepResult, after_draft
 from app.engine.isolation import run_or_error
 from app.engine.model_runner import ModelRunner
 from app.engine.request import ModelInfo
@@ -48,7 +48,7 @@ class _Drafting:
         self.drafts.append(draft)
         if len(self.drafts) < self.number:
             generated = [*self.sequence.generated_token_ids, *self.drafts]
-            behind = behind_draft(self.item, generated, eos_token_ids)
+            behind = after_draft(self.item, generated, eos_token_ids)
             self.item = structs.replace(behind, token_ids=(draft,), start=self.item.end)
 
 
@@ -74,8 +74,8 @@ class ModelDrafter(Drafter):
         self._has_computed = False
         if self._has_failed:
             return False
-        least_chance = self._pace.least_chance(num_sequences, chance=self._acceptance)
-        self._number = min(self._max_drafts, num_worthwhile(self._acceptance, least_chance))
+        min_acceptance = self._pace.min_acceptance(num_sequences, chance=self._acceptance)
+        self._number = min(self._max_drafts, num_worthwhile(self._acceptance, min_acceptance))
         return self._number > 0
 
     def draft(

@@ -44,7 +44,7 @@ class _SizeClass:
         """Whether only steps without drafts are missing."""
         return self.plain_s.number < _MIN_STEPS <= self.drafted_s.number
 
-    def least_chance(self) -> float:
+    def min_acceptance(self) -> float:
         """Return the acceptance chance at which a draft saves more time than it costs, with a margin."""
         if not self.is_known:
             return _AT_FIRST
@@ -65,7 +65,7 @@ class DraftPace:
         self._classes: dict[int, _SizeClass] = {}
         self._of_size: dict[int, _SizeClass] = {}  # by the number of sequences
 
-    def least_chance(self, num_sequences: int, *, chance: float = 1.0) -> float:
+    def min_acceptance(self, num_sequences: int, *, chance: float = 1.0) -> float:
         """Return the acceptance chance below which a draft is not worth computing in a step of `num_sequences`.
 
         1 or more: no draft is worth computing. `chance`: acceptance chance of the likeliest possible draft. Call this
@@ -73,7 +73,7 @@ class DraftPace:
         """
         known = self._class_of(num_sequences)
         known.num_until_probe -= 1
-        least = 1.0 if self._by_model and known.lacks_plain else known.least_chance()
+        least = 1.0 if self._by_model and known.lacks_plain else known.min_acceptance()
         if known.num_until_probe > 0:
             return least
         is_drafting = least < chance
@@ -91,15 +91,15 @@ class DraftPace:
                 num_drafts=num_drafts,
                 num_kept=len(result.token_ids),
                 seconds=seconds,
-                has_waited=batch.has_waited,
+                launched_alone=batch.launched_alone,
             )
 
     def note(
-        self, *, num_sequences: int, num_drafts: int, num_kept: int, seconds: float, has_waited: bool = False
+        self, *, num_sequences: int, num_drafts: int, num_kept: int, seconds: float, launched_alone: bool = False
     ) -> None:
         """Learn from a step of `num_sequences` that took `seconds` and produced `num_kept` tokens."""
         known, each_s = self._class_of(num_sequences), seconds / num_sequences
-        is_plain = not (num_drafts or has_waited)
+        is_plain = not (num_drafts or launched_alone)
         average = known.plain_s if is_plain else known.drafted_s
         if average.number >= _MIN_STEPS:
             each_s = without_pause(each_s, average.value)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 
-from app.engine.batch import MAX_LONGER, BatchBuilder, ScheduledSequence, StepBatch, StepResult
+from app.engine.batch import MAX_MULTI_TOKEN_SEQUENCES, BatchBuilder, ScheduledSequence, StepBatch, StepResult
 from app.engine.matcher import Matcher
 from app.engine.running import RunningSequences
 from app.engine.sequence import Sequence
@@ -73,8 +73,8 @@ def hopes_for_drafts(drafter: Drafter, running: RunningSequences, *, max_rows: i
 
 
 def _num_draftable(num_sequences: int, max_rows: int | None) -> int:
-    """Return the maximum number of drafts in a step of `max_rows` tokens; a CUDA graph holds MAX_LONGER drafts."""
-    return sys.maxsize if max_rows is None else min(max_rows - num_sequences, MAX_LONGER)
+    """Return the maximum number of drafts in a step of `max_rows` tokens, which a CUDA graph limits further."""
+    return sys.maxsize if max_rows is None else min(max_rows - num_sequences, MAX_MULTI_TOKEN_SEQUENCES)
 
 
 def add_drafts(
@@ -135,7 +135,7 @@ class LookupDrafter(Drafter):
     _least_chance: float = 1.0
     _num_steps: int = 0
     _is_promising: bool = True  # whether any sequence of the last step with a lookup was promising
-    _is_passing: bool = True  # whether the current step skips the lookup
+    _skips_lookup: bool = True  # whether the current step skips the lookup
     _has_hoped: bool = False  # whether `hopes` made the next step wait, so that this step must look up drafts
     _guess: tuple[Sequence, int] | None = None  # the guess of the token being drawn, by which `hopes` decided
 
@@ -152,17 +152,17 @@ class LookupDrafter(Drafter):
 
     def begin(self, num_sequences: int) -> bool:
         if self._has_hoped:
-            self._has_hoped = self._is_passing = False
+            self._has_hoped = self._skips_lookup = False
             return True
         self._num_steps += 1
         # While no sequence is promising, only one of four steps looks drafts up: with the smallest models, a lookup
         # takes 3% of a step.
         one_of = 4
-        self._is_passing = not self._is_promising and self._num_steps % one_of > 0
-        if self._is_passing:
+        self._skips_lookup = not self._is_promising and self._num_steps % one_of > 0
+        if self._skips_lookup:
             return False
         self._is_promising = False
-        self._least_chance = self._pace.least_chance(num_sequences)
+        self._least_chance = self._pace.min_acceptance(num_sequences)
         return self._least_chance < 1.0
 
     def draft(
@@ -205,9 +205,9 @@ class LookupDrafter(Drafter):
         return matcher.forced(min(self.max_drafts, number))
 
     def stepped(self, batch: StepBatch, result: StepResult, *, seconds: float) -> None:
-        if not self._is_passing:
+        if not self._skips_lookup:
             self._pace.stepped(batch, result, seconds)
-        self._is_passing = True
+        self._skips_lookup = True
         if self._guess is not None:  # the guess counts as a draft
             (sequence, guess), self._guess = self._guess, None
             if sequence.drafts is not None:

@@ -133,15 +133,15 @@ class SequenceDrafts:
         share = max(_NEWEST_SHARE, 1 / (1 + self.num_noted))
         self.acceptance = updated(self.acceptance, num_drafts, num_kept, share)
 
-    def num_worthwhile(self, least_chance: float) -> int:
+    def num_worthwhile(self, min_acceptance: float) -> int:
         """Return how many drafts in a row have at least this chance of being accepted."""
         # A match of this many tokens shows that a text is copied, so drafts are tried even if earlier ones were
         # rejected. A match grows token by token even in steps without drafts.
         long_match = 8
         is_long = self.lookup.num_matched >= long_match
-        return num_worthwhile(max(self.acceptance, FIRST_ACCEPTANCE) if is_long else self.acceptance, least_chance)
+        return num_worthwhile(max(self.acceptance, FIRST_ACCEPTANCE) if is_long else self.acceptance, min_acceptance)
 
 
-def num_worthwhile(chance: float, least_chance: float) -> int:
-    """Return how many drafts in a row have at least `least_chance`, if each has `chance` after accepted drafts."""
-    return 0 if least_chance >= chance else int(log(max(least_chance, 1e-6)) / log(min(chance, 0.999)))
+def num_worthwhile(chance: float, min_acceptance: float) -> int:
+    """Return how many drafts in a row have at least `min_acceptance`, if each has `chance` after accepted drafts."""
+    return 0 if min_acceptance >= chance else int(log(max(min_acceptance, 1e-6)) / log(min(chance, 0.999)))

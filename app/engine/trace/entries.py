@@ -64,7 +64,7 @@ class ScheduledTokens(NamedTuple):
         unsampled = set(self.unsampled)
         return [number for index, number in enumerate(self.numbers) if index not in unsampled]
 
-    def one_token_on(self) -> ScheduledTokens:
+    def next_decode_step(self) -> ScheduledTokens:
         """Return the next step of the same sequences, in which each computes the token that was drawn for it."""
         counts = self.counts or [1] * len(self.starts)
         starts = [start + count for start, count in zip(self.starts, counts, strict=True)]
@@ -80,7 +80,7 @@ class StepRecord(NamedTuple):
     number: int  # from 1
     began_at: float | None = None
     ended_at: float | None = None
-    scheduled: ScheduledTokens | None = None  # None: `one_token_on` of the previous step
+    scheduled: ScheduledTokens | None = None  # None: `next_decode_step` of the previous step
     token_ids: Sequence[int] = ()  # drawn tokens, in the order of the sampled sequences
     is_late: bool = False  # whether `token_ids` belong to the previous step, which was launched ahead
     joined: Sequence[int] = ()

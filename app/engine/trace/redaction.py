@@ -83,7 +83,7 @@ class Redactor:
         return (record._replace(token_ids=()), *self._output_hashes(number for number, _ in record.ended))
 
     def _scheduled_tokens(self, record: StepRecord) -> ScheduledTokens:
-        return self._scheduled.one_token_on() if record.scheduled is None else record.scheduled
+        return self._scheduled.next_decode_step() if record.scheduled is None else record.scheduled
 
     def _output_hashes(self, numbers: Iterable[int]) -> list[OutputHashes]:
         """Return the entries for the outputs of requests that end at this point."""

@@ -34,7 +34,7 @@ class ReplicaReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     group: Name  # of an A/B trial; "" for none
     num_requests: Count  # running and waiting
     num_background: Count  # of these, background requests
-    num_staying_background: Count  # of these, background requests that are not preempted for others
+    num_unpreemptible_background: Count  # of these, background requests that are not preempted for others
     max_requests: Count  # more are refused, not counting background requests that can be preempted
     max_running: Count  # computed at once; the others wait
     num_waiting_tokens: Count  # prompt tokens of waiting requests
@@ -253,7 +253,7 @@ class ReplicaState:
         # Requests that are computed before this one; before a foreground one, no background work that gives way.
         num_before = work.num_requests
         if not is_background:
-            num_staying = 0 if report is None else report.num_staying_background
+            num_staying = 0 if report is None else report.num_unpreemptible_background
             num_before -= max(0, work.num_background - num_staying)
         elif report is not None and max_requests is not None:  # a background request needs a free slot
             max_requests = min(max_requests, report.max_running)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from app.config import GIB
-from app.cores import own_nodes
+from app.cores import numa_nodes_of_thread
 from app.disk import locked_if_possible
 from app.model.cpu.library import in_large_pages
 from app.model.cpu.weights import Allocate, NativeWeights, weights_at
@@ -73,7 +73,7 @@ def shared_weights(pack: Pack, sharing: Sharing | None) -> NativeWeights:
 
 def _found_or_packed(pack: Pack, sharing: Sharing) -> int:
     """Return a descriptor of a complete file, shared by the processes on one NUMA node."""
-    name = "-".join(filter(None, (_NAME, sharing.digest, own_nodes())))
+    name = "-".join(filter(None, (_NAME, sharing.digest, numa_nodes_of_thread())))
     without = "replicas that start at the same time do not share their weights"
     with locked_if_possible(sharing.folder / f"{name}.lock", without=without, waiting=_waiting):
         found = _find(name)

@@ -33,7 +33,7 @@ from app.model.adapters import (
 )
 from app.model.cuda.attention import padded
 from app.model.cuda.fp8 import Fp8Rows, Rows, in_fp8
-from app.model.cuda.launching import beside_steps, kernels_of
+from app.model.cuda.launching import copy_stream, kernels_of
 from app.model.cuda.weights import CudaWeights
 from app.model.inputs import to_device
 from app.model.verification import MAX_DIFFERENCES, difference_above
@@ -164,7 +164,7 @@ class AdapterSlots:
             late.pop(adapter.slot, None)
         self._free.append(adapter.slot)
 
-    def leave_device(self) -> None:
+    def suspend_device(self) -> None:
         """Stop writing to the memory. `come_back` writes the adapters that are loaded until then."""
         with self._writing:
             self._late = {}
@@ -262,7 +262,7 @@ class AdapterSlots:
         return min(num_tokens, -(-num_tokens // _TILE_ROWS) + self.num_slots)
 
     def _write(self, slot: int, weights: AdapterWeights) -> None:
-        with beside_steps(self._stream):
+        with copy_stream(self._stream):
             for (index, product), stacked in self._stacked.items():
                 stacked.write(slot, [weights.get(linear_name(index, linear)) for linear in PRODUCTS[product]])
 

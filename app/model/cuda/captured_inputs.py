@@ -14,7 +14,7 @@ from itertools import accumulate, chain, zip_longest
 
 import torch
 
-from app.engine.batch import EMPTY_BATCH, MAX_LONGER, StepBatch
+from app.engine.batch import EMPTY_BATCH, MAX_MULTI_TOKEN_SEQUENCES, StepBatch
 from app.model.cuda.adapters import AdaptedRows, AdapterSlots
 from app.model.cuda.attention import PaddedPieces, Segment, StepRows, TritonAttention, TritonStep
 from app.model.inputs import PackedColumns, packed_columns, to_device
@@ -71,7 +71,9 @@ def mixed_sizes(*, max_rows: int, max_tokens: int) -> tuple[StepSize, ...]:
     ladder = [n << shift for shift in range(3) for n in range(_MIN_TOKENS * 4, _MIN_TOKENS * 8, _MIN_TOKENS)]
     every = [*range(_MIN_TOKENS, _MIN_TOKENS * 4, _MIN_TOKENS), *ladder]
     return tuple(
-        StepSize(num_tokens, min(max_rows, num_tokens, _MAX_ROWS), min(max_rows, num_tokens // 2, MAX_LONGER))
+        StepSize(
+            num_tokens, min(max_rows, num_tokens, _MAX_ROWS), min(max_rows, num_tokens // 2, MAX_MULTI_TOKEN_SEQUENCES)
+        )
         for num_tokens in (*(size for size in every if size < largest), largest)
     )
 

@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 
 from app.engine.model_runner import BlockCopies, BlockMemory
-from app.model.cuda.launching import beside_steps, kernels_of
+from app.model.cuda.launching import copy_stream, kernels_of
 
 _WORD_BYTES = torch.int32.itemsize
 _TILE = 2048  # words of one program
@@ -60,7 +60,7 @@ class DeviceBlocks(BlockMemory):
     @contextmanager
     def copies(self) -> Iterator[BlockCopies]:
         stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        with beside_steps(stream):
+        with copy_stream(stream):
             yield _Copies(self, stream)
 
     def copy(self, block_id: int, buffer: memoryview, stream: torch.cuda.Stream | None, *, takes: bool) -> bool:

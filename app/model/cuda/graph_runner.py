@@ -41,7 +41,7 @@ from app.model.cuda.captured_inputs import (
     smallest_fitting,
 )
 from app.model.cuda.device_blocks import DeviceBlocks
-from app.model.forward import ForwardOneByOne, Prediction, TransformersForward
+from app.model.forward import Prediction, SequentialForward, TransformersForward
 from app.model.gpu_backends import Ladder, cause_of
 from app.model.inputs import build_inputs
 from app.model.logprobs import Logprobs
@@ -51,7 +51,7 @@ from app.model.pooling import PooledStates
 from app.model.recurrent_layers import StatefulAttention
 from app.model.runner import DrawnTokens, LeadingRunner, NoRanks, draw_tokens
 from app.model.sampler import Sampler
-from app.model.verification import MAX_DIFFERENCES, BlocksToTry, difference_above
+from app.model.verification import MAX_DIFFERENCES, TrialBlocks, difference_above
 from app.progress import tell
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class GraphModelRunner(LeadingRunner):
         self.adapts = model.adapters is not None or self.adapting is not None
         self._attention = attention
         # The slots of recurrent states are known only when the step before has ended.
-        self.launches = stateful is None and not isinstance(self._forward, ForwardOneByOne)
+        self.launches = stateful is None and not isinstance(self._forward, SequentialForward)
         self._steps = stateful or attention
         self._states = () if stateful is None else tuple(stateful.states)
         self._arithmetic: Callable[[], AbstractContextManager[Any]] = (
@@ -118,9 +118,9 @@ class GraphModelRunner(LeadingRunner):
         self._capture = capture  # None after `prepare`
         self._captured_by = capture
         self._ladder: Ladder | None = None
-        self._away: OffDevice | None = None  # the weights while this runner sleeps
+        self._away: HostCopy | None = None  # the weights while this runner sleeps
         self._blocks: DeviceBlocks | None = None  # None until the first call of `kv_memory`
-        self._finding_loss = FindingLoss(synchronize)
+        self._finding_loss = DeviceLossGuard(synchronize)
 
     def report(self, ladder: Ladder, backend: str) -> None:
         """Report this backend from now on, and have the ladder note a loss of the device."""
@@ -205,8 +205,8 @@ class GraphModelRunner(LeadingRunner):
         if self._blocks is not None:
             self._blocks.leave()
         if (adapters := self._model.adapters or self.adapting) is not None:
-            adapters.leave_device()
-        self._away = OffDevice(self._model.tensors(), (*self._attention.kv_tensors, *self._states))
+            adapters.suspend_device()
+        self._away = HostCopy(self._model.tensors(), (*self._attention.kv_tensors, *self._states))
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -268,7 +268,7 @@ class GraphModelRunner(LeadingRunner):
 
     def _eagerly(self, batch: StepBatch) -> Prediction:
         inputs = build_inputs(batch, block_size=self._attention.block_size, device=self._model.device)
-        if isinstance(self._forward, ForwardOneByOne):
+        if isinstance(self._forward, SequentialForward):
             return self._forward.predict(batch, inputs)
         adapting = nullcontext() if self.adapting is None else self.adapting.of(batch)
         with self._arithmetic(), adapting:
@@ -362,7 +362,7 @@ class GraphModelRunner(LeadingRunner):
         num_blocks = max(1, (self._attention.cache.num_blocks - 1) // num_groups)
         of_one = min(2, num_blocks, self._attention.tables.tensor.shape[1])  # blocks of one sequence
         num_places = num_blocks // of_one
-        blocks = BlocksToTry(block_size=block_size, num_blocks=num_blocks, max_blocks=of_one, num_groups=num_groups)
+        blocks = TrialBlocks(block_size=block_size, num_blocks=num_blocks, max_blocks=of_one, num_groups=num_groups)
         start, vocab_size = of_one * block_size - 1, self._model.facts.vocab_size
         pieces = []
         for row in range(num_rows):
@@ -526,7 +526,7 @@ class LaunchedStep:
     def __init__(
         self,
         draw: Callable[[StepBatch], _Drawn],
-        finding_loss: FindingLoss,
+        finding_loss: DeviceLossGuard,
         pooled: PooledStates | None = None,
         *,
         ranks: Ranks | NoRanks,
@@ -555,7 +555,7 @@ class LaunchedStep:
         return result
 
 
-class FindingLoss:
+class DeviceLossGuard:
     """Raises DeviceLost in place of an error after which the device does not work any more.
 
     After an illegal address, a failed assertion in a kernel or a broken memory cell, every later call of the process on
@@ -650,7 +650,7 @@ class CudaCapture:
         current.wait_stream(self._stream)
 
 
-class OffDevice:
+class HostCopy:
     """Moves weights to the memory of the host and back. The content of scratch memory is dropped.
 
     Storages are emptied in place (as FSDP does with its parameters), so the owners of the tensors need not know. The

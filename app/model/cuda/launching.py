@@ -31,7 +31,7 @@ class NoKernels:
 
 
 @contextmanager
-def beside_steps(stream: torch.cuda.Stream | None) -> Iterator[None]:
+def copy_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
     """Run copies after the steps launched so far, beside later steps that do not read the memory. Waits at the end."""
     if stream is None:
         yield

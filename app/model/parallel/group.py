@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 from app.errors import ExchangeFailed
 from app.model.memory import is_out_of_memory
 from app.model.parallel.split_plan import SizesOfRank
-from app.model.parallel.sums import SumWay, SymmetricSums, in_order, way_of_sum
+from app.model.parallel.sums import SumMethod, SymmetricSums, in_order, sum_method
 
 logger = logging.getLogger(__name__)
 
@@ -116,10 +116,10 @@ class RankGroup:
         if self._symmetric is not None:
             self._symmetric.add(tensor)
             return
-        way, flat, size = way_of_sum(tensor, self.size), tensor.view(-1), self.size
-        if way is SumWay.ANY_ORDER:
+        way, flat, size = sum_method(tensor, self.size), tensor.view(-1), self.size
+        if way is SumMethod.ANY_ORDER:
             _exchange(lambda: self._processes.allreduce([tensor]))
-        elif way is SumWay.WHOLE:
+        elif way is SumMethod.WHOLE:
             parts = flat.new_empty(size, len(flat))
             _exchange(lambda: self._processes._allgather_base(parts.view(-1), flat))
             flat.copy_(in_order(parts))

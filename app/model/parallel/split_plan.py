@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from app.errors import InvalidSetup, UnsupportedModel
-from app.model.parallel.sums import SumWay, in_order, way_of_sum
+from app.model.parallel.sums import SumMethod, in_order, sum_method
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -82,9 +82,9 @@ class SizesOfRank:
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Allocate the memory that `RankGroup` allocates if no NVLink connects the ranks."""
-        way = way_of_sum(tensor, self.size)
-        if way is not SumWay.ANY_ORDER:
-            num_parts = 1 if way is SumWay.IN_PARTS else self.size
+        way = sum_method(tensor, self.size)
+        if way is not SumMethod.ANY_ORDER:
+            num_parts = 1 if way is SumMethod.IN_PARTS else self.size
             in_order(tensor.new_empty(self.size, tensor.numel() * num_parts // self.size))
 
     def gather_columns(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -159,7 +159,7 @@ class SplitPlan:
             return _Gathered(linear, join) if style in _GATHERED else linear
         bias = linear.bias if self._group.rank == 0 else None  # only one rank may add the bias
         _set(linear, self._evenly(name, linear.weight, 1), bias)
-        return _Summed(linear, self._group, takes_part=style in _WITH_WHOLE_INPUT)
+        return _Summed(linear, self._group, slices_input=style in _WITH_WHOLE_INPUT)
 
     def _bias(self, name: str, linear: nn.Linear) -> torch.Tensor | None:
         return None if linear.bias is None else self._evenly(name, linear.bias, 0)
@@ -207,12 +207,12 @@ class _Gathered(nn.Module):
 class _Summed(nn.Module):
     """A linear layer whose inputs are divided among the ranks. All ranks get the sum of the ranks' outputs."""
 
-    def __init__(self, linear: nn.Module, group: Exchange, *, takes_part: bool) -> None:
-        """takes_part: whether the layer gets the whole input, and takes this rank's part of it."""
+    def __init__(self, linear: nn.Module, group: Exchange, *, slices_input: bool) -> None:
+        """slices_input: whether the layer gets the whole input, and takes this rank's part of it."""
         super().__init__()
         self.linear = linear
         self._group = group
-        self._takes_part = takes_part
+        self._slices_input = slices_input
 
     @property
     def weight(self) -> torch.Tensor:
@@ -225,7 +225,7 @@ class _Summed(nn.Module):
         return self.linear.bias  # type: ignore[return-value]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._takes_part:
+        if self._slices_input:
             x = x.chunk(self._group.size, dim=-1)[self._group.rank]
         output: torch.Tensor = self.linear(x)
         self._group.all_reduce(output)

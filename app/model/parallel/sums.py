@@ -17,7 +17,7 @@ _MOST_READ_BYTES = 8 * 2**20
 _SYMMETRIC_BYTES = 64 * 2**20  # larger tensors are added in pieces
 
 
-class SumWay(Enum):
+class SumMethod(Enum):
     """The exchange that ranks use for a sum."""
 
     ANY_ORDER = auto()  # with two ranks the order does not matter, because a + b is b + a
@@ -25,11 +25,11 @@ class SumWay(Enum):
     IN_PARTS = auto()  # each rank adds a part of the numbers, and then reads the sums of the other ranks
 
 
-def way_of_sum(tensor: torch.Tensor, size: int) -> SumWay:
+def sum_method(tensor: torch.Tensor, size: int) -> SumMethod:
     if size <= 2:
-        return SumWay.ANY_ORDER
+        return SumMethod.ANY_ORDER
     is_small = size * tensor.nbytes <= _MOST_READ_BYTES
-    return SumWay.WHOLE if is_small or tensor.numel() % size else SumWay.IN_PARTS
+    return SumMethod.WHOLE if is_small or tensor.numel() % size else SumMethod.IN_PARTS
 
 
 def in_order(parts: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from app.model.inputs import build_inputs
 from app.model.llama import settings_of, why_attention_is_not_llama_like, why_not_llama_like
 from app.model.memory import MemoryNeeds
 from app.model.source import ModelSource
-from app.model.verification import BlocksToTry, Output, Reference, step_of
+from app.model.verification import Output, Reference, TrialBlocks, step_of
 from app.model.ways.gpu import needs_on_gpu, verified_graph_runner
 from app.model.ways.loaded_model import LoadedModel
 from app.model.ways.transformers_code import TransformersModel
@@ -89,7 +89,7 @@ class CudaModel(LoadedModel):
     def output(self, source: ModelSource) -> Output:
         """Compute the reference's tokens in one step, with temporary KV memory. The first layer's output is logits."""
         assert self.reference is not None, "it is to be verified"
-        blocks = BlocksToTry.enough(source.block_size)
+        blocks = TrialBlocks.enough(source.block_size)
         attention = TritonAttention(
             self.layers, num_blocks=blocks.max_blocks, block_size=source.block_size, max_rows=1,
             max_blocks=blocks.max_blocks, dtype=self.dtype, device=self.device,

@@ -36,7 +36,7 @@ from app.model.recurrence import TorchRecurrence
 from app.model.recurrent_layers import StatefulAttention
 from app.model.runner import draw_tokens
 from app.model.sampler import Sampler
-from app.model.verification import BlocksToTry
+from app.model.verification import TrialBlocks
 from app.model.ways.loaded_model import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def verified_graph_runner(config: EngineConfig, model: LoadedModel, num_blocks: 
     max_blocks = min(num_blocks, -(-model.facts.max_model_len // config.cache.block_size))
     attention = _attention(config, model, num_blocks=num_blocks, max_blocks=max_blocks)
     num_groups = model.groups.num_groups
-    blocks = BlocksToTry(
+    blocks = TrialBlocks(
         block_size=config.cache.block_size, num_blocks=num_blocks // num_groups, num_groups=num_groups,
         max_blocks=max_blocks, max_rows=config.scheduler.max_running,
     )  # fmt: skip

@@ -22,7 +22,7 @@ from app.model.kv_cache import ONE_GROUP, LayerGroups, LayerShape
 from app.model.location import resolve_model_path
 from app.model.memory import MemoryNeeds
 from app.model.parallel.split_plan import Exchange
-from app.model.verification import BlocksToTry, Output, Reference
+from app.model.verification import Output, Reference, TrialBlocks
 from app.model.weights_digest import folder_of_weights
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class LoadedModel(ABC):
         """
 
     @torch.inference_mode()
-    def verify_steps(self, attention: PagedAttention, blocks: BlocksToTry, quantization: str) -> None:
+    def verify_steps(self, attention: PagedAttention, blocks: TrialBlocks, quantization: str) -> None:
         """Verify steps that are computed with the given attention and its KV memory; see `Reference.verify_steps`.
 
         quantization: of the weights, or of the KV memory.
@@ -140,7 +140,7 @@ class LoadedModel(ABC):
         self.reference.verify_steps(how, partial(self.output_of_step, attention), blocks, quantization)
 
     @torch.inference_mode()
-    def difference_in_steps(self, attention: PagedAttention, blocks: BlocksToTry, quantization: str) -> str | None:
+    def difference_in_steps(self, attention: PagedAttention, blocks: TrialBlocks, quantization: str) -> str | None:
         """Return the first difference that `verify_steps` would raise, in words; None if there is none."""
         assert self.reference is not None, "it is to be verified"
         return self.reference.difference_in_steps(partial(self.output_of_step, attention), blocks, quantization)

@@ -39,7 +39,7 @@ from app.model.llama import DecoderSettings, by_expert, settings_of, why_attenti
 from app.model.memory import PROCESS_BYTES, MemoryNeeds
 from app.model.runner import TorchModelRunner
 from app.model.source import ModelSource, length_limit
-from app.model.verification import BlocksToTry, Output, Reference
+from app.model.verification import Output, Reference, TrialBlocks
 from app.model.ways.loaded_model import LoadedModel
 from app.model.ways.transformers_code import TransformersModel
 
@@ -151,7 +151,7 @@ class NativeModel(LoadedModel):
         """
         assert self.reference is not None, "it is to be verified"
         served, threads = self.giving_back(), ThreadPool(torch.get_num_threads())
-        blocks = BlocksToTry.enough(source.block_size, num_groups=served.groups.num_groups)
+        blocks = TrialBlocks.enough(source.block_size, num_groups=served.groups.num_groups)
         pages = NativeKVCache(
             served.in_block, num_blocks=blocks.num_blocks * blocks.num_groups, block_size=source.block_size,
             dtype=self.dtype,

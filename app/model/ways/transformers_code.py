@@ -35,7 +35,7 @@ from app.model.cuda.graph_runner import GraphModelRunner
 from app.model.cuda.library_attention import LibraryAttention
 from app.model.description import as_token_ids, max_model_len
 from app.model.device import check_kv_dtype
-from app.model.forward import DeviceForward, ForwardOneByOne, TransformersForward
+from app.model.forward import DeviceForward, SequentialForward, TransformersForward
 from app.model.gpu_backends import LIBRARY, TORCH
 from app.model.inputs import build_inputs
 from app.model.kv_cache import KVCache, LayerGroups
@@ -60,7 +60,7 @@ from app.model.source import (
     read_module,
     reason_of,
 )
-from app.model.verification import NUM_TOKENS, BlocksToTry, Output, Reference, run_module, tokens_to_try
+from app.model.verification import NUM_TOKENS, Output, Reference, TrialBlocks, run_module, tokens_to_try
 from app.model.ways.gpu import needs_on_gpu, verified_graph_runner
 from app.model.ways.loaded_model import LoadedModel
 
@@ -77,7 +77,7 @@ class TransformersModel(LoadedModel):
     module: PreTrainedModel
     rules: dict[int, AttentionRules]  # by layer index: the rules of the layer's attention
     mapped: MappedModel | None = None  # holds the weights if the module does not
-    attends_itself: bool = False  # the model uses its own attention, see `own_attention`
+    uses_own_attention: bool = False  # the model uses its own attention, see `own_attention`
 
     @classmethod
     def load(cls, source: ModelSource, *, from_files: bool = False) -> TransformersModel:
@@ -106,7 +106,7 @@ class TransformersModel(LoadedModel):
             raise UnsupportedModel(f"{config.path} cannot run on paged attention: {reason}")
         if source.found.get_text_config() is not source.found:  # images may change how it counts positions
             _verify_numbering(module, reference, type(step)())
-        if mapped is None and not model.attends_itself:
+        if mapped is None and not model.uses_own_attention:
             _verify_positions(module, reference, model.facts.max_model_len)
         return model
 
@@ -179,7 +179,7 @@ class TransformersModel(LoadedModel):
             rules=step.rules,
             states=tuple(step.states),
             mapped=mapped,
-            attends_itself=isinstance(step, CacheProbe),
+            uses_own_attention=isinstance(step, CacheProbe),
         )
 
     @property
@@ -192,7 +192,7 @@ class TransformersModel(LoadedModel):
         )
 
     def giving_back(self) -> TransformersModel:
-        if self.group is not None or self.states or self.attends_itself:
+        if self.group is not None or self.states or self.uses_own_attention:
             return self
         # The CUDA kernels read from the start of the tile in which a window begins.
         has_tiles = self.device.type != "cpu" or TritonAttention.fits(self.device)
@@ -217,8 +217,8 @@ class TransformersModel(LoadedModel):
     def _verify_on_cpu(self, source: ModelSource) -> None:
         """Verify steps with temporary KV memory: a wrong model is refused before its KV memory is allocated."""
         served, block_size = self.giving_back(), source.block_size
-        blocks = BlocksToTry.enough(block_size, num_groups=served.groups.num_groups)
-        if self.attends_itself:
+        blocks = TrialBlocks.enough(block_size, num_groups=served.groups.num_groups)
+        if self.uses_own_attention:
             own = self.plain_attention(blocks.num_blocks, block_size)
             self.verify_steps(own, blocks, source.config.quantization)
             return
@@ -235,7 +235,7 @@ class TransformersModel(LoadedModel):
         served.verify_steps(attention, blocks, source.config.quantization)
 
     def output_of_step(self, attention: PagedAttention, batch: StepBatch) -> Output:
-        if self.attends_itself and len(batch.scheduled) > 1:
+        if self.uses_own_attention and len(batch.scheduled) > 1:
             parts = [batch.part(slice(at, at + 1)) for at in range(len(batch.scheduled))]
             return Output.joined([self.output_of_step(attention, part) for part in parts])
         inputs = build_inputs(batch, block_size=attention.block_size, device=self.device)
@@ -290,7 +290,7 @@ class TransformersModel(LoadedModel):
         return StatefulAttention(attention, self.states, recurrence, num_slots=num_slots, device=self.device)
 
     def why_not_on(self, backend: str) -> str | None:
-        if self.attends_itself and backend != TORCH:
+        if self.uses_own_attention and backend != TORCH:
             return "the model attends by its own code"
         if backend == LIBRARY:
             return LibraryAttention.why_not(self.layers, self.rules, self.dtype)
@@ -302,17 +302,17 @@ class TransformersModel(LoadedModel):
         cache = KVCache(
             self.in_block, num_blocks=num_blocks, block_size=block_size, dtype=self.dtype, device=self.device
         )  # fmt: skip
-        if self.attends_itself:
+        if self.uses_own_attention:
             return OwnAttention(cache, self.layers, self.device)
         return kind(cache, self.device, self.groups)
 
     def _forward(self, attention: PagedAttention) -> TransformersForward:
-        return (ForwardOneByOne if self.attends_itself else TransformersForward)(self.module, attention)
+        return (SequentialForward if self.uses_own_attention else TransformersForward)(self.module, attention)
 
     def _why_no_native_attention(self, config: ModelConfig, block_size: int) -> str | None:
         if config.backend == "torch":
             return "model.backend is torch"
-        if self.attends_itself:
+        if self.uses_own_attention:
             return "the model attends by its own code"
         return NativeKVCache.why_not(self.layers, block_size=block_size, dtype=self.dtype, device=self.device)
 

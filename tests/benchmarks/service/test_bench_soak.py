@@ -29,7 +29,7 @@ from benchmarks.service import tenants as tenants_module
 from benchmarks.service.canaries import KINDS, Question, Secrets, heard
 from benchmarks.service.hostile_requests import Tally, attack, hostile_requests
 from benchmarks.service.soak import Sample, attack_figures, figures_of, is_bad, ledger_figures, main, process_figures
-from benchmarks.service.tenants import FINE, Answered, Found, Reply, Tenants
+from benchmarks.service.tenants import FINE, Found, ItemResponse, Reply, Tenants
 from tests.api.test_kept_responses import Gated, kept_by
 from tests.benchmarks.conftest import Refusal
 from tests.benchmarks.servers import Cutting, listening, served, simulated_service
@@ -112,7 +112,7 @@ def test_in_a_sound_service_all_answers_are_right(
 
 
 def test_the_slowest_answers_are_told_with_the_kills_that_were_shortly_before_them() -> None:
-    answers = [Answered(at_s, took_s, "stream", "demo", 2) for at_s, took_s in ((50.0, 1.0), (150.0, 21.0))]
+    answers = [ItemResponse(at_s, took_s, "stream", "demo", 2) for at_s, took_s in ((50.0, 1.0), (150.0, 21.0))]
     kills = [(60.0, "replica"), (128.0, "batches"), (130.0, "replica"), (151.0, "replica")]
     found = figures_of({"one": Found(answered=answers)}, 0.0, 1.0, kills)["tenants"]["one"]
     assert found["late"] == 1

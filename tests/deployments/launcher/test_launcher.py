@@ -221,7 +221,7 @@ def test_a_draft_model_that_is_not_there_is_told(config: dict[str, Any], tmp_pat
 def test_a_batches_folder_that_cannot_be_is_told(config: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     config["applications"][0]["args"]["batches"]["path"] = str(tmp_path / "file" / "batches")
-    assert f"it cannot be made: {tmp_path / 'file'} is not a folder" in refusal(config, tmp_path)
+    assert f"the folder cannot be made: {tmp_path / 'file'} is not a folder" in refusal(config, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["models/other.gguf", "models/cut.gguf"])
@@ -320,7 +320,7 @@ def test_a_child_that_ignores_signals_is_given_its_time_and_killed(
         # To this thread, which blocks it: it waits until the launcher asks. Other threads would end this process.
         signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
         assert supervisor.supervise(child) == 0
-    assert "has not ended by itself within 0.2 s" in capsys.readouterr().err
+    assert "The service did not stop within 0.2 s" in capsys.readouterr().err
     assert child.returncode == -signal.SIGKILL
     assert session_members(child.pid) == []
 
@@ -353,7 +353,7 @@ def test_a_service_that_is_killed_again_and_again_is_given_up_unless_it_lived_lo
     assert supervisor.keep_serving([sys.executable, "-c", DOOMED, str(starts)], os.environ) == 1
     assert len(starts.read_text()) == num_starts
     said = capsys.readouterr()
-    assert said.out.count("The service was killed (SIGKILL). It starts anew") == num_starts - 1
+    assert said.out.count("The service was killed (SIGKILL). Restarting it") == num_starts - 1
     assert ("The service was killed (SIGKILL), 4 times within 10 minutes: giving up." in said.err) == (within_s > 0)
 
 

@@ -97,7 +97,7 @@ def test_another_wheel_of_that_version_is_refused(package: Path, cache: Path) ->
 def test_a_cache_that_cannot_be_made_is_named(package: Path, cache: Path) -> None:
     cache.parent.mkdir()
     cache.write_text("a file")
-    with pytest.raises(InvalidSetup, match=r"tiny cannot be kept in .*: Not a directory; .*XDG_CACHE_HOME"):
+    with pytest.raises(InvalidSetup, match=r"tiny cannot be stored in .*: Not a directory; .*XDG_CACHE_HOME"):
         trial_config("tiny")
 
 

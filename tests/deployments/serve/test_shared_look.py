@@ -7,7 +7,7 @@ from contextvars import ContextVar
 
 import pytest
 
-from deployments.serve.shared_look import SharedLook
+from deployments.serve.shared_look import SharedQuery
 from tests.kit.engine import FakeClock
 from tests.waiting import until
 
@@ -31,7 +31,7 @@ class Looks:
 @pytest.mark.parametrize("result", [False, True])
 async def test_all_who_ask_share_one_look_and_its_result_for_a_moment(result: bool) -> None:
     clock, looks = FakeClock(), Looks()
-    shared, looks.result = SharedLook(looks, holds_s=1.0, clock=clock), result
+    shared, looks.result = SharedQuery(looks, holds_s=1.0, clock=clock), result
     asking = [asyncio.create_task(shared()) for _ in range(100)]
     await until(lambda: looks.number)
     clock.advance(3.0)  # as long as a replica that does not answer is waited for
@@ -51,12 +51,12 @@ async def test_a_look_does_not_belong_to_the_request_that_came_first() -> None:
     async def look() -> str:
         return caller.get()
 
-    assert await SharedLook(look)() == "nobody"
+    assert await SharedQuery(look)() == "nobody"
 
 
 async def test_a_caller_that_goes_ends_no_look_of_others_and_a_failed_look_is_looked_again() -> None:
     looks = Looks()
-    shared, looks.result = SharedLook(looks), ValueError("broken")
+    shared, looks.result = SharedQuery(looks), ValueError("broken")
     gone, stays = (asyncio.create_task(shared()) for _ in range(2))
     await until(lambda: looks.number)
     gone.cancel()

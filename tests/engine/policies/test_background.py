@@ -213,7 +213,7 @@ async def test_background_work_in_a_whole_batch_stays_and_takes_places() -> None
         for n in range(2, 4):
             engine.submit(background((5, n), max_tokens=30), NoReader())
         runner.gate.release(4)
-        await until(lambda: engine.stats().num_staying_background == 2)
+        await until(lambda: engine.stats().num_unpreemptible_background == 2)
         engine.submit(make_request(), NoReader())
         with pytest.raises(Overloaded, match="3 requests are being served"):
             engine.submit(make_request(), NoReader())

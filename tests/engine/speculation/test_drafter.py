@@ -242,7 +242,7 @@ class PacedRunner(LateRunner):
 
     @property
     def num_waits(self) -> int:
-        return sum(batch.has_waited for batch in self.batches)
+        return sum(batch.launched_alone for batch in self.batches)
 
 
 def launched(
@@ -295,7 +295,7 @@ def test_behind_a_step_that_has_waited_for_nothing_the_next_is_launched_ahead() 
             return []
 
     runner, _ = launched(1, 0, host_s=0.003, drafter=EmptyDrafter(3))
-    assert [batch.has_waited for batch in runner.batches] == [True, False] * 60
+    assert [batch.launched_alone for batch in runner.batches] == [True, False] * 60
 
 
 def test_a_step_with_drafts_has_no_more_rows_than_requests_may_run_and_no_more_drafts_than_a_graph_holds() -> None:

@@ -167,7 +167,11 @@ def test_background_work_of_all_that_makes_way_fills_no_replica_but_for_its_like
             f"{number}", "a", num_prompt_tokens=5, num_expected_tokens=5, is_background=number < num_background - 2
         )
     reported = report(
-        num_requests=4, num_background=num_background, num_staying_background=num_staying, max_running=3, max_requests=4
+        num_requests=4,
+        num_background=num_background,
+        num_unpreemptible_background=num_staying,
+        max_running=3,
+        max_requests=4,
     )
     ledger.note("a", reported, now=0.0)
     [found] = ledger.candidates(["a"], now=0.0, is_background=is_background)

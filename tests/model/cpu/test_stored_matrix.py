@@ -24,7 +24,7 @@ from app.model.gguf.checkpoint import checkpoint_of
 from app.model.inputs import build_inputs
 from app.model.loader import load_model
 from app.model.planned_memory import planned_native_model
-from app.model.verification import BlocksToTry, step_of
+from app.model.verification import TrialBlocks, step_of
 from app.model.ways.native_decoder import NativeModel
 from tests.kit.engine import make_request, run_to_end
 from tests.kit.models import config_of
@@ -82,7 +82,7 @@ def served(path: Path, folder: Path, **settings: object) -> NativeModel:
 def logits_of(model: NativeModel, *token_ids: list[int]) -> list[torch.Tensor]:
     """Of prompts that share a step; [num_tokens, vocab_size] each."""
     num_blocks = sum(-(-len(each) // 16) for each in token_ids)
-    blocks = replace(BlocksToTry.enough(16), num_blocks=num_blocks, max_blocks=num_blocks)
+    blocks = replace(TrialBlocks.enough(16), num_blocks=num_blocks, max_blocks=num_blocks)
     pages = NativeKVCache(model.in_block, num_blocks=num_blocks, block_size=16, dtype=model.dtype)
     decoder = NativeDecoder(model.weights, pages, ThreadPool(2))
     pieces, first = [], 0

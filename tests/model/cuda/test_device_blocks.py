@@ -15,7 +15,7 @@ from app.build import build_sync_engine
 from app.config import ReplicasConfig
 from app.engine.engine import Engine
 from app.engine.overlapped_engine import OverlappedEngine
-from app.engine.request import PrefixAt, Request
+from app.engine.request import PrefixSource, Request
 from tests.kit.engine import Outcome, make_request
 from tests.kit.models import DEVICE, config_of
 from tests.waiting import PATIENCE_S
@@ -166,7 +166,7 @@ def test_a_replica_goes_on_with_the_prefix_of_another(engines: Iterator[Engine])
     assert address is not None
     request = make_request(tuple(range(3, 30)), max_tokens=6, ignore_eos=True, temperature=0.8, seed=1)
     expected = answers(first, request)
-    assert answers(second, replace(request, prefix_at=PrefixAt(address, 6))) == expected
+    assert answers(second, replace(request, prefix_at=PrefixSource(address, 6))) == expected
     store = second._scheduler.fetches.store
     assert store is not None
     assert store.stats().num_received + store.stats().num_read == 6, "of seven blocks, without the last token's"

@@ -21,16 +21,16 @@ from app.build import build_sync_engine
 from app.engine.batch import DeviceLost
 from app.engine.engine import Engine
 from app.engine.request import Request
-from app.engine.stats import TakenBackend
+from app.engine.stats import ChosenBackend
 from app.errors import ExchangeFailed, Failure, InvalidSetup, TooLittleMemory, UnsupportedModel
 from app.model import device
 from app.model.crash_notes import HANGS_S
 from app.model.gpu_backends import (
     BACKENDS,
     EAGER,
+    EXCLUDED_S,
     FILE_NAME,
     GRAPHS,
-    LEFT_OUT_S,
     LIBRARY,
     MOST_LOSSES,
     TORCH,
@@ -96,7 +96,7 @@ def expected_tokens(path: Path) -> list[list[int]]:
         return tokens_of(engine_of(path, backend="torch"))
 
 
-def serves(path: Path, expected: str, /, **given: Any) -> TakenBackend:
+def serves(path: Path, expected: str, /, **given: Any) -> ChosenBackend:
     """The backend of an engine that has the right tokens."""
     engine = engine_of(path, **given)
     assert tokens_of(engine) == expected_tokens(path)
@@ -340,10 +340,10 @@ class TestLostDevices:
             reason = file.left_out()[GRAPHS]
             assert "it ended a replica 1 minutes ago, an illegal memory access" in reason, number
             assert f"model.backend: {GRAPHS} tries it now" in reason
-            self.now += LEFT_OUT_S
+            self.now += EXCLUDED_S
             assert file.left_out() == {}
         file.note([GRAPHS], "an illegal memory access")
-        self.now += 10 * LEFT_OUT_S
+        self.now += 10 * EXCLUDED_S
         assert f"it ended {MOST_LOSSES} replicas" in file.left_out()[GRAPHS]
         assert self.file(tmp_path, "another card").left_out() == {}
         file.path.unlink()
@@ -477,11 +477,11 @@ def test_graphs_that_are_captured_after_a_sleep_are_reported(small_path: Path, m
     ]
     monkeypatch.setattr(gpu, "CudaCapture", lambda device: lambda function: captures[0](function))
     engine = engine_of(small_path)
-    assert engine.measurements().backend == TakenBackend(EAGER, engine.measurements().backend.failed)  # type: ignore[union-attr]
+    assert engine.measurements().backend == ChosenBackend(EAGER, engine.measurements().backend.failed)  # type: ignore[union-attr]
     del captures[0]
     engine.sleep()
     engine.wake()
-    assert engine.measurements().backend == TakenBackend(GRAPHS)
+    assert engine.measurements().backend == ChosenBackend(GRAPHS)
     assert tokens_of(engine) == expected_tokens(small_path)
 
 

@@ -29,7 +29,7 @@ from app.engine.request import Request
 from app.engine.speculation.drafter import Drafter
 from app.model.cuda import graph_runner
 from app.model.cuda.captured_inputs import graph_sizes
-from app.model.cuda.graph_runner import GraphModelRunner, LaunchedStep, OffDevice
+from app.model.cuda.graph_runner import GraphModelRunner, HostCopy, LaunchedStep
 from app.model.sampler import Sampler
 from app.model.ways.loaded_model import LoadedModel
 from app.model.ways.transformers_code import TransformersModel
@@ -168,7 +168,7 @@ def test_sleep_pins_as_many_bytes_of_the_host_as_the_weights_have_and_gives_them
     bytes_of = graph_runner._bytes
     monkeypatch.setattr(graph_runner, "_bytes", lambda storage: bytes_of(storage.own))
     weights = [OnCard(size) for size in (129, 200, 65)]
-    away = OffDevice(weights, ())  # type: ignore[arg-type]
+    away = HostCopy(weights, ())  # type: ignore[arg-type]
     assert [each.own.nbytes() for each in weights] == [0, 0, 0]
     assert sum(pinned.values()) == 129 + 200 + 65
     away.come_back()

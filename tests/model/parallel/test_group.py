@@ -14,7 +14,7 @@ from app.model.cuda.captured_inputs import StepSize, decode_size
 from app.model.parallel import sums
 from app.model.parallel.group import RankGroup
 from app.model.parallel.split_plan import SizesOfRank
-from app.model.parallel.sums import SumWay, SymmetricSums, way_of_sum
+from app.model.parallel.sums import SumMethod, SymmetricSums, sum_method
 from app.model.planned_memory import planned_gpu_model
 from app.model.ways.gpu import with_one_block
 from tests.kit.models import config_of
@@ -60,8 +60,8 @@ def test_a_number_has_the_same_bits_wherever_it_is_added(tmp_path: Path, monkeyp
     def both(group: RankGroup) -> list[torch.Tensor]:
         own = numbers * (group.rank + 1.1)
         small, large = own.flatten()[-96:].clone(), own.clone()
-        assert way_of_sum(small, 3) is SumWay.WHOLE
-        assert way_of_sum(large, 3) is SumWay.IN_PARTS
+        assert sum_method(small, 3) is SumMethod.WHOLE
+        assert sum_method(large, 3) is SumMethod.IN_PARTS
         group.all_reduce(small)
         group.all_reduce(large)
         return [large, small]
@@ -78,11 +78,11 @@ class CountedExchanges(SizesOfRank):
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
-        self.sums: Counter[tuple[int, SumWay]] = Counter()  # by bytes and how they are added
+        self.sums: Counter[tuple[int, SumMethod]] = Counter()  # by bytes and how they are added
         self.gathered: list[int] = []  # bytes of this rank's columns
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        self.sums[tensor.nbytes, way_of_sum(tensor, self.size)] += 1
+        self.sums[tensor.nbytes, sum_method(tensor, self.size)] += 1
 
     def gather_at_first(self, tensor: torch.Tensor) -> torch.Tensor:
         self.gathered.append(tensor.nbytes)
@@ -106,15 +106,19 @@ def test_what_eight_ranks_exchange_in_a_step_of_70_billion_weights(tmp_path: Pat
     for size in (decode_size(64), StepSize(2048, 64, 64)):
         runner.compute_padding(size)
     mib = 2**20
-    assert exchanges.sums == {(1 * mib, SumWay.WHOLE): 160, (32 * mib, SumWay.IN_PARTS): 160}
+    assert exchanges.sums == {(1 * mib, SumMethod.WHOLE): 160, (32 * mib, SumMethod.IN_PARTS): 160}
     assert exchanges.gathered == [64 * 128256 // 8 * 2] * 2
 
 
 def test_how_ranks_add_follows_from_bytes_and_ranks() -> None:
     decode, prompt = (torch.empty(n, 8192, dtype=torch.bfloat16, device="meta") for n in (64, 2048))
-    assert [way_of_sum(decode, size) for size in (2, 4, 8)] == [SumWay.ANY_ORDER, SumWay.WHOLE, SumWay.WHOLE]
-    assert [way_of_sum(prompt, size) for size in (2, 4, 8)] == [SumWay.ANY_ORDER, SumWay.IN_PARTS, SumWay.IN_PARTS]
-    assert way_of_sum(torch.empty(2**23 + 1, device="meta"), 4) is SumWay.WHOLE, "it has no equal parts"
+    assert [sum_method(decode, size) for size in (2, 4, 8)] == [SumMethod.ANY_ORDER, SumMethod.WHOLE, SumMethod.WHOLE]
+    assert [sum_method(prompt, size) for size in (2, 4, 8)] == [
+        SumMethod.ANY_ORDER,
+        SumMethod.IN_PARTS,
+        SumMethod.IN_PARTS,
+    ]
+    assert sum_method(torch.empty(2**23 + 1, device="meta"), 4) is SumMethod.WHOLE, "it has no equal parts"
 
 
 def test_what_fails_on_one_rank_fails_on_all_and_nobody_waits_in_it(tmp_path: Path) -> None:
