@@ -5,8 +5,7 @@ A model runner reads a batch and does not change it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from collections.abc import Sequence as Several
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -20,7 +19,7 @@ from app.config import SchedulerConfig
 from app.engine.logit_adjustments import LogitAdjustments
 from app.engine.matcher import Matcher, allowed_after_bans
 from app.engine.request import Pooling, SamplingParams, TokenLogprobs
-from app.engine.sequence import Sequence
+from app.engine.sequence import EngineSequence
 from app.engine.state_pool import StatePath
 
 
@@ -98,15 +97,15 @@ class WaitReason(StrEnum):
 class SchedulingDecision(NamedTuple):
     """The scheduler's decisions about a step that the batch does not show, for the trace."""
 
-    joined: Several[Sequence] = ()  # sequences that started to run with this step
-    preempted: Several[Sequence] = ()  # sequences that were preempted since the previous step was scheduled
+    joined: Sequence[EngineSequence] = ()  # sequences that started to run with this step
+    preempted: Sequence[EngineSequence] = ()  # sequences that were preempted since the previous step was scheduled
     wait_reason: WaitReason | None = None  # why the first waiting sequence waits; None if no sequence waits
     num_waiting: int = 0  # waiting sequences after this step was scheduled
     num_free_blocks: int = 0  # free blocks after this step was scheduled
     # The fetches from a store that began with this step, and those that ended since the previous step. Each pair is
     # the arrival number of the sequence and a number of blocks: requested blocks, and usable blocks.
-    fetching: Several[tuple[int, int]] = ()
-    fetched: Several[tuple[int, int]] = ()
+    fetching: Sequence[tuple[int, int]] = ()
+    fetched: Sequence[tuple[int, int]] = ()
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ class StepBatch:
     """The work of one step, in order of precedence."""
 
     scheduled: tuple[ScheduledSequence, ...]
-    sequences: tuple[Sequence, ...]  # the scheduler's own records, one for each of `scheduled`
+    sequences: tuple[EngineSequence, ...]  # the scheduler's own records, one for each of `scheduled`
     began_at: float = 0.0  # when the step was scheduled, in seconds of the engine's clock
     num_scheduled_tokens: int = 0  # `num_tokens`, counted by the builder because summing over a thousand items is slow
     has_logprobs: bool = False  # any sequence wants log-probabilities of drawn tokens or of its prompt
@@ -181,7 +180,7 @@ class StepBatch:
 EMPTY_BATCH = StepBatch((), ())
 
 
-def _items_by_draw(item: ScheduledSequence) -> Several[ScheduledSequence]:
+def _items_by_draw(item: ScheduledSequence) -> Sequence[ScheduledSequence]:
     """Return copies of an item that end at each of its tokens."""
     if item.draws:
         return item.draws
@@ -199,7 +198,7 @@ class StepResult(NamedTuple):
     logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = _EMPTY  # of the drawn tokens
     prompt_logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = _EMPTY  # one for each of a sequence's `targets`
     pooled: Mapping[str, list[float]] = _EMPTY  # hidden states after the final norm: the last token's, or a sum
-    num_kept: Several[int] = ()  # set by `kept_tokens`: the number of each sequence's draws that `token_ids` still has
+    num_kept: Sequence[int] = ()  # set by `kept_tokens`: the number of each sequence's draws that `token_ids` still has
 
 
 def by_request(logprobs: Iterable[tuple[str, TokenLogprobs]]) -> dict[str, tuple[TokenLogprobs, ...]]:
@@ -268,9 +267,9 @@ class BatchBuilder:
         self._has_drafts = False
         self.has_preempted = False
         self.scheduled: list[ScheduledSequence] = []
-        self.sequences: list[Sequence] = []  # one for each of `scheduled`
+        self.sequences: list[EngineSequence] = []  # one for each of `scheduled`
 
-    def has_room_for_prefill(self, sequence: Sequence) -> bool:
+    def has_room_for_prefill(self, sequence: EngineSequence) -> bool:
         """Whether the step has room for a token of a prompt, or for all tokens if prompts are not divided."""
         if self._takes_whole_prompts:
             return self._has_room_for_all(sequence)
@@ -285,7 +284,7 @@ class BatchBuilder:
     def has_room_for_scores(self) -> bool:
         return self._num_scored_tokens_left > 0
 
-    def chunk(self, sequence: Sequence, *, num_reserved: int = 0) -> int:
+    def chunk(self, sequence: EngineSequence, *, num_reserved: int = 0) -> int:
         """Return the number of prompt tokens that the step takes, leaving `num_reserved` of the budget unused."""
         if self._takes_whole_prompts:
             return sequence.num_uncomputed_tokens if self._has_room_for_all(sequence) else 0
@@ -297,29 +296,29 @@ class BatchBuilder:
         )
         return min(num_tokens, self._num_scorable(sequence)) if sequence.is_scoring else num_tokens
 
-    def _has_room_for_all(self, sequence: Sequence) -> bool:
+    def _has_room_for_all(self, sequence: EngineSequence) -> bool:
         num_left = min(self.num_tokens_left, self._num_prompt_tokens_left(sequence))
         return sequence.num_uncomputed_tokens <= num_left or not self.scheduled
 
-    def _num_scorable(self, sequence: Sequence) -> int:
+    def _num_scorable(self, sequence: EngineSequence) -> int:
         """Return the number of tokens that the step may compute before it reaches `MAX_SCORED_TOKENS`."""
         start = sequence.num_computed_tokens
         end = max(start, sequence.num_scored_tokens) + self._num_scored_tokens_left
         return sequence.num_uncomputed_tokens if end >= sequence.num_prompt_tokens - 1 else end - start
 
-    def _num_prompt_tokens_left(self, sequence: Sequence) -> int:
+    def _num_prompt_tokens_left(self, sequence: EngineSequence) -> int:
         if sequence.request.is_background:
             return min(self._num_prefill_tokens_left, self._num_background_tokens_left)
         return self._num_prefill_tokens_left
 
-    def give_states(self, path_of: Callable[[Sequence, int], StatePath]) -> None:
+    def give_states(self, path_of: Callable[[EngineSequence, int], StatePath]) -> None:
         """Set the slots for the states of every sequence. Called for a model with recurrent layers."""
         self.scheduled = [
             structs.replace(item, states=path_of(sequence, len(item.token_ids)))
             for item, sequence in zip(self.scheduled, self.sequences, strict=True)
         ]
 
-    def add_decoding(self, sequence: Sequence) -> None:
+    def add_decoding(self, sequence: EngineSequence) -> None:
         """Add the last token of a sequence. The token's block must be allocated."""
         if sequence.has_plain_sampling:  # the common case: the same result as `_scheduled_sequence`, but faster
             request = sequence.request
@@ -348,7 +347,7 @@ class BatchBuilder:
         self.sequences.append(sequence)
         self.num_tokens_left -= 1
 
-    def add_prefill(self, sequence: Sequence, num_tokens: int) -> None:
+    def add_prefill(self, sequence: EngineSequence, num_tokens: int) -> None:
         """Add the next tokens of a prompt. The tokens' blocks must be allocated."""
         self.scheduled.append(self._scheduled_sequence(sequence, num_tokens))
         self.sequences.append(sequence)
@@ -356,7 +355,7 @@ class BatchBuilder:
         self._num_prefill_tokens_left -= num_tokens
         self._num_background_tokens_left -= num_tokens if sequence.request.is_background else 0
 
-    def add_drafts(self, place: int, drafts: Several[int]) -> None:
+    def add_drafts(self, place: int, drafts: Sequence[int]) -> None:
         """Add drafts to the item at `place`. Every sequence must decode, and the drafts' blocks must be allocated."""
         item, sequence = self.scheduled[place], self.sequences[place]
         is_simple = sequence.has_plain_sampling and item.matcher is None
@@ -379,7 +378,7 @@ class BatchBuilder:
             launched_alone=launched_alone,
         )
 
-    def _scheduled_sequence(self, sequence: Sequence, num_tokens: int) -> ScheduledSequence:
+    def _scheduled_sequence(self, sequence: EngineSequence, num_tokens: int) -> ScheduledSequence:
         start = sequence.num_computed_tokens
         sampling = sequence.request.sampling
         samples = num_tokens == sequence.num_uncomputed_tokens and sampling.max_tokens > 0
@@ -409,7 +408,7 @@ class BatchBuilder:
             self._has_pooling = True
         return scheduled
 
-    def _targets(self, sequence: Sequence, end: int) -> tuple[int, tuple[int, ...]]:
+    def _targets(self, sequence: EngineSequence, end: int) -> tuple[int, tuple[int, ...]]:
         """Return the position of the first target and the targets, for a step that computes tokens up to `end`."""
         first = max(sequence.num_computed_tokens, sequence.num_scored_tokens) + 1
         targets = sequence.request.prompt_token_ids[first : end + 1]
@@ -417,7 +416,7 @@ class BatchBuilder:
         return first, targets
 
 
-def with_history(item: ScheduledSequence, sequence: Sequence, eos_token_ids: frozenset[int]) -> ScheduledSequence:
+def with_history(item: ScheduledSequence, sequence: EngineSequence, eos_token_ids: frozenset[int]) -> ScheduledSequence:
     """Complete an item that lacked history, now that the token before its draw is known.
 
     If the sequence ended with that token, the draw is discarded, so the item needs no bans, adjustments or matcher.
@@ -433,7 +432,7 @@ def with_history(item: ScheduledSequence, sequence: Sequence, eos_token_ids: fro
 
 
 def expand_drafts(
-    item: ScheduledSequence, sequence: Sequence, drafts: Several[int], eos_token_ids: frozenset[int]
+    item: ScheduledSequence, sequence: EngineSequence, drafts: Sequence[int], eos_token_ids: frozenset[int]
 ) -> tuple[ScheduledSequence, ...]:
     """Return an item with one token, and its extension by each draft with the penalties, bans and matcher there."""
     draws, generated = [item], list(sequence.generated_token_ids)
@@ -455,7 +454,7 @@ def after_draft(item: ScheduledSequence, generated: list[int], eos_token_ids: fr
     )
 
 
-def _banned(sequence: Sequence, eos_token_ids: frozenset[int]) -> tuple[int, ...]:
+def _banned(sequence: EngineSequence, eos_token_ids: frozenset[int]) -> tuple[int, ...]:
     """Return the tokens that may not be drawn next for a sequence. All tokens of the sequence must be known."""
     return banned_token_ids(sequence.request.sampling, sequence.generated_token_ids, eos_token_ids)
 
@@ -481,7 +480,7 @@ def _ends(generated: list[int], word: tuple[int, ...]) -> bool:
     return tuple(generated[1 - len(word) :]) == word[:-1]
 
 
-def _pooling(sequence: Sequence, end: int) -> Pooling | None:
+def _pooling(sequence: EngineSequence, end: int) -> Pooling | None:
     """Return the hidden states that the embedding needs from a step that computes tokens up to `end`."""
     pooling = sequence.request.pooling
     return None if pooling == Pooling.LAST and end < sequence.num_prompt_tokens else pooling
@@ -512,7 +511,7 @@ def kept_tokens(batch: StepBatch, result: StepResult) -> StepResult:
     return result._replace(token_ids=token_ids, logprobs=logprobs, num_kept=num_kept)
 
 
-def _num_kept(draws: Several[int], item: ScheduledSequence, end_token_ids: Collection[int]) -> int:
+def _num_kept(draws: Sequence[int], item: ScheduledSequence, end_token_ids: Collection[int]) -> int:
     """Return the number of kept draws: the first, and each later one if the draft before it was drawn and is no end.
 
     A later draw is not kept if its matcher has failed. If it fails again as the first of a step, its request ends.

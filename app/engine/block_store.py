@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Several
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 
 from app.engine.block_pool import Block, Prefix
@@ -14,7 +13,7 @@ from app.engine.state_pool import label_of_snapshot
 from app.engine.stats import StoreStats
 
 # Returns the prefixes of these tokens with this salt that are in KV memory. Any thread may call.
-Find = Callable[[Several[int], str], Several[Prefix]]
+Find = Callable[[Sequence[int], str], Sequence[Prefix]]
 
 
 def root_name(namespace: bytes, salt: str) -> bytes:
@@ -22,7 +21,7 @@ def root_name(namespace: bytes, salt: str) -> bytes:
     return _digest(namespace, salt.encode())
 
 
-def name_after(parent_name: bytes, token_ids: Several[int]) -> bytes:
+def name_after(parent_name: bytes, token_ids: Sequence[int]) -> bytes:
     """Return the name of a prefix from the name of its parent and the tokens of its last block. 20 bytes."""
     return _digest(parent_name, array("q", token_ids).tobytes())
 
@@ -63,10 +62,10 @@ class Fetch:
         self,
         request: Request,
         *,
-        before: Several[Block] = (),
-        blocks: Several[Block],
-        names: Several[bytes],
-        token_ids: Several[Several[int]],
+        before: Sequence[Block] = (),
+        blocks: Sequence[Block],
+        names: Sequence[bytes],
+        token_ids: Sequence[Sequence[int]],
         slot: int | None = None,
     ) -> None:
         """request: the request that needs the blocks. before: the request's cached blocks before `blocks`.

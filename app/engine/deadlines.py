@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from app.engine.policies import SchedulingPolicy
-from app.engine.sequence import Sequence
+from app.engine.sequence import EngineSequence
 from app.engine.step_times import Throughput
 from app.engine.waiting_queue import LazyHeap
 from app.errors import DeadlineMissed
@@ -25,7 +25,7 @@ class Deadlines:
 
     def watch(
         self,
-        sequence: Sequence,
+        sequence: EngineSequence,
         policy: SchedulingPolicy,
         *,
         chunk_tokens: int,
@@ -42,7 +42,7 @@ class Deadlines:
         give_up_at = None if is_idle else self._give_up_at(sequence, policy, chunk_tokens, num_tokens)
         self._heap.push(sequence, give_up_at)
 
-    def overdue(self, now: float) -> Iterator[Sequence]:
+    def overdue(self, now: float) -> Iterator[EngineSequence]:
         """Yield the sequences that have expired or are too late to start. The caller ends each before the next one."""
         while (at := self.next_at) is not None and at <= now:
             sequence = self._heap.peek()
@@ -52,11 +52,13 @@ class Deadlines:
                 yield sequence
                 assert sequence.is_finished, "the caller ends it before it asks for the next"
 
-    def note_finished(self, sequence: Sequence) -> None:
+    def note_finished(self, sequence: EngineSequence) -> None:
         """Stop watching a sequence that has just finished."""
         self._heap.note_finished(sequence)
 
-    def _give_up_at(self, sequence: Sequence, policy: SchedulingPolicy, chunk_tokens: int, num_tokens: int) -> float:
+    def _give_up_at(
+        self, sequence: EngineSequence, policy: SchedulingPolicy, chunk_tokens: int, num_tokens: int
+    ) -> float:
         """Return the time at which a sequence is refused if it has not started."""
         num_chunks = -(-sequence.num_prompt_tokens // chunk_tokens)
         service_s = self._throughput.step_s * (num_chunks + max(1, num_tokens - sequence.num_generated_tokens) - 1)
@@ -66,7 +68,7 @@ class Deadlines:
         return deadline_at - service_s if policy.refuses_late else deadline_at
 
 
-def deadline_missed(sequence: Sequence, now: float) -> DeadlineMissed:
+def deadline_missed(sequence: EngineSequence, now: float) -> DeadlineMissed:
     """Return the error for a sequence that is overdue at `now`."""
     asked, spent = sequence.request.deadline_s, now - sequence.arrived_at
     if now >= _deadline_at(sequence):
@@ -78,6 +80,6 @@ def deadline_missed(sequence: Sequence, now: float) -> DeadlineMissed:
     )
 
 
-def _deadline_at(sequence: Sequence) -> float:
+def _deadline_at(sequence: EngineSequence) -> float:
     assert sequence.deadline_at is not None, "only a sequence with a deadline is watched"
     return sequence.deadline_at

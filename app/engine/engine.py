@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as Several
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from app.config import SchedulerConfig
@@ -19,7 +18,7 @@ from app.engine.observer import EndedStep, StepObserver
 from app.engine.request import Address, ModelInfo, Request, TokenDelta
 from app.engine.request_checks import check_request
 from app.engine.scheduler import Scheduler
-from app.engine.sequence import Sequence
+from app.engine.sequence import EngineSequence
 from app.engine.snapshot import EngineSnapshot
 from app.engine.stats import EngineMeasurements, EngineStats, MeasurementCollector
 from app.engine.trace.entries import FailureKind
@@ -199,12 +198,12 @@ class Engine:
         deltas = self._scheduler.update(EMPTY_BATCH, StepResult([]), now=ended_at)
         return self._end_step(EMPTY_BATCH, deltas, at=ended_at)
 
-    def _note_failed(self, how: FailureKind, sequences: Several[Sequence] = ()) -> None:
+    def _note_failed(self, how: FailureKind, sequences: Sequence[EngineSequence] = ()) -> None:
         for observer in self._observers:
             observer.failed(how, sequences)
 
     @property
-    def running(self) -> list[Sequence]:
+    def running(self) -> list[EngineSequence]:
         """The running sequences in order. The caller must not change the list."""
         return self._scheduler.running
 

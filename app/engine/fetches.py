@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Several
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
 from app.engine.block_pool import Block, BlockPool, Prefix
 from app.engine.block_store import BlockStore, Fetch, name_after, name_of, root_name
 from app.engine.request import Address
-from app.engine.sequence import Sequence, SequenceStatus
+from app.engine.sequence import EngineSequence, SequenceStatus
 from app.engine.stats import StoreStats
 
 # The intervals at which an idle engine checks fetches that a sequence waits for, and abandoned fetches whose blocks
@@ -25,7 +24,9 @@ MIN_PATIENCE_S, FIRST_PATIENCE_S = 0.05, 1.0
 class _PendingFetch:
     """A fetch in progress."""
 
-    sequence: Sequence | None  # waits for the fetch; None if the sequence has ended or computes the tokens instead
+    sequence: (
+        EngineSequence | None
+    )  # waits for the fetch; None if the sequence has ended or computes the tokens instead
     arrival: int  # the arrival number of the sequence
     parent: Prefix | str  # the parent of the first fetched block
     fetch: Fetch  # its blocks, and the cached blocks before them, stay owned until the fetch is done
@@ -82,7 +83,7 @@ class PrefixFetches:
             return now
         return now + (POLL_WAITING_S if len(self) else POLL_ABANDONED_S)
 
-    def begin(self, sequence: Sequence, cached: list[Block], *, now: float, tokens_per_s: float) -> bool:
+    def begin(self, sequence: EngineSequence, cached: list[Block], *, now: float, tokens_per_s: float) -> bool:
         """Fetch the blocks after the cached blocks of a sequence's prefix. Returns whether the sequence must wait.
 
         cached: the blocks that the sequence would share if it joined now. tokens_per_s: the engine's speed; 0 if
@@ -117,7 +118,7 @@ class PrefixFetches:
         return True
 
     def _stored_after(
-        self, parent: Prefix | str, sequence: Sequence, num_cached: int, store: BlockStore
+        self, parent: Prefix | str, sequence: EngineSequence, num_cached: int, store: BlockStore
     ) -> tuple[list[bytes], list[tuple[int, ...]]]:
         """Return the names and tokens of the stored blocks after the cached ones. Excludes the last token's block."""
         size = self._pool.block_size
@@ -135,9 +136,9 @@ class PrefixFetches:
         number = store.lookup(names_in_turn(), sequence.request, num_before=num_cached)
         return names[:number], token_ids[:number]
 
-    def collect(self, now: float) -> list[Sequence]:
+    def collect(self, now: float) -> list[EngineSequence]:
         """Return the sequences whose fetch is done or takes too long. The caller puts them back into the queue."""
-        back: list[Sequence] = []
+        back: list[EngineSequence] = []
         still: list[_PendingFetch] = []
         for each in self._expected:
             is_done = each.fetch.is_done  # read only once, because the store's thread sets it
@@ -153,7 +154,7 @@ class PrefixFetches:
         self._expected = still
         return back
 
-    def take_notes(self) -> tuple[Several[tuple[int, int]], Several[tuple[int, int]]]:
+    def take_notes(self) -> tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]:
         """Return the fetches that began and those that were done since the last call, each as an arrival number and a
         number of blocks. For fetches that are done, this is the number of usable blocks."""
         notes = tuple(self._begun), tuple(self._done)
@@ -161,13 +162,13 @@ class PrefixFetches:
         self._done.clear()
         return notes
 
-    def drop(self, sequence: Sequence) -> None:
+    def drop(self, sequence: EngineSequence) -> None:
         """Forget a sequence that has ended. The blocks of its fetch become free when the fetch is done."""
         for each in self._expected:
             if each.sequence is sequence:
                 self._leave(each)
 
-    def give_up(self) -> list[Sequence]:
+    def give_up(self) -> list[EngineSequence]:
         """Abandon all fetches because the engine gives up its memory. Returns the waiting sequences, which start again.
 
         Before that, the store gets a few seconds to store the offered blocks.
@@ -182,7 +183,7 @@ class PrefixFetches:
             self.store.settle(settling_s)
         return back
 
-    def _leave(self, expected: _PendingFetch) -> Sequence:
+    def _leave(self, expected: _PendingFetch) -> EngineSequence:
         sequence, expected.sequence = expected.sequence, None
         assert sequence is not None, "a sequence waits for this fetch"
         expected.fetch.is_wanted = False

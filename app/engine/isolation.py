@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 from app.culprits import Culprits
 from app.engine.batch import DeviceLost, StepBatch, StepResult
 from app.engine.request import Request, TokenLogprobs
-from app.engine.sequence import Sequence
+from app.engine.sequence import EngineSequence
 from app.errors import described
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class IsolationResult:
     logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     pooled: dict[str, list[float]] = field(default_factory=dict)
-    culprits: list[tuple[Sequence, Exception]] = field(default_factory=list)
+    culprits: list[tuple[EngineSequence, Exception]] = field(default_factory=list)
     has_succeeded: bool = False  # whether at least one part was computed
 
     def add(self, part: StepBatch, result: StepResult) -> None:

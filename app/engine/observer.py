@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Sequence as Several
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from app.config import SchedulerConfig
 from app.engine.batch import SchedulingDecision, StepBatch, StepLimits
 from app.engine.request import Request, TokenDelta
-from app.engine.sequence import Sequence
+from app.engine.sequence import EngineSequence
 from app.engine.trace.entries import FailureKind
 
 
@@ -53,13 +52,13 @@ class StepObserver:
     def scheduled(self, batch: StepBatch, decision: SchedulingDecision) -> None:
         """The scheduler made this batch, which may be empty."""
 
-    def sampled(self, batch: StepBatch, token_ids: list[int], num_kept: Several[int] = ()) -> None:
+    def sampled(self, batch: StepBatch, token_ids: list[int], num_kept: Sequence[int] = ()) -> None:
         """The model runner computed this batch and drew one token for each item of `batch.sampled`.
 
         With drafts, `token_ids` has only the kept tokens, and `num_kept` their number for each sequence.
         """
 
-    def failed(self, how: FailureKind, sequences: Iterable[Sequence] = ()) -> None:
+    def failed(self, how: FailureKind, sequences: Iterable[EngineSequence] = ()) -> None:
         """A step failed, and these sequences end because of the failure."""
 
     def step_ended(self, step: EndedStep) -> None:

@@ -6,12 +6,12 @@ To add a policy, add its settings to `app/config/scheduler.py`, a class to this 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence as Several
+from collections.abc import Sequence
 from itertools import repeat
 
 from app.config import DeadlineConfig, FairConfig, FcfsConfig, PolicyConfig, PriorityConfig, SjfConfig
 from app.engine.batch import StepBatch
-from app.engine.sequence import Sequence
+from app.engine.sequence import EngineSequence
 from app.engine.waiting_queue import LazyHeap, PolicyQueue
 from app.fair import FairQueue, FairShares
 
@@ -65,7 +65,7 @@ class SchedulingPolicy(ABC):
     counts_steps = False  # whether `computed` does anything
     refuses_late = False  # whether a waiting sequence is refused once it can no longer meet its deadline
 
-    def order_key(self, sequence: Sequence) -> OrderKey:
+    def order_key(self, sequence: EngineSequence) -> OrderKey:
         """Return the sequence's rank. Called when the sequence begins to wait and again when the sequence joins.
 
         The waiting sequence of the lowest rank goes first. The running sequence of the highest rank is preempted first.
@@ -75,25 +75,25 @@ class SchedulingPolicy(ABC):
         return (0.0, *self.foreground_key(sequence))
 
     @abstractmethod
-    def foreground_key(self, sequence: Sequence) -> OrderKey:
+    def foreground_key(self, sequence: EngineSequence) -> OrderKey:
         """Return the rank of a foreground sequence among the foreground sequences. The lowest rank goes first."""
 
     def new_queue(self) -> PolicyQueue:
         """Return an empty queue in this order."""
         return LazyHeap(self.order_key)
 
-    def may_preempt(self, waiting: Sequence, running: Sequence) -> bool:
+    def may_preempt(self, waiting: EngineSequence, running: EngineSequence) -> bool:
         """Return whether `waiting` may take the slot of `running`, which then waits behind `waiting`."""
         return running.request.is_background and not waiting.request.is_background
 
-    def joined(self, sequence: Sequence) -> None:
+    def joined(self, sequence: EngineSequence) -> None:
         """Account for a sequence that has started to run, for the first time or after a preemption."""
 
-    def has_new_order(self, running: Several[Sequence]) -> bool:
+    def has_new_order(self, running: Sequence[EngineSequence]) -> bool:
         """Return whether the order keys of running sequences must be computed again. Called before each step."""
         return False
 
-    def computed(self, batch: StepBatch, num_kept: Several[int] = ()) -> None:
+    def computed(self, batch: StepBatch, num_kept: Sequence[int] = ()) -> None:
         """Account for a step whose results have been processed. `num_kept`: see `StepResult`."""
 
 
@@ -103,7 +103,7 @@ class SchedulingPolicy(ABC):
 class FirstComeFirstServed(SchedulingPolicy):
     """Orders sequences by arrival. A preempted sequence keeps its rank, so no sequence starves."""
 
-    def foreground_key(self, sequence: Sequence) -> OrderKey:
+    def foreground_key(self, sequence: EngineSequence) -> OrderKey:
         return (sequence.arrival,)
 
 
@@ -115,7 +115,7 @@ class ShortestJobFirst(SchedulingPolicy):
     any load.
     """
 
-    def foreground_key(self, sequence: Sequence) -> OrderKey:
+    def foreground_key(self, sequence: EngineSequence) -> OrderKey:
         handicap_s = sequence.estimated_work / AGEING_TOKENS_PER_S
         return (sequence.arrived_at + min(handicap_s, MAX_OVERTAKING_S), sequence.arrival)
 
@@ -129,11 +129,11 @@ class PriorityFirst(SchedulingPolicy):
 
     preempts = True
 
-    def foreground_key(self, sequence: Sequence) -> OrderKey:
+    def foreground_key(self, sequence: EngineSequence) -> OrderKey:
         handicap_s = sequence.request.priority * AGEING_S
         return (sequence.arrived_at + handicap_s, sequence.request.priority, sequence.arrival)
 
-    def may_preempt(self, waiting: Sequence, running: Sequence) -> bool:
+    def may_preempt(self, waiting: EngineSequence, running: EngineSequence) -> bool:
         if waiting.request.is_background or running.request.is_background:
             return super().may_preempt(waiting, running)
         # Requires a better class and a better rank. With a worse rank, the preempted sequence would return at once.
@@ -154,25 +154,25 @@ class FairShare(SchedulingPolicy):
     def __init__(self) -> None:
         self.shares = FairShares(max_idle=10_000)
 
-    def foreground_key(self, sequence: Sequence) -> OrderKey:
+    def foreground_key(self, sequence: EngineSequence) -> OrderKey:
         # The key is set when the sequence joins. The running sequence whose key has the highest counter goes last.
         return (self.shares.served(sequence.request.tenant), *self.own_key(sequence))
 
-    def own_key(self, sequence: Sequence) -> OrderKey:
+    def own_key(self, sequence: EngineSequence) -> OrderKey:
         """Return the sequence's rank among the sequences of its tenant. The earliest arrival goes first."""
         return (sequence.arrival,)
 
     def new_queue(self) -> PolicyQueue:
         return _TenantsQueue(self)
 
-    def joined(self, sequence: Sequence) -> None:
+    def joined(self, sequence: EngineSequence) -> None:
         if sequence.request.is_background:
             return  # a background request uses spare capacity, so its tenant is not charged
         # A tenant is not charged for tokens that are computed again after a preemption.
         num_tokens = 0 if sequence.num_preemptions else sequence.num_uncomputed_tokens
         self.shares.serve(sequence.request.tenant, num_tokens * PROMPT_WEIGHT)
 
-    def computed(self, batch: StepBatch, num_kept: Several[int] = ()) -> None:
+    def computed(self, batch: StepBatch, num_kept: Sequence[int] = ()) -> None:
         numbers = num_kept or repeat(1)
         for item, sequence, number in zip(batch.scheduled, batch.sequences, numbers, strict=False):
             if item.samples and not sequence.request.is_background:
@@ -197,22 +197,22 @@ class EarliestDeadlineFirst(FairShare):
         super().__init__()
         self._is_by_deadline = True  # whether at most one tenant had requests before the last step
 
-    def has_new_order(self, running: Several[Sequence]) -> bool:
+    def has_new_order(self, running: Sequence[EngineSequence]) -> bool:
         waiting = self.shares.waiting  # without idle tenants
         is_alone = len(waiting) < 2 and len({*waiting, *_tenants_of(running)}) < 2
         before, self._is_by_deadline = self._is_by_deadline, is_alone
         return is_alone != before
 
-    def foreground_key(self, sequence: Sequence) -> OrderKey:
+    def foreground_key(self, sequence: EngineSequence) -> OrderKey:
         # A single tenant needs no counter: the running sequence with the latest deadline is preempted first.
         return (0.0, *self.own_key(sequence)) if self._is_by_deadline else super().foreground_key(sequence)
 
-    def own_key(self, sequence: Sequence) -> OrderKey:
+    def own_key(self, sequence: EngineSequence) -> OrderKey:
         at = sequence.deadline_at
         return (sequence.arrived_at + DEFAULT_DEADLINE_S if at is None else at, sequence.arrival)
 
 
-def _tenants_of(sequences: Several[Sequence]) -> set[str]:
+def _tenants_of(sequences: Sequence[EngineSequence]) -> set[str]:
     return {each.request.tenant for each in sequences if not each.request.is_background}
 
 
@@ -220,22 +220,24 @@ class _TenantsQueue:
     """Orders tenants by served tokens and a tenant's sequences by `own_key`. Background sequences come last."""
 
     def __init__(self, policy: FairShare) -> None:
-        self._foreground: FairQueue[Sequence] = FairQueue(policy.shares, new_line=lambda: LazyHeap(policy.own_key))
+        self._foreground: FairQueue[EngineSequence] = FairQueue(
+            policy.shares, new_line=lambda: LazyHeap(policy.own_key)
+        )
         self._background = LazyHeap(policy.order_key)
 
-    def push(self, sequence: Sequence) -> None:
+    def push(self, sequence: EngineSequence) -> None:
         if sequence.request.is_background:
             self._background.push(sequence)
         else:
             self._foreground.push(sequence.request.tenant, sequence)
 
-    def peek(self) -> Sequence:
+    def peek(self) -> EngineSequence:
         return self._foreground.peek() if self._foreground.lines else self._background.peek()
 
-    def pop(self) -> Sequence:
+    def pop(self) -> EngineSequence:
         return self._foreground.pop() if self._foreground.lines else self._background.pop()
 
-    def note_finished(self, sequence: Sequence) -> None:
+    def note_finished(self, sequence: EngineSequence) -> None:
         if sequence.request.is_background:
             self._background.note_finished(sequence)
         else:

@@ -11,13 +11,13 @@ from msgspec import structs
 from app.engine.batch import StepBatch, StepResult
 from app.engine.block_pool import BlockPool
 from app.engine.request import FinishReason, Pooling, TokenDelta, TokenLogprobs
-from app.engine.sequence import Sequence, SequenceStatus
+from app.engine.sequence import EngineSequence, SequenceStatus
 
 
 class ResultProcessor:
     """Turns drawn tokens into deltas. Calls `end` with each complete sequence and its number of generated tokens."""
 
-    def __init__(self, pool: BlockPool, end: Callable[[Sequence, int], None]) -> None:
+    def __init__(self, pool: BlockPool, end: Callable[[EngineSequence, int], None]) -> None:
         self._pool = pool
         self._end = end
 
@@ -83,7 +83,7 @@ class ResultProcessor:
             if item.block_ids is sequence.block_ids:  # a sequence that was preempted since has no computed tokens
                 sequence.num_computed_tokens = item.start
 
-    def _advance_states(self, sequence: Sequence, end: int, *, generates: bool) -> None:
+    def _advance_states(self, sequence: EngineSequence, end: int, *, generates: bool) -> None:
         """Advance the recurrent states of a sequence to the state after `end` tokens, and publish its new snapshots."""
         states, size = sequence.states, self._pool.block_size
         assert self._pool.states is not None, "the model has recurrent layers"
@@ -91,7 +91,7 @@ class ResultProcessor:
         with_snapshot = [sequence.prefixes[number // size - 1] for number, _ in states.new if number <= end]
         self._pool.states.advance(states, end, with_snapshot, generates=generates)
 
-    def cache_full_blocks(self, sequence: Sequence, num_computed_tokens: int) -> None:
+    def cache_full_blocks(self, sequence: EngineSequence, num_computed_tokens: int) -> None:
         """Let other sequences share the blocks that the computed tokens fill; free the blocks that left a window."""
         size = self._pool.block_size
         for index in range(len(sequence.prefixes), num_computed_tokens // size):
@@ -108,7 +108,11 @@ class ResultProcessor:
             self._pool.free(sequence.release_before(self._pool.first_in_window(num_computed_tokens)))
 
     def _drawn(
-        self, sequence: Sequence, token_ids: tuple[int, ...], num_generated: int, logprobs: tuple[TokenLogprobs, ...]
+        self,
+        sequence: EngineSequence,
+        token_ids: tuple[int, ...],
+        num_generated: int,
+        logprobs: tuple[TokenLogprobs, ...],
     ) -> TokenDelta:
         """Return the delta of new tokens. End the sequence if the last token ends it; no other token can."""
         request = sequence.request
@@ -134,7 +138,7 @@ class ResultProcessor:
             logprobs=logprobs,
         )
 
-    def _computed(self, sequence: Sequence) -> TokenDelta:
+    def _computed(self, sequence: EngineSequence) -> TokenDelta:
         """End a sequence that generates nothing, once its prompt is computed, and return its last delta."""
         embedding = _embedding(sequence)
         self._end(sequence, 0)
@@ -153,15 +157,15 @@ def _kept(result: StepResult) -> Iterator[tuple[int, ...]]:
     return (tuple(islice(token_ids, number)) for number in result.num_kept)
 
 
-def _pool(sequence: Sequence, result: StepResult) -> None:
-    """Add the pooled hidden states of a step to the sum in `Sequence.pooled`."""
+def _pool(sequence: EngineSequence, result: StepResult) -> None:
+    """Add the pooled hidden states of a step to the sum in `EngineSequence.pooled`."""
     new = result.pooled.get(sequence.request.request_id)
     if new is not None:
         before = sequence.pooled
         sequence.pooled = new if before is None else [sum(both) for both in zip(before, new, strict=True)]
 
 
-def _embedding(sequence: Sequence) -> bytes | None:
+def _embedding(sequence: EngineSequence) -> bytes | None:
     """Return the embedding of a computed sequence; None in a replay, which has no hidden states."""
     if sequence.pooled is None:
         return None

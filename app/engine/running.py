@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Several
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
@@ -12,7 +11,7 @@ from typing import NamedTuple
 from app.engine.block_pool import Block, BlockPool, Prefix
 from app.engine.policies import OrderKey
 from app.engine.request import Pooling
-from app.engine.sequence import Sequence, SequenceStatus
+from app.engine.sequence import EngineSequence, SequenceStatus
 from app.engine.state_pool import SLOTS_OF_SEQUENCE, StatePath
 
 _order_key = attrgetter("order_key")
@@ -21,12 +20,12 @@ _order_key = attrgetter("order_key")
 class _Match(NamedTuple):
     """The cached blocks of a sequence's prefix. The match is valid while every block still has the noted prefix."""
 
-    sequence: Sequence
+    sequence: EngineSequence
     blocks: list[Block]
     prefixes: list[Prefix | None]
 
 
-def _have_prefixes(blocks: Several[Block], prefixes: Several[Prefix | None]) -> bool:
+def _have_prefixes(blocks: Sequence[Block], prefixes: Sequence[Prefix | None]) -> bool:
     return all(block.prefix is prefix for block, prefix in zip(blocks, prefixes, strict=True))
 
 
@@ -35,7 +34,7 @@ class RunningSequences:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self.in_order: list[Sequence] = []  # read-only for callers
+        self.in_order: list[EngineSequence] = []  # read-only for callers
         self.num_background = 0  # running sequences of background requests
         self.num_predicted = 0  # running sequences whose request has a prediction of the output
         self._match: _Match | None = None  # result of the last prefix lookup
@@ -43,17 +42,17 @@ class RunningSequences:
     def __len__(self) -> int:
         return len(self.in_order)
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[EngineSequence]:
         return iter(self.in_order)
 
     @property
-    def last(self) -> Sequence:
+    def last(self) -> EngineSequence:
         """The sequence that is preempted first. At least one sequence must be running."""
         return self.in_order[-1]
 
     # ------------------------------------------------------------------ joining and leaving
 
-    def blocks_to_join(self, sequence: Sequence) -> tuple[list[Block], int]:
+    def blocks_to_join(self, sequence: EngineSequence) -> tuple[list[Block], int]:
         """Return a sequence's cached prefix blocks, and the number of free blocks that its known tokens need."""
         cached = self._cached_prefix(sequence)
         if sequence.request.pooling == Pooling.MEAN:  # the mean needs the hidden states of every token
@@ -65,9 +64,9 @@ class RunningSequences:
         in_windows = chain.from_iterable(self._pool.found_in_windows(cached))
         return cached, num_blocks + self._pool.num_free_among(cached) + self._pool.num_free_among(in_windows)
 
-    def _cached_prefix(self, sequence: Sequence) -> list[Block]:
+    def _cached_prefix(self, sequence: EngineSequence) -> list[Block]:
         # The first waiting sequence asks in every step until it joins, so the last match is not hashed again.
-        known: Several[Block] = ()
+        known: Sequence[Block] = ()
         last = self._match
         if last is not None and last.sequence is sequence and _have_prefixes(last.blocks, last.prefixes):
             known = last.blocks
@@ -76,7 +75,7 @@ class RunningSequences:
         self._match = _Match(sequence, cached, [block.prefix for block in cached])
         return cached
 
-    def share(self, sequence: Sequence, cached: list[Block]) -> None:
+    def share(self, sequence: EngineSequence, cached: list[Block]) -> None:
         """Start a sequence after the cached blocks of its prefix, and make the sequence an owner of these blocks."""
         num_matched = 0 if self._match is None else len(self._match.blocks)
         self._match = None  # it refers to the sequence
@@ -93,13 +92,13 @@ class RunningSequences:
             sequence.states = self._pool.states.begin(prefix)
             sequence.states.num_matched_tokens = num_matched * self._pool.block_size
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: EngineSequence) -> None:
         """Insert a sequence by its rank."""
         insort(self.in_order, sequence, key=_order_key)
         self.num_background += sequence.request.is_background
         self.num_predicted += bool(sequence.request.prediction_token_ids)
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: EngineSequence) -> None:
         """Remove a sequence and free its blocks; its computed tokens count as uncomputed."""
         # The list is sorted, so bisection finds the sequence; list.remove would compare half of the list.
         index = bisect_left(self.in_order, sequence.order_key, key=_order_key)
@@ -113,7 +112,7 @@ class RunningSequences:
             self._pool.states.end(sequence.states)
             sequence.states = None
 
-    def reorder(self, order_key: Callable[[Sequence], OrderKey]) -> None:
+    def reorder(self, order_key: Callable[[EngineSequence], OrderKey]) -> None:
         """Give every running sequence a new rank and sort by it."""
         for sequence in self.in_order:
             sequence.order_key = order_key(sequence)
@@ -121,11 +120,11 @@ class RunningSequences:
 
     # ------------------------------------------------------------------ growing
 
-    def has_room_for(self, sequence: Sequence, num_tokens: int) -> bool:
+    def has_room_for(self, sequence: EngineSequence, num_tokens: int) -> bool:
         """Whether the free blocks suffice for `num_tokens` more tokens of the sequence."""
         return self._pool.can_allocate(self.num_missing_blocks(sequence, num_tokens))
 
-    def extend(self, sequence: Sequence, num_tokens: int) -> None:
+    def extend(self, sequence: EngineSequence, num_tokens: int) -> None:
         """Give a sequence the blocks for `num_tokens` more tokens; `has_room_for` must hold."""
         blocks, num_groups = self._pool.allocate(self.num_missing_blocks(sequence, num_tokens)), self._pool.num_groups
         if num_groups == 1:
@@ -133,7 +132,7 @@ class RunningSequences:
         else:
             sequence.extend_blocks(*(blocks[group::num_groups] for group in range(num_groups)))
 
-    def num_draftable(self, sequence: Sequence, *, is_short: bool) -> int:
+    def num_draftable(self, sequence: EngineSequence, *, is_short: bool) -> int:
         """Return how many drafts a sequence has room for. The last token before `max_tokens` is never a draft.
 
         is_short: use no more blocks than the sequence already has.
@@ -146,14 +145,14 @@ class RunningSequences:
             return number
         return min(number, self._pool.states.num_free // len(self.in_order) - 1)  # every draft needs a state slot
 
-    def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
+    def num_missing_blocks(self, sequence: EngineSequence, num_tokens: int) -> int:
         """Return how many more blocks, in all groups together, the sequence needs for `num_tokens` more tokens."""
         num_blocks = self._pool.num_blocks_for(sequence.num_computed_tokens + num_tokens)
         return (num_blocks - len(sequence.blocks)) * self._pool.num_groups
 
     # ------------------------------------------------------------------ states
 
-    def can_begin(self, cached: Several[Block], *, num_ended: int = 0) -> bool:
+    def can_begin(self, cached: Sequence[Block], *, num_ended: int = 0) -> bool:
         """Whether enough state slots are free for a sequence that begins after these cached blocks.
 
         num_ended: number of running sequences that end before the sequence begins.
@@ -162,7 +161,7 @@ class RunningSequences:
         prefix = cached[-1].prefix if cached else None
         return states is None or states.has_room(prefix, num_freed=SLOTS_OF_SEQUENCE * num_ended)
 
-    def state_path(self, sequence: Sequence, num_tokens: int) -> StatePath:
+    def state_path(self, sequence: EngineSequence, num_tokens: int) -> StatePath:
         """Return the state slots that a sequence uses in a step that computes `num_tokens` of its tokens."""
         pool, states, start = self._pool.states, sequence.states, sequence.num_computed_tokens
         assert pool is not None, "the model has recurrent layers"
@@ -171,7 +170,7 @@ class RunningSequences:
         has_drafts = num_tokens > 1 and sequence.is_decoding
         return pool.path(states, start, start + num_tokens, marks, has_drafts=has_drafts)
 
-    def _snapshot_marks(self, sequence: Sequence, start: int, end: int) -> list[int]:
+    def _snapshot_marks(self, sequence: EngineSequence, start: int, end: int) -> list[int]:
         """Return the lengths in (start, end], multiples of the block size, at which the state is worth a snapshot."""
         size = self._pool.block_size
         if sequence.is_decoding:
@@ -190,15 +189,19 @@ class RunningSequences:
     # ------------------------------------------------------------------ preemption
 
     def to_preempt_for(
-        self, waiting: Sequence, *, may_preempt: Callable[[Sequence, Sequence], bool], max_running: int
-    ) -> list[Sequence]:
+        self,
+        waiting: EngineSequence,
+        *,
+        may_preempt: Callable[[EngineSequence, EngineSequence], bool],
+        max_running: int,
+    ) -> list[EngineSequence]:
         """Return the sequences to preempt so that `waiting` can run; none if preemption cannot make enough room."""
         if not self.in_order or self.last.order_key <= waiting.order_key:
             return []
         cached, num_blocks = self.blocks_to_join(waiting)
         num_slots = max_running - len(self.in_order)
         num_free = self._pool.num_free
-        victims: list[Sequence] = []
+        victims: list[EngineSequence] = []
         for running in reversed(self.in_order):
             is_enough = num_slots > 0 and num_free >= num_blocks and self.can_begin(cached, num_ended=len(victims))
             if is_enough or running.order_key <= waiting.order_key:

@@ -30,7 +30,7 @@ from app.engine.policies import make_policy
 from app.engine.request import FinishReason, Request, SamplingParams, TokenDelta
 from app.engine.result_processor import ResultProcessor
 from app.engine.running import RunningSequences
-from app.engine.sequence import Sequence, SequenceStatus
+from app.engine.sequence import EngineSequence, SequenceStatus
 from app.engine.speculation.drafter import Drafter, add_drafts, hopes_for_drafts
 from app.engine.stats import SPEED_STEP_TOKENS, EngineStats, Totals
 from app.engine.step_times import Throughput
@@ -79,11 +79,11 @@ class Scheduler:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._takes_whole_prompts = takes_whole_prompts
         self._num_arrived = 0
-        self._sequences: dict[str, Sequence] = {}  # waiting and running, by request id
+        self._sequences: dict[str, EngineSequence] = {}  # waiting and running, by request id
         self._waiting = WaitingQueue(self._policy.new_queue, self._strategy.bucket_of)
         self._running = RunningSequences(pool)
         self.fetches = PrefixFetches(pool, store)
-        self._preempted: list[Sequence] = []  # sequences preempted since the last step was scheduled
+        self._preempted: list[EngineSequence] = []  # sequences preempted since the last step was scheduled
         self._ended: list[TokenDelta] = []  # deltas of sequences that ended without a step, until `update` returns them
         # The median: a higher estimate would refuse requests that could meet their deadlines.
         self._lengths = OutputLengths(by_median=True)
@@ -134,7 +134,7 @@ class Scheduler:
         """
         assert request.request_id not in self._sequences, f"request {request.request_id} was added twice"
         num_expected_tokens = self._expected_tokens(request)
-        sequence = Sequence(
+        sequence = EngineSequence(
             request=request,
             arrival=self._num_arrived,
             arrived_at=now,
@@ -156,7 +156,7 @@ class Scheduler:
         self._sequences[request.request_id] = sequence
         self._wait(sequence)
 
-    def _wait(self, sequence: Sequence) -> None:
+    def _wait(self, sequence: EngineSequence) -> None:
         """Queue a sequence. A sequence that has waited before returns to its old position."""
         self._waiting.push(sequence)
         sequence.order_key = self._policy.order_key(sequence)
@@ -189,7 +189,7 @@ class Scheduler:
             self._finish(sequence)
         return [sequence.request.request_id for sequence in failed]
 
-    def fail_one(self, sequence: Sequence, error: CarouselError) -> None:
+    def fail_one(self, sequence: EngineSequence, error: CarouselError) -> None:
         """End one request of a batch while the other requests continue. The next `update` returns its last delta."""
         if not sequence.is_finished:
             self._totals.failed += 1
@@ -200,12 +200,12 @@ class Scheduler:
             self._totals.missed += 1
             self._finish_with(sequence, deadline_missed(sequence, now))
 
-    def _finish_with(self, sequence: Sequence, error: CarouselError) -> None:
+    def _finish_with(self, sequence: EngineSequence, error: CarouselError) -> None:
         delta = TokenDelta(sequence.request.request_id, (), FinishReason.ERROR, error=error)
         self._finish(sequence)
         self._ended.append(delta)
 
-    def _finish_complete(self, sequence: Sequence, num_generated: int) -> None:
+    def _finish_complete(self, sequence: EngineSequence, num_generated: int) -> None:
         """End a sequence that has its last token, and learn from its length."""
         self._totals.finished += 1
         self._finish(sequence)
@@ -213,7 +213,7 @@ class Scheduler:
         error = abs(sequence.num_predicted_tokens - num_generated)
         self._mean_length_error += 0.02 * (error - self._mean_length_error)  # averages about 50 requests
 
-    def _finish(self, sequence: Sequence) -> None:
+    def _finish(self, sequence: EngineSequence) -> None:
         """End a sequence. Called exactly once for every sequence."""
         del self._sequences[sequence.request.request_id]
         was_waiting = sequence.status is SequenceStatus.WAITING
@@ -311,7 +311,7 @@ class Scheduler:
             first = [*first, self._waiting.peek(plan.bucket(0))]
         return any(not sequence.request.is_background for sequence in first)
 
-    def _record_decision(self, joined: list[Sequence], wait_reason: WaitReason) -> None:
+    def _record_decision(self, joined: list[EngineSequence], wait_reason: WaitReason) -> None:
         preempted, self._preempted = self._preempted, []
         num_waiting = len(self._waiting)
         self._decision = SchedulingDecision(
@@ -321,14 +321,14 @@ class Scheduler:
 
     # -- running sequences
 
-    def _participants(self, *, is_ahead: bool) -> list[Sequence]:
+    def _participants(self, *, is_ahead: bool) -> list[EngineSequence]:
         """Return a new list of running sequences, without those that get their last token in the unreconciled step."""
         if is_ahead:
             # `or 1`: a sequence that generates nothing takes part until its prompt is computed.
             return [s for s in self._running if len(s.generated_token_ids) < (s.request.sampling.max_tokens or 1)]
         return list(self._running)
 
-    def _schedule_running(self, builder: BatchBuilder, running: list[Sequence]) -> None:
+    def _schedule_running(self, builder: BatchBuilder, running: list[EngineSequence]) -> None:
         block_size = self.pool.block_size
         num_behind = len(running)
         for sequence in running:
@@ -344,7 +344,7 @@ class Scheduler:
             if num_tokens > 0 and self._make_room(sequence, num_tokens, builder):
                 builder.add_prefill(sequence, num_tokens)
 
-    def _make_room(self, sequence: Sequence, num_tokens: int, builder: BatchBuilder) -> bool:
+    def _make_room(self, sequence: EngineSequence, num_tokens: int, builder: BatchBuilder) -> bool:
         """Give the sequence the blocks it needs, preempting from the end. Return False if it was preempted itself."""
         while not self._running.has_room_for(sequence, num_tokens):
             builder.has_preempted = True
@@ -356,7 +356,7 @@ class Scheduler:
         self._running.extend(sequence, num_tokens)
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: EngineSequence) -> None:
         """Take back the blocks of a running sequence. It then waits at its old position and is recomputed later."""
         self._running.remove(sequence)
         sequence.status = SequenceStatus.WAITING
@@ -410,7 +410,7 @@ class Scheduler:
         """Tokens per second in steps of one prefill chunk; 0 while unknown."""
         return self._throughput.tokens_per_s_at(self.limits.prefill_chunk_tokens)
 
-    def _join(self, sequence: Sequence, cached: list[Block], bucket: int) -> None:
+    def _join(self, sequence: EngineSequence, cached: list[Block], bucket: int) -> None:
         """Start the first waiting sequence after its cached prefix. There must be room for all of its tokens."""
         self._running.share(sequence, cached)
         self._waiting.pop(bucket)
@@ -426,7 +426,7 @@ class Scheduler:
         self._policy.joined(sequence)
         self._strategy.joined(sequence)
 
-    def _to_preempt_for_waiting(self, num_places: int) -> list[Sequence]:
+    def _to_preempt_for_waiting(self, num_places: int) -> list[EngineSequence]:
         """Return the running sequences to preempt for waiting ones: by policy, or background ones for foreground."""
         if not (len(self._waiting) and len(self._running) and self._strategy.joins_any_step):
             return []
@@ -439,7 +439,7 @@ class Scheduler:
             return victims
         return victims + self._more_background_to_preempt(victims, num_places)
 
-    def _more_background_to_preempt(self, victims: list[Sequence], num_places: int) -> list[Sequence]:
+    def _more_background_to_preempt(self, victims: list[EngineSequence], num_places: int) -> list[EngineSequence]:
         """Return further background sequences to preempt, so that a burst of foreground requests joins in one step."""
         num_slots = num_places - len(self._running) + len(victims)
         num_missing = self._waiting.num_foreground - num_slots
@@ -598,11 +598,11 @@ class Scheduler:
     # ------------------------------------------------------------------ for views
 
     @property
-    def running(self) -> list[Sequence]:
+    def running(self) -> list[EngineSequence]:
         """The running sequences in order. The caller must not change the list."""
         return self._running.in_order
 
-    def first_waiting(self, number: int) -> list[Sequence]:
+    def first_waiting(self, number: int) -> list[EngineSequence]:
         """Return the next sequences to join, see `WaitingQueue.first`."""
         return self._waiting.first(number)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Several
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -23,7 +23,7 @@ class SequenceStatus(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class EngineSequence:
     """The scheduler's mutable record of one request.
 
     A sequence has no prefill state and no decode state, only two counters: a step brings `num_computed_tokens` (tokens
@@ -168,7 +168,7 @@ class Sequence:
         self.window_ids = tuple([] for _ in range(number))
         self.num_released_blocks = 0
 
-    def extend_blocks(self, blocks: list[Block], *in_windows: Several[Block | None]) -> None:
+    def extend_blocks(self, blocks: list[Block], *in_windows: Sequence[Block | None]) -> None:
         """Append blocks. in_windows: as many blocks for each window group."""
         self.blocks.extend(blocks)
         self.block_ids.extend(block.block_id for block in blocks)

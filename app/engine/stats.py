@@ -17,7 +17,7 @@ from app.engine.batch import SchedulingDecision, StepBatch
 from app.engine.histogram import SECONDS, SMALL_NUMBERS, TOKENS, Distribution, Histogram
 from app.engine.observer import EndedStep, StepObserver
 from app.engine.request import EngineTimes
-from app.engine.sequence import Sequence
+from app.engine.sequence import EngineSequence
 from app.engine.tuner import Tuning
 
 # Engines are compared by their speed in steps of this size, because the speed of actual steps depends on their size.
@@ -174,7 +174,9 @@ class MeasurementCollector(StepObserver):
         self._step_s = Histogram(SECONDS)
         self._step_tokens = Histogram(TOKENS)
         self._step_requests = Histogram(SMALL_NUMBERS)
-        self._prefilling: list[tuple[Sequence, int, float]] = []  # sequence, generated tokens and time when it joined
+        self._prefilling: list[
+            tuple[EngineSequence, int, float]
+        ] = []  # sequence, generated tokens and time when it joined
 
     def reconfigured(self, config: SchedulerConfig) -> None:
         self._settings = config.version

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Sequence as Several
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from app.config import (
@@ -20,7 +20,7 @@ from app.config import (
     StaticConfig,
     StrategyConfig,
 )
-from app.engine.sequence import Sequence
+from app.engine.sequence import EngineSequence
 from app.engine.waiting_queue import Bucket, WaitingQueue
 
 
@@ -53,7 +53,7 @@ class SchedulerView:
     now: float  # seconds of the engine's clock
     max_running: int
     max_step_tokens: int
-    running: Several[Sequence]
+    running: Sequence[EngineSequence]
     waiting: WaitingQueue
 
     @property
@@ -94,18 +94,18 @@ class BatchingStrategy(ABC):
         A time that is not after `view.now` means the next step.
         """
 
-    def bucket_of(self, sequence: Sequence) -> int:
+    def bucket_of(self, sequence: EngineSequence) -> int:
         """Return the number of the bucket in which a sequence waits. The number of a sequence must never change."""
         return 0
 
-    def admits(self, sequence: Sequence) -> bool:
+    def admits(self, sequence: EngineSequence) -> bool:
         """Whether the next sequence in order may join; False ends admission for this step."""
         return True
 
-    def joined(self, sequence: Sequence) -> None:
+    def joined(self, sequence: EngineSequence) -> None:
         """Account for a sequence that has joined, for the first time or after a preemption."""
 
-    def preempted(self, sequence: Sequence) -> None:
+    def preempted(self, sequence: EngineSequence) -> None:
         """Account for a running sequence that was preempted and waits again."""
 
     def emptied(self, now: float) -> None:
@@ -194,7 +194,7 @@ class WholeBatches(BatchingStrategy):
     def opens_at(self, view: SchedulerView) -> float | None:
         return min((self._due_at(bucket, view) for bucket in view.waiting.buckets), default=None)
 
-    def admits(self, sequence: Sequence) -> bool:
+    def admits(self, sequence: EngineSequence) -> bool:
         """Whether the batch has enough tokens left for the sequence. A prompt above the limit runs alone."""
         batch = self._batch
         assert batch is not None, "only an open batch admits"
@@ -204,10 +204,10 @@ class WholeBatches(BatchingStrategy):
         batch.seats.clear()  # the batch is closed, so that no later sequence overtakes this one
         return False
 
-    def joined(self, sequence: Sequence) -> None:
+    def joined(self, sequence: EngineSequence) -> None:
         self._take_seats(1, sequence)
 
-    def preempted(self, sequence: Sequence) -> None:
+    def preempted(self, sequence: EngineSequence) -> None:
         self._take_seats(-1, sequence)
 
     def emptied(self, now: float) -> None:
@@ -233,7 +233,7 @@ class WholeBatches(BatchingStrategy):
     def _batch_ended(self, latency_s: float) -> None:
         """Account for a batch whose sequences have all ended, `latency_s` after it began."""
 
-    def _take_seats(self, number: int, sequence: Sequence) -> None:
+    def _take_seats(self, number: int, sequence: EngineSequence) -> None:
         batch = self._batch
         if batch is None:
             return  # the sequence already ran when this strategy was chosen
@@ -272,7 +272,7 @@ class Bucketed(WholeBatches):
         super().__init__(batch_size=config.batch_size, max_wait_s=config.max_wait_ms / 1e3)
         self._bounds = config.bounds
 
-    def bucket_of(self, sequence: Sequence) -> int:
+    def bucket_of(self, sequence: EngineSequence) -> int:
         return bisect_left(self._bounds, sequence.num_prompt_tokens)
 
 
@@ -288,7 +288,7 @@ class Sorted(WholeBatches):
     def __init__(self, config: SortedConfig) -> None:
         super().__init__(batch_size=config.batch_size, max_wait_s=config.max_wait_ms / 1e3)
 
-    def bucket_of(self, sequence: Sequence) -> int:
+    def bucket_of(self, sequence: EngineSequence) -> int:
         """Return the length class: 0 or higher for foreground sequences, below 0 for background sequences."""
         number = sequence.num_prompt_tokens // self._STEP
         return ~number if sequence.request.is_background else number

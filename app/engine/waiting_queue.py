@@ -9,7 +9,7 @@ from itertools import islice
 from operator import attrgetter
 from typing import Generic, Protocol, TypeVar
 
-from app.engine.sequence import Sequence, SequenceStatus
+from app.engine.sequence import EngineSequence, SequenceStatus
 
 KeyT = TypeVar("KeyT")
 
@@ -19,17 +19,17 @@ MAX_SORTED = 1000  # sequences of a bucket that `WaitingQueue.first` sorts: half
 class PolicyQueue(Protocol):
     """Waiting sequences in a policy's order."""
 
-    def push(self, sequence: Sequence) -> None: ...
+    def push(self, sequence: EngineSequence) -> None: ...
 
-    def peek(self) -> Sequence:
+    def peek(self) -> EngineSequence:
         """Return the next sequence to join. The queue must not be empty."""
         ...
 
-    def pop(self) -> Sequence:
+    def pop(self) -> EngineSequence:
         """Remove and return the next sequence to join. The queue must not be empty."""
         ...
 
-    def note_finished(self, sequence: Sequence) -> None:
+    def note_finished(self, sequence: EngineSequence) -> None:
         """Account for a queued sequence that has just finished."""
         ...
 
@@ -37,7 +37,7 @@ class PolicyQueue(Protocol):
 class WaitingQueue:
     """All waiting sequences, with totals. Push, pop and peek take at most O(log n) for n waiting sequences."""
 
-    def __init__(self, new_queue: Callable[[], PolicyQueue], bucket_of: Callable[[Sequence], int]) -> None:
+    def __init__(self, new_queue: Callable[[], PolicyQueue], bucket_of: Callable[[EngineSequence], int]) -> None:
         """`new_queue` makes an empty queue in the policy's order.
 
         `bucket_of` returns the bucket number of a sequence; the number must never change.
@@ -66,46 +66,46 @@ class WaitingQueue:
             bucket = self._buckets[number] = Bucket(number, self._new_queue())
         return bucket
 
-    def push(self, sequence: Sequence) -> None:
+    def push(self, sequence: EngineSequence) -> None:
         """Add a sequence. A preempted sequence returns to its old position."""
         self.bucket(self._bucket_of(sequence)).push(sequence)
         self._count(sequence, 1)
 
-    def peek(self, number: int = 0) -> Sequence:
+    def peek(self, number: int = 0) -> EngineSequence:
         """Return the next sequence to join from a bucket, which must not be empty."""
         return self._buckets[number].queue.peek()
 
-    def pop(self, number: int = 0) -> Sequence:
+    def pop(self, number: int = 0) -> EngineSequence:
         """Remove the next sequence from a bucket, which must not be empty. Call this once the sequence runs."""
         sequence = self._buckets[number].pop()
         self._count(sequence, -1)
         return sequence
 
-    def first(self, number: int) -> list[Sequence]:
+    def first(self, number: int) -> list[EngineSequence]:
         """Return the first sequences by rank among the oldest MAX_SORTED of each bucket. For display only: it is slow.
 
         The next one to join is always first. Under `fair`, later ones may join in another order: tenants take turns.
         """
-        found: dict[int, Sequence] = {}  # by arrival: a bucket may list a preempted sequence twice
+        found: dict[int, EngineSequence] = {}  # by arrival: a bucket may list a preempted sequence twice
         for bucket in self.buckets:
             found |= {sequence.arrival: sequence for sequence in bucket.oldest(MAX_SORTED)}
         heads = [bucket.queue.peek() for bucket in self.buckets]
         ordered = nsmallest(number, found.values(), key=attrgetter("order_key"))
         return list(dict.fromkeys([*heads, *ordered]))[:number]
 
-    def take_all(self) -> list[Sequence]:
+    def take_all(self) -> list[EngineSequence]:
         """Remove all sequences and return them in order of arrival."""
         taken = [bucket.queue.pop() for bucket in self.buckets for _ in range(bucket.num_waiting)]
         self._buckets.clear()
         self._num_waiting = self.num_foreground = self.num_tokens = self.num_foreground_tokens = self.work = 0
         return sorted(taken, key=attrgetter("arrival"))
 
-    def note_finished(self, sequence: Sequence) -> None:
+    def note_finished(self, sequence: EngineSequence) -> None:
         """Account for a waiting sequence that has just finished."""
         self._buckets[self._bucket_of(sequence)].note_finished(sequence)
         self._count(sequence, -1)
 
-    def _count(self, sequence: Sequence, number: int) -> None:
+    def _count(self, sequence: EngineSequence, number: int) -> None:
         self._num_waiting += number
         self.num_tokens += number * sequence.num_prompt_tokens
         if not sequence.request.is_background:
@@ -122,7 +122,9 @@ class Bucket:
         self.queue = queue
         self.num_waiting = 0
         self.num_tokens = 0  # prompt tokens
-        self._by_age: deque[Sequence] = deque()  # the oldest first; sequences that no longer wait are removed lazily
+        self._by_age: deque[EngineSequence] = (
+            deque()
+        )  # the oldest first; sequences that no longer wait are removed lazily
 
     @property
     def oldest_at(self) -> float:
@@ -130,11 +132,11 @@ class Bucket:
         self._drop_gone()
         return self._by_age[0].arrived_at
 
-    def oldest(self, number: int) -> Iterable[Sequence]:
+    def oldest(self, number: int) -> Iterable[EngineSequence]:
         """Yield waiting sequences among the oldest `number` entries, the oldest first."""
         return (each for each in islice(self._by_age, number) if each.status is SequenceStatus.WAITING)
 
-    def push(self, sequence: Sequence) -> None:
+    def push(self, sequence: EngineSequence) -> None:
         self.queue.push(sequence)
         self.num_waiting += 1
         self.num_tokens += sequence.num_prompt_tokens
@@ -143,16 +145,16 @@ class Bucket:
         else:
             self._by_age.append(sequence)
 
-    def pop(self) -> Sequence:
+    def pop(self) -> EngineSequence:
         sequence = self.queue.pop()
         self._leave(sequence)
         return sequence
 
-    def note_finished(self, sequence: Sequence) -> None:
+    def note_finished(self, sequence: EngineSequence) -> None:
         self.queue.note_finished(sequence)
         self._leave(sequence)
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: EngineSequence) -> None:
         self.num_waiting -= 1
         self.num_tokens -= sequence.num_prompt_tokens
         self._drop_gone()
@@ -171,19 +173,19 @@ class LazyHeap(Generic[KeyT]):
     finished sequences once they are half of the heap. Every operation therefore costs O(log n) on average.
     """
 
-    def __init__(self, key: Callable[[Sequence], KeyT]) -> None:
+    def __init__(self, key: Callable[[EngineSequence], KeyT]) -> None:
         """`key` is called once for each push."""
         self._key = key
-        self._heap: list[tuple[KeyT, int, Sequence]] = []
+        self._heap: list[tuple[KeyT, int, EngineSequence]] = []
         self._num_finished = 0
 
     def __len__(self) -> int:
         return len(self._heap) - self._num_finished
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[EngineSequence]:
         return (sequence for _, _, sequence in self._heap if not sequence.is_finished)
 
-    def push(self, sequence: Sequence, key: KeyT | None = None) -> None:
+    def push(self, sequence: EngineSequence, key: KeyT | None = None) -> None:
         """Add a sequence by `key`; None: by the heap's key function."""
         heappush(self._heap, (self._key(sequence) if key is None else key, sequence.arrival, sequence))
 
@@ -192,17 +194,17 @@ class LazyHeap(Generic[KeyT]):
         self._drop_finished()
         return self._heap[0][0]
 
-    def peek(self) -> Sequence:
+    def peek(self) -> EngineSequence:
         """Return the first sequence. The heap must not be empty."""
         self._drop_finished()
         return self._heap[0][2]
 
-    def pop(self) -> Sequence:
+    def pop(self) -> EngineSequence:
         """Remove and return the first sequence. The heap must not be empty."""
         self._drop_finished()
         return heappop(self._heap)[2]
 
-    def note_finished(self, sequence: Sequence) -> None:
+    def note_finished(self, sequence: EngineSequence) -> None:
         """Account for a queued sequence that has just finished."""
         self._num_finished += 1
         if self._num_finished > len(self._heap) // 2:

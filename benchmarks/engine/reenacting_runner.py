@@ -16,7 +16,7 @@ from app.engine.batch import ScheduledSequence, StepBatch, StepResult
 from app.engine.matcher import TokenSet
 from app.engine.model_runner import ModelRunner
 from app.engine.request import Request
-from app.engine.sequence import Sequence as EngineSequence
+from app.engine.sequence import EngineSequence
 from app.engine.speculation.drafter import Drafter, Take, one_by_one
 from app.engine.trace.entries import (
     NOTHING,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as Several
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from app.engine.batch import SchedulingDecision, StepBatch
 from app.engine.engine import Engine
 from app.engine.observer import EndedStep, StepObserver
-from app.engine.sequence import Sequence
+from app.engine.sequence import EngineSequence
 from app.engine.stats import EngineStats
 from app.engine.trace.entries import FailureKind
 from benchmarks.engine.run import Run
@@ -56,7 +55,7 @@ class StepTrace(StepObserver):
         if batch.scheduled:
             self._held.append((self._stats().num_running, decision.num_waiting))
 
-    def failed(self, how: FailureKind, sequences: Iterable[Sequence] = ()) -> None:
+    def failed(self, how: FailureKind, sequences: Iterable[EngineSequence] = ()) -> None:
         self._held.clear()
 
     def step_ended(self, step: EndedStep) -> None:
@@ -105,7 +104,7 @@ class Served:
     joined_s: Mapping[str, float]  # when each request was first computed, by request id
     bubble_share: float | None = None  # slot time held by nothing while requests waited
     mean_running: float | None = None  # requests in a step
-    steps: Several[Step] = ()
+    steps: Sequence[Step] = ()
 
 
 def service_figures(workload: Workload, served: Served, slo: Slo | None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from app.engine.model_runner import ModelRunner
 from app.engine.observer import StepObserver
 from app.engine.request import ALL_BLOCKS, Address, PrefixSource, Request, TokenDelta
 from app.engine.scheduler import Scheduler
-from app.engine.sequence import Sequence as EngineSequence
+from app.engine.sequence import EngineSequence
 from app.engine.stats import StoreStats
 from app.errors import Overloaded
 from app.fleet import FailoverLimits, report_of

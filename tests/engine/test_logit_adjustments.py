@@ -4,7 +4,7 @@ from typing import Any
 
 from app.engine.logit_adjustments import LogitAdjustments
 from app.engine.request import SamplingParams
-from app.engine.sequence import Sequence
+from app.engine.sequence import EngineSequence
 from tests.kit.engine import make_request
 
 
@@ -31,7 +31,7 @@ def test_each_generated_token_is_read_once() -> None:
 
 
 def test_a_sequence_that_is_preempted_holds_none_and_gets_the_same_again() -> None:
-    sequence = Sequence(request=make_request((5, 6), max_tokens=9, frequency_penalty=0.5), arrival=0)
+    sequence = EngineSequence(request=make_request((5, 6), max_tokens=9, frequency_penalty=0.5), arrival=0)
     sequence.generated_token_ids += [7, 7, 8]
     before = sequence.current_adjustments()
     sequence.take_blocks()
@@ -45,7 +45,7 @@ def test_a_sequence_that_is_preempted_holds_none_and_gets_the_same_again() -> No
 
 def test_a_bias_alone_needs_no_known_tokens() -> None:
     """So that a step may be prepared while the one before it runs."""
-    sequence = Sequence(request=make_request(max_tokens=9, logit_bias=((3, 1.0),)), arrival=0)
+    sequence = EngineSequence(request=make_request(max_tokens=9, logit_bias=((3, 1.0),)), arrival=0)
     sequence.generated_token_ids += [7, -1]
     adjustments = sequence.current_adjustments()
     assert adjustments is not None

@@ -10,16 +10,16 @@ import pytest
 from app.engine.block_pool import BlockPool
 from app.engine.request import Pooling
 from app.engine.running import RunningSequences
-from app.engine.sequence import Sequence, SequenceStatus
+from app.engine.sequence import EngineSequence, SequenceStatus
 from tests.kit.engine import make_request
 
 
-def sequence_of(num_tokens: int, *, rank: int, max_tokens: int = 4) -> Sequence:
+def sequence_of(num_tokens: int, *, rank: int, max_tokens: int = 4) -> EngineSequence:
     request = make_request(tuple(range(2, 2 + num_tokens)), max_tokens=max_tokens)
-    return Sequence(request=request, arrival=rank, order_key=(rank,))
+    return EngineSequence(request=request, arrival=rank, order_key=(rank,))
 
 
-def run(running: RunningSequences, sequence: Sequence, num_computed_tokens: int = 0) -> Sequence:
+def run(running: RunningSequences, sequence: EngineSequence, num_computed_tokens: int = 0) -> EngineSequence:
     """Let it join without a cached prefix, with blocks for all of its tokens."""
     running.share(sequence, [])
     running.extend(sequence, sequence.num_tokens)
@@ -75,14 +75,14 @@ def test_no_block_is_skipped_of_which_more_than_the_kv_is_wanted(
     parent = pool.cache_full_block(owned[0], (2, 3), parent="")
     pool.cache_full_block(owned[1], (4, 5), parent=parent)
     request = replace(make_request((2, 3, 4, 5, 6), **wants), num_scored_tokens=num_scored)
-    running, sequence = RunningSequences(pool), Sequence(request=request, arrival=0)
+    running, sequence = RunningSequences(pool), EngineSequence(request=request, arrival=0)
     assert running.blocks_to_join(sequence) == (owned[:num_cached], 3 - num_cached)
 
 
 def test_those_with_a_prediction_and_those_in_the_background_are_counted_while_they_run() -> None:
     running = RunningSequences(BlockPool(num_blocks=8, block_size=2))
 
-    def started(rank: int, **fields: Any) -> Sequence:
+    def started(rank: int, **fields: Any) -> EngineSequence:
         sequence = sequence_of(3, rank=rank)
         sequence.request = replace(sequence.request, **fields)
         return run(running, sequence)
@@ -126,7 +126,9 @@ def test_those_behind_a_waiting_one_make_way_from_the_last_on_as_far_as_it_takes
     running = RunningSequences(pool)
     first, second, last = (run(running, sequence_of(4, rank=rank)) for rank in (0, 2, 3))
 
-    def victims(num_tokens: int, *, rank: int, max_running: int = 9, spared: Sequence | None = None) -> list[Sequence]:
+    def victims(
+        num_tokens: int, *, rank: int, max_running: int = 9, spared: EngineSequence | None = None
+    ) -> list[EngineSequence]:
         return running.to_preempt_for(
             sequence_of(num_tokens, rank=rank),
             may_preempt=lambda _, other: other is not spared,

@@ -23,7 +23,7 @@ from app.engine.model_runner import ModelRunner
 from app.engine.policies import SchedulingPolicy
 from app.engine.request import Request
 from app.engine.scheduler import Scheduler
-from app.engine.sequence import Sequence
+from app.engine.sequence import EngineSequence
 from tests.kit.engine import CountingRunner, FakeClock, build_fake_engine, make_request, run_to_end
 
 NUM_RUNNING = 128
@@ -56,7 +56,7 @@ class CountingPolicy(SchedulingPolicy):
     def __init__(self) -> None:
         self.num_keys = 0
 
-    def foreground_key(self, sequence: Sequence) -> tuple[float, ...]:
+    def foreground_key(self, sequence: EngineSequence) -> tuple[float, ...]:
         self.num_keys += 1
         return (CountedNumber(sequence.arrival),)
 
@@ -209,7 +209,7 @@ def test_a_waiting_request_weighs_little_beside_its_ids() -> None:
 
 
 class EqualRank(SchedulingPolicy):
-    def foreground_key(self, sequence: Sequence) -> tuple[float, ...]:
+    def foreground_key(self, sequence: EngineSequence) -> tuple[float, ...]:
         return (0.0,)
 
 

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 
 from app.engine.policies import FirstComeFirstServed
-from app.engine.sequence import Sequence, SequenceStatus
+from app.engine.sequence import EngineSequence, SequenceStatus
 from app.engine.waiting_queue import LazyHeap, WaitingQueue
 from tests.kit.engine import make_request
 
 
-def queue_of(num_sequences: int) -> tuple[WaitingQueue, list[Sequence]]:
+def queue_of(num_sequences: int) -> tuple[WaitingQueue, list[EngineSequence]]:
     queue = WaitingQueue(FirstComeFirstServed().new_queue, bucket_of=lambda sequence: sequence.num_prompt_tokens % 2)
     sequences = [
-        Sequence(request=make_request((5,) * (n + 1)), arrival=n, arrived_at=float(n), order_key=(n,))
+        EngineSequence(request=make_request((5,) * (n + 1)), arrival=n, arrived_at=float(n), order_key=(n,))
         for n in range(num_sequences)
     ]
     for sequence in sequences:
@@ -23,7 +23,7 @@ def queue_of(num_sequences: int) -> tuple[WaitingQueue, list[Sequence]]:
     return queue, sequences
 
 
-def finish(queue: WaitingQueue, sequence: Sequence) -> None:
+def finish(queue: WaitingQueue, sequence: EngineSequence) -> None:
     sequence.status = SequenceStatus.FINISHED
     queue.note_finished(sequence)
 
@@ -85,7 +85,7 @@ def test_background_requests_are_counted_apart_and_everything_is_taken_off_again
     queue = WaitingQueue(FirstComeFirstServed().new_queue, bucket_of=lambda sequence: 0)
     background = replace(make_request((5,) * 4), is_background=True)
     for arrival, request in enumerate((make_request((5,) * 2), background, make_request((5,) * 7))):
-        queue.push(Sequence(request=request, arrival=arrival, num_predicted_tokens=10))
+        queue.push(EngineSequence(request=request, arrival=arrival, num_predicted_tokens=10))
 
     def counts() -> tuple[int, ...]:
         return len(queue), queue.num_tokens, queue.work, queue.num_foreground, queue.num_foreground_tokens
@@ -112,7 +112,7 @@ def test_the_first_are_the_next_of_each_bucket_and_then_the_order_of_ranks() -> 
 
 def test_a_heap_gives_the_lowest_key_and_of_equal_ones_the_first_that_came() -> None:
     heap = LazyHeap[float](lambda sequence: 3.0)
-    sequences = [Sequence(request=make_request(), arrival=arrival) for arrival in range(6)]
+    sequences = [EngineSequence(request=make_request(), arrival=arrival) for arrival in range(6)]
     for sequence, key in zip(reversed(sequences), (None, 1.0, 2.0, 2.0, 1.0, None), strict=True):
         heap.push(sequence, key)
     assert (heap.first_key(), heap.peek(), len(heap)) == (1.0, sequences[1], 6)

@@ -8,8 +8,7 @@ import time
 from abc import abstractmethod
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Several
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from copy import copy
@@ -43,7 +42,7 @@ from app.engine.request import (
     TokenDelta,
     TokenLogprobs,
 )
-from app.engine.sequence import Sequence
+from app.engine.sequence import EngineSequence
 from app.engine.speculation.draft_model import ModelDrafter
 from app.engine.speculation.drafter import Drafter, Take, one_by_one
 from app.engine.state_pool import NO_STATE
@@ -184,7 +183,7 @@ class CountingRunner(ModelRunner):
         first = block_id * self._block_size
         return [self._slots[slot] for slot in range(first, first + self._block_size)]
 
-    def fill(self, block_id: int, token_ids: Several[int]) -> None:
+    def fill(self, block_id: int, token_ids: Sequence[int]) -> None:
         """Have these tokens in the slots of a block."""
         self._slots |= zip(count(block_id * self._block_size), token_ids, strict=False)
 
@@ -278,15 +277,15 @@ class SteadyDrafter(Drafter):
     """Drafts for one sequence after the other, in every step."""
 
     @abstractmethod
-    def draft_of(self, sequence: Sequence) -> list[int]:
+    def draft_of(self, sequence: EngineSequence) -> list[int]:
         """The tokens that may follow those of a sequence."""
 
     def begin(self, num_sequences: int) -> bool:
         return True
 
     def draft(
-        self, items: Several[ScheduledSequence], sequences: Several[Sequence], take: Take
-    ) -> Iterator[tuple[int, Several[int]]]:
+        self, items: Sequence[ScheduledSequence], sequences: Sequence[EngineSequence], take: Take
+    ) -> Iterator[tuple[int, Sequence[int]]]:
         return one_by_one(sequences, take, self.draft_of)
 
     def stepped(self, batch: StepBatch, result: StepResult, *, seconds: float) -> None:
@@ -299,7 +298,7 @@ class KnowingDrafter(SteadyDrafter):
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
 
-    def draft_of(self, sequence: Sequence) -> list[int]:
+    def draft_of(self, sequence: EngineSequence) -> list[int]:
         known = list(sequence.token_ids(0, sequence.num_tokens))
         drafts: list[int] = []
         for place in range(self._num_drafts):
@@ -440,12 +439,12 @@ BAD_GRAMMAR = "bad"
 class SteppingMatcher:
     """Allows one token after the other, round and round; it can fail behind so many."""
 
-    def __init__(self, token_ids: Several[int], *, fails_after: int | None = None) -> None:
+    def __init__(self, token_ids: Sequence[int], *, fails_after: int | None = None) -> None:
         self._token_ids = token_ids
         self._fails_after = fails_after
         self.num_advanced = 0
         self.failure: str | None = None
-        self.ignored_keywords: Several[str] = ()
+        self.ignored_keywords: Sequence[str] = ()
 
     def allowed(self) -> bytes:
         if self.num_advanced == self._fails_after:
@@ -468,7 +467,7 @@ class SteppingMatcher:
             other.failure = "it was not allowed"
         return other
 
-    def num_allowed(self, token_ids: Several[int]) -> int:
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
         pairs = enumerate(zip(token_ids, self.forced(len(token_ids)), strict=True))
         return next((at for at, (given, allowed) in pairs if given != allowed), len(token_ids))
 

@@ -13,7 +13,7 @@ from app.build import assemble, drafter_of
 from app.config import CacheConfig, SchedulerConfig, SpeculationConfig
 from app.engine.engine import Engine
 from app.engine.request import Request
-from app.engine.sequence import Sequence
+from app.engine.sequence import EngineSequence
 from app.engine.speculation.drafter import Drafter
 from tests.kit.engine import EagerModelDrafter, FakeClock, Outcome, SteadyDrafter, make_request, run_to_end
 from tests.model.test_equivalence import build, random_requests
@@ -37,7 +37,7 @@ class RecallingDrafter(SteadyDrafter):
     def __init__(self, token_ids: Mapping[str, list[int]]) -> None:
         self._token_ids = token_ids
 
-    def draft_of(self, sequence: Sequence) -> list[int]:
+    def draft_of(self, sequence: EngineSequence) -> list[int]:
         at = sequence.num_generated_tokens
         drafts = list(self._token_ids[sequence.request.request_id][at : at + 5])
         return [token if (at + place) % 7 else (token + 1) % VOCAB_SIZE for place, token in enumerate(drafts)]

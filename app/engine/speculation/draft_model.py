@@ -9,8 +9,7 @@ coupling: Daliri, Musco and Suresh, 2024). No torch here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from collections.abc import Sequence as Several
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from msgspec import structs
@@ -19,7 +18,7 @@ from app.engine.batch import ScheduledSequence, StepBatch, StepResult, after_dra
 from app.engine.isolation import run_or_error
 from app.engine.model_runner import ModelRunner
 from app.engine.request import ModelInfo
-from app.engine.sequence import Sequence
+from app.engine.sequence import EngineSequence
 from app.engine.speculation.draft_pace import DraftPace
 from app.engine.speculation.drafter import Drafter, Take
 from app.engine.speculation.prompt_lookup import FIRST_ACCEPTANCE, num_worthwhile, updated
@@ -38,7 +37,7 @@ class _Drafting:
     """The next tokens of one sequence that the draft model computes."""
 
     place: int  # index of the sequence in the step
-    sequence: Sequence
+    sequence: EngineSequence
     item: ScheduledSequence
     number: int  # number of drafts; 0: the draft model only catches up
     drafts: list[int] = field(default_factory=list)
@@ -79,8 +78,8 @@ class ModelDrafter(Drafter):
         return self._number > 0
 
     def draft(
-        self, items: Several[ScheduledSequence], sequences: Several[Sequence], take: Take
-    ) -> Iterator[tuple[int, Several[int]]]:
+        self, items: Sequence[ScheduledSequence], sequences: Sequence[EngineSequence], take: Take
+    ) -> Iterator[tuple[int, Sequence[int]]]:
         step = self._first_step(items, sequences, take)
         drafting = [each for each in step if each.number]
         while step:
@@ -100,7 +99,7 @@ class ModelDrafter(Drafter):
             yield each.place, each.drafts
 
     def _first_step(
-        self, items: Several[ScheduledSequence], sequences: Several[Sequence], take: Take
+        self, items: Sequence[ScheduledSequence], sequences: Sequence[EngineSequence], take: Take
     ) -> list[_Drafting]:
         """Return items for the tokens that the draft model lacks. An item that completes its sequence also drafts."""
         found: list[_Drafting] = []
@@ -150,12 +149,12 @@ class ModelDrafter(Drafter):
         self._runner.wake()
 
 
-def _num_lacking(sequence: Sequence) -> int:
+def _num_lacking(sequence: EngineSequence) -> int:
     """Return the number of known tokens that the draft model has not computed."""
     return sequence.num_tokens - sequence.num_draft_computed_tokens
 
 
-def _is_worth_catching_up(sequence: Sequence) -> bool:
+def _is_worth_catching_up(sequence: EngineSequence) -> bool:
     num_expected = max(1, sequence.num_predicted_tokens - sequence.num_generated_tokens)
     max_catch_up_share = 8  # catching up is worthwhile for at most 8 tokens per token that is still expected
     return _num_lacking(sequence) <= _NUM_BEHIND + max_catch_up_share * num_expected

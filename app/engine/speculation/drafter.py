@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Several
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from app.engine.batch import MAX_MULTI_TOKEN_SEQUENCES, BatchBuilder, ScheduledSequence, StepBatch, StepResult
 from app.engine.matcher import Matcher
 from app.engine.running import RunningSequences
-from app.engine.sequence import Sequence
+from app.engine.sequence import EngineSequence
 from app.engine.speculation.draft_pace import DraftPace
 from app.engine.speculation.prompt_lookup import (
     FIRST_ACCEPTANCE,
@@ -23,7 +22,7 @@ from app.engine.speculation.prompt_lookup import (
 )
 
 # take(sequence, at_most) allocates blocks and returns how many drafts fit. Called at most once for each sequence.
-Take = Callable[[Sequence, int], int]
+Take = Callable[[EngineSequence, int], int]
 
 
 class Drafter(ABC):
@@ -31,7 +30,7 @@ class Drafter(ABC):
 
     only_predictions: bool = False  # whether to draft only for requests that contain a prediction of their output
 
-    def hopes(self, sequences: Several[Sequence]) -> bool:
+    def hopes(self, sequences: Sequence[EngineSequence]) -> bool:
         """Whether the next step probably has drafts for any of these sequences, whose last tokens are being drawn.
 
         Called only if the engine launches ahead. If the result is True, the next step waits for the last tokens.
@@ -44,8 +43,8 @@ class Drafter(ABC):
 
     @abstractmethod
     def draft(
-        self, items: Several[ScheduledSequence], sequences: Several[Sequence], take: Take
-    ) -> Iterator[tuple[int, Several[int]]]:
+        self, items: Sequence[ScheduledSequence], sequences: Sequence[EngineSequence], take: Take
+    ) -> Iterator[tuple[int, Sequence[int]]]:
         """Yield (index of a sequence, its drafts) for some of the sequences; `take` limits the number of drafts.
 
         items: the step's item for each sequence, which has the sequence's last token.
@@ -95,7 +94,7 @@ def add_drafts(
     if not all(each.is_decoding for each in sequences):
         return
 
-    def take(sequence: Sequence, at_most: int) -> int:
+    def take(sequence: EngineSequence, at_most: int) -> int:
         nonlocal num_tokens_left
         number = min(at_most, num_tokens_left, running.num_draftable(sequence, is_short=is_short))
         if number <= 0:
@@ -109,8 +108,8 @@ def add_drafts(
 
 
 def one_by_one(
-    sequences: Several[Sequence], take: Take, draft: Callable[[Sequence], Several[int]]
-) -> Iterator[tuple[int, Several[int]]]:
+    sequences: Sequence[EngineSequence], take: Take, draft: Callable[[EngineSequence], Sequence[int]]
+) -> Iterator[tuple[int, Sequence[int]]]:
     """Implement `Drafter.draft` with a function that finds the drafts of one sequence."""
     for place, sequence in enumerate(sequences):
         drafts = draft(sequence)
@@ -137,9 +136,9 @@ class LookupDrafter(Drafter):
     _is_promising: bool = True  # whether any sequence of the last step with a lookup was promising
     _skips_lookup: bool = True  # whether the current step skips the lookup
     _has_hoped: bool = False  # whether `hopes` made the next step wait, so that this step must look up drafts
-    _guess: tuple[Sequence, int] | None = None  # the guess of the token being drawn, by which `hopes` decided
+    _guess: tuple[EngineSequence, int] | None = None  # the guess of the token being drawn, by which `hopes` decided
 
-    def hopes(self, sequences: Several[Sequence]) -> bool:
+    def hopes(self, sequences: Sequence[EngineSequence]) -> bool:
         self._has_hoped = False
         if self.begin(len(sequences)):
             for each in sequences:
@@ -166,11 +165,11 @@ class LookupDrafter(Drafter):
         return self._least_chance < 1.0
 
     def draft(
-        self, items: Several[ScheduledSequence], sequences: Several[Sequence], take: Take
-    ) -> Iterator[tuple[int, Several[int]]]:
+        self, items: Sequence[ScheduledSequence], sequences: Sequence[EngineSequence], take: Take
+    ) -> Iterator[tuple[int, Sequence[int]]]:
         return one_by_one(sequences, take, self._draft_of)
 
-    def _draft_of(self, sequence: Sequence) -> Several[int]:
+    def _draft_of(self, sequence: EngineSequence) -> Sequence[int]:
         """Return the tokens that may follow the known tokens of a sequence."""
         drafts, prediction = sequence.drafts, sequence.request.prediction_token_ids
         if self.only_predictions and not prediction:

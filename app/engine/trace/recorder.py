@@ -6,15 +6,14 @@ such a step costs a comparison and one entry. Another thread writes the entries,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Several
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter_ns
 
 from app.config import SchedulerConfig
 from app.engine.batch import SchedulingDecision, StepBatch, StepLimits
 from app.engine.observer import EndedStep, StepObserver
 from app.engine.request import Request, TokenDelta
-from app.engine.sequence import Sequence
+from app.engine.sequence import EngineSequence
 from app.engine.trace.entries import (
     NOTHING,
     UNKNOWN,
@@ -49,7 +48,7 @@ class StepRecorder(StepObserver):
         self._num_arrived = 0
         self._num_steps = 0
         self._numbers: dict[str, int] = {}  # numbers of the requests that have not ended, by request id
-        self._steady: tuple[Sequence, ...] | None = None  # the previous step's sequences, if each drew a token
+        self._steady: tuple[EngineSequence, ...] | None = None  # the previous step's sequences, if each drew a token
         self._begin()
 
     def arrived(self, request: Request, *, at: float) -> None:
@@ -86,7 +85,7 @@ class StepRecorder(StepObserver):
         self._blocks: list[list[int]] | tuple[()] = ()
         self._scheduled: ScheduledTokens | None = NOTHING
         self._token_ids: list[int] = []
-        self._num_kept: Several[int] = ()
+        self._num_kept: Sequence[int] = ()
         self._is_late = False
         self._failures: list[StepFailure] = []
         self._began_ns = self._scheduled_ns = self._sampled_ns = 0
@@ -109,11 +108,11 @@ class StepRecorder(StepObserver):
             and not decision.preempted
         )
 
-    def sampled(self, batch: StepBatch, token_ids: list[int], num_kept: Several[int] = ()) -> None:
+    def sampled(self, batch: StepBatch, token_ids: list[int], num_kept: Sequence[int] = ()) -> None:
         self._token_ids, self._num_kept, self._is_late = token_ids, num_kept, batch is not self._batch
         self._sampled_ns = self._stopwatch_ns()
 
-    def failed(self, how: FailureKind, sequences: Iterable[Sequence] = ()) -> None:
+    def failed(self, how: FailureKind, sequences: Iterable[EngineSequence] = ()) -> None:
         ending = [sequence for sequence in sequences if not sequence.is_finished]
         self._failures.append(StepFailure(how, [sequence.arrival for sequence in ending]))
         self._steady = None
@@ -198,7 +197,7 @@ def _scheduled_tokens(batch: StepBatch) -> ScheduledTokens:
     return ScheduledTokens(_numbers(batch.sequences), [item.start for item in scheduled], counts, unsampled)
 
 
-def _numbers(sequences: Iterable[Sequence]) -> list[int]:
+def _numbers(sequences: Iterable[EngineSequence]) -> list[int]:
     return [sequence.arrival for sequence in sequences]
 
 

@@ -6,8 +6,7 @@ A slot is a line on a screen, the lowest free one; the engine itself has only ru
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from collections.abc import Sequence as Several
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -15,7 +14,7 @@ from app.engine.batch import SchedulingDecision, StepBatch
 from app.engine.observer import EndedStep, StepObserver
 from app.engine.request import TokenDelta
 from app.engine.scheduler import Scheduler
-from app.engine.sequence import Sequence
+from app.engine.sequence import EngineSequence
 from app.engine.snapshot import EngineSnapshot, QueueEntry, SlotUse, StepSums, TuningView
 from app.engine.trace.entries import FailureKind
 from app.engine.tuner import Tuning
@@ -29,7 +28,7 @@ MAX_WAITING = 14
 class _Occupancy:
     """A sequence in a slot. Times are readings of the engine's clock."""
 
-    sequence: Sequence
+    sequence: EngineSequence
     slot: int
     joined_at: float
     first_token_at: float | None = None
@@ -41,7 +40,7 @@ class _Occupancy:
 class Viewer(StepObserver):
     """Records the events between two views. Belongs to the engine's thread."""
 
-    def __init__(self, running: Iterable[Sequence], *, now: float) -> None:
+    def __init__(self, running: Iterable[EngineSequence], *, now: float) -> None:
         """`running`: the sequences that already run."""
         self._occupancies: dict[str, _Occupancy] = {}  # by request id
         self._prefilling: dict[str, _Occupancy] = {}  # the occupancies without a token since they joined
@@ -82,10 +81,10 @@ class Viewer(StepObserver):
             self._enter(sequence, batch.began_at)
         self._wait_reason = "" if decision.wait_reason is None else str(decision.wait_reason)
 
-    def sampled(self, batch: StepBatch, token_ids: list[int], num_kept: Several[int] = ()) -> None:
+    def sampled(self, batch: StepBatch, token_ids: list[int], num_kept: Sequence[int] = ()) -> None:
         self._num_drawn += len(token_ids)
 
-    def failed(self, how: FailureKind, sequences: Iterable[Sequence] = ()) -> None:
+    def failed(self, how: FailureKind, sequences: Iterable[EngineSequence] = ()) -> None:
         if how is FailureKind.DEVICE:  # no `step_ended` follows
             for sequence in sequences:
                 self._leave(sequence.request.request_id, self._last_step_at, "error")
@@ -115,7 +114,7 @@ class Viewer(StepObserver):
                 occupancy = self._prefilling.pop(delta.request_id)
                 occupancy.first_token_at, occupancy.is_shown = at, False
 
-    def _enter(self, sequence: Sequence, at: float) -> _Occupancy:
+    def _enter(self, sequence: EngineSequence, at: float) -> _Occupancy:
         request_id = sequence.request.request_id
         self._leave(request_id, at, "")  # frees the slot of an earlier request with this id whose end was not seen
         if self._free_slots:

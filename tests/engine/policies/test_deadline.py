@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from app.engine.policies import EarliestDeadlineFirst
 from app.engine.request import Request
-from app.engine.sequence import Sequence
+from app.engine.sequence import EngineSequence
 from app.errors import DeadlineMissed
 from tests.kit.engine import TimedEngine, make_request
 
@@ -39,14 +39,14 @@ def test_short_deadlines_of_one_tenant_go_before_no_other_tenant() -> None:
 
 
 def test_of_one_tenant_the_latest_deadline_is_preempted_first_and_of_several_the_one_with_the_most_tokens() -> None:
-    def sequence(number: int, tenant: str, deadline_s: float) -> Sequence:
+    def sequence(number: int, tenant: str, deadline_s: float) -> EngineSequence:
         request = make_request((5,) * 10, tenant=tenant, deadline_s=deadline_s)
-        return Sequence(request=request, arrival=number, arrived_at=0.0, order_key=())
+        return EngineSequence(request=request, arrival=number, arrived_at=0.0, order_key=())
 
     policy = EarliestDeadlineFirst()
     queue = policy.new_queue()
 
-    def joined(each: Sequence) -> Sequence:
+    def joined(each: EngineSequence) -> EngineSequence:
         queue.push(each)
         assert queue.pop() is each
         each.order_key = policy.order_key(each)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from app.config import SchedulerConfig
 from app.engine.policies import make_policy
-from app.engine.sequence import Sequence
+from app.engine.sequence import EngineSequence
 from tests.kit.engine import TimedEngine, make_request
 
 pytestmark = pytest.mark.usefixtures("small_lengths")
@@ -45,7 +45,7 @@ def test_only_a_better_class_takes_another_place_than_one_of_background_work(
     policy: Any, waiting: tuple[bool, int, int], running: tuple[bool, int, int], may: bool | None
 ) -> None:
     sequences = [
-        Sequence(
+        EngineSequence(
             request=replace(make_request(priority=priority), is_background=is_background), arrival=key, order_key=(key,)
         )
         for is_background, priority, key in (waiting, running)
