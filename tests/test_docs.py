@@ -179,7 +179,7 @@ def test_the_table_of_borders_is_that_of_the_test_that_keeps_them() -> None:
 
 
 def test_the_page_of_dependencies_has_all_of_them() -> None:
-    page = (PROJECT / "docs" / "reference" / "dependencies.md").read_text()
+    page = (PROJECT / "docs" / "design" / "dependencies.md").read_text()
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
     needed = [
         *project["dependencies"],

@@ -143,7 +143,7 @@ class TargetsConfig(Settings):
 
 Preset = Literal["latency", "throughput", "mixed", "batch"]
 # The values of each preset for settings that a config leaves out; the other settings have their defaults. The values
-# were measured on two CPU cores: docs/results/strategies.md.
+# were measured on two CPU cores: docs/results/planning.md.
 PRESETS: dict[str, dict[str, Any]] = {
     "latency": {"max_running": 16, "max_waiting": 32, "max_step_tokens": 128, "prefill_chunk_tokens": 64},
     "throughput": {"max_running": 64, "max_waiting": 224},

@@ -232,6 +232,12 @@ class Request:
     prefix_at: PrefixSource | None = None  # another replica that can send the prefix
 
     @property
+    def length_classes(self) -> tuple[tuple[str | None, int], ...]:
+        """The classes by which output lengths are predicted: tenant and power of two of the prompt's length."""
+        length_class = len(self.prompt_token_ids).bit_length()
+        return (self.tenant, length_class), (None, length_class)
+
+    @property
     def prefix_salt(self) -> str:
         """Only requests with equal prefix salts share KV. The salt names the adapter, because KV depends on it.
 

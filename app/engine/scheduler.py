@@ -165,7 +165,7 @@ class Scheduler:
         sampling = request.sampling
         if not (sampling.ends_at_eos or sampling.stop_token_ids):
             return sampling.max_tokens  # no token can end the output earlier
-        return self._lengths.expected(_kinds(request), at_least=sampling.min_tokens, at_most=sampling.max_tokens)
+        return self._lengths.expected(request.length_classes, at_least=sampling.min_tokens, at_most=sampling.max_tokens)
 
     def _end_token_ids(self, sampling: SamplingParams) -> frozenset[int]:
         """Return the tokens that end generation. Requests without their own stop tokens share one set."""
@@ -209,7 +209,7 @@ class Scheduler:
         """End a sequence that has its last token, and learn from its length."""
         self._totals.finished += 1
         self._finish(sequence)
-        self._lengths.learn(_kinds(sequence.request), num_generated)
+        self._lengths.learn(sequence.request.length_classes, num_generated)
         error = abs(sequence.num_predicted_tokens - num_generated)
         self._mean_length_error += 0.02 * (error - self._mean_length_error)  # averages about 50 requests
 
@@ -547,7 +547,7 @@ class Scheduler:
         self.limits = limits
 
     def stats(self) -> EngineStats:
-        totals = self._totals
+        has_slot = not len(self._waiting) and len(self._running) < self.limits.max_running
         return EngineStats(
             strategy=self.config.strategy.name,
             policy=self.config.policy.name,
@@ -559,7 +559,7 @@ class Scheduler:
             num_waiting_foreground_tokens=self._waiting.num_foreground_tokens,
             num_background=self._running.num_background + len(self._waiting) - self._waiting.num_foreground,
             num_unpreemptible_background=0 if self._strategy.joins_any_step else self._running.num_background,
-            estimated_wait_s=self._estimated_wait_s(),
+            estimated_wait_s=0.0 if has_slot else self.expected_wait_s(self._waiting.work),
             ended_per_s=self._throughput.ended_per_s,
             mean_length_error_tokens=self._mean_length_error,
             num_free_blocks=self.pool.num_free,
@@ -568,32 +568,15 @@ class Scheduler:
             block_size=self.pool.block_size,
             max_running=self.limits.max_running,
             speed=self._throughput.tokens_per_s_at(SPEED_STEP_TOKENS),
-            total_steps=totals.steps,
-            total_prompt_tokens=totals.prompt_tokens,
-            total_cached_tokens=totals.cached_tokens,
-            total_generated_tokens=totals.generated_tokens,
-            total_preemptions=totals.preemptions,
-            total_memory_preemptions=totals.memory_preemptions,
-            total_drafted_tokens=totals.drafted_tokens,
-            total_accepted_tokens=totals.accepted_tokens,
-            total_finished=totals.finished,
-            total_aborted=totals.aborted,
-            total_failed=totals.failed,
-            total_missed=totals.missed,
+            **self._totals.exported(),
             num_state_slots=0 if self.pool.states is None else self.pool.states.num_slots,
             num_free_state_slots=0 if self.pool.states is None else self.pool.states.num_free,
-            total_unresumable_tokens=totals.unresumable_tokens,
         )
 
     @property
     def num_outstanding_tokens(self) -> int:
         """Prompt and predicted output tokens still to compute for all requests. Any thread may read this."""
         return self._waiting.work + sum([each.remaining_work for each in list(self._running)])
-
-    def _estimated_wait_s(self) -> float:
-        if not len(self._waiting) and len(self._running) < self.limits.max_running:
-            return 0.0
-        return self.expected_wait_s(self._waiting.work)
 
     # ------------------------------------------------------------------ for views
 
@@ -612,9 +595,3 @@ class Scheduler:
         if not tokens_per_s:
             return 0.0
         return max(num_tokens / tokens_per_s, 1.0 / ended_per_s if ended_per_s else 0.0)
-
-
-def _kinds(request: Request) -> tuple[tuple[str | None, int], ...]:
-    """Return the classes by which output lengths are predicted: tenant and power of two of the prompt's length."""
-    length_class = len(request.prompt_token_ids).bit_length()
-    return (request.tenant, length_class), (None, length_class)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple
@@ -140,6 +140,13 @@ class Totals:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     unresumable_tokens: int = 0
+
+    def exported(self) -> dict[str, int]:
+        """Return the counters by their names in `EngineStats`."""
+        return {exported: getattr(self, name) for exported, name in _EXPORTED}
+
+
+_EXPORTED = tuple((f"total_{each.name}", each.name) for each in fields(Totals))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -134,10 +134,13 @@ class Catalog:
         self.check_generation()
         return ids
 
-    def readers(self, file_id: str) -> list[str]:
-        """Return the ids of the batches that read this file and have not ended."""
+    def remove_unread_file(self, file_id: str) -> None:
+        """Delete a file's row as `remove_file` does. Raises InvalidRequest if a batch that has not ended reads the file."""
         query = f"SELECT id FROM batches WHERE input_file_id = ? AND {_NOT_ENDED}"
-        return [row["id"] for row in self._connection.execute(query, (file_id,))]
+        readers = [row["id"] for row in self._connection.execute(query, (file_id,))]
+        if readers:
+            raise InvalidRequest(f"the file is read by {', '.join(readers)}; wait for the batch to end, or cancel it")
+        self.remove_file(file_id)
 
     def remove_file(self, file_id: str) -> None:
         """Delete a file's row. The content stays."""

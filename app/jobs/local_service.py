@@ -351,7 +351,7 @@ class LocalBatchService(BatchService):
 
     async def _delete(self, opened: _Open, file_id: str) -> None:
         # Change the catalog first: after a crash between the two steps, the next start deletes the content.
-        await self._run(_forget_unread, opened.catalog, file_id)
+        await self._run(opened.catalog.remove_unread_file, file_id)
         await self._delete_content(opened, file_id)
 
     # Batches
@@ -564,13 +564,6 @@ def _begin_draft(path: Path, files: FileStore) -> FileDraft:
 def _write(path: Path, draft: FileDraft, data: bytes) -> None:
     _check_disk(path, len(data))
     draft.write(data)
-
-
-def _forget_unread(catalog: Catalog, file_id: str) -> None:
-    readers = catalog.readers(file_id)
-    if readers:
-        raise InvalidRequest(f"the file is read by {', '.join(readers)}; wait for the batch to end, or cancel it")
-    catalog.remove_file(file_id)
 
 
 def _add_job(catalog: Catalog, job: Job, has_message: bool, receiver: WebhookReceiver | None, now: float) -> None:

@@ -14,7 +14,7 @@ from deployments.plan.step_cost import StepCost
 from deployments.plan.traces import Trace
 
 _METRICS = ("ttft", "itl")
-# The percentiles of a plan may be wrong by 10% (p50) and 20% (p99), see docs/results/planner.md. A fit with a larger
+# The percentiles of a plan may be wrong by 10% (p50) and 20% (p99), see docs/results/planning.md. A fit with a larger
 # median error than this cannot reach these limits.
 _MAX_MEDIAN_ERROR = 0.15
 

@@ -11,10 +11,9 @@ that step on the device.
 
 from __future__ import annotations
 
-import gc
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 
-from app.engine.batch import DeviceLost, ScheduledSequence, StepBatch, StepResult
-from app.errors import described
+from app.engine.batch import ScheduledSequence, StepBatch, StepResult
 from app.model.adapters import AdapterWeights, LinearUpdates, SlottedAdapter, read_adapter
 from app.model.attention import PagedAttention
 from app.model.crash_notes import ending_hangs
@@ -41,15 +39,16 @@ from app.model.cuda.captured_inputs import (
     smallest_fitting,
 )
 from app.model.cuda.device_blocks import DeviceBlocks
+from app.model.cuda.graph_capture import Capture, CudaCapture, without_collections
+from app.model.cuda.launched_step import DeviceLossGuard, DrawnOnHost, LaunchedStep
 from app.model.forward import Prediction, SequentialForward, TransformersForward
 from app.model.gpu_backends import Ladder, cause_of
 from app.model.inputs import build_inputs
-from app.model.logprobs import Logprobs
 from app.model.memory import is_out_of_memory
 from app.model.parallel.ranks import Ranks
 from app.model.pooling import PooledStates
 from app.model.recurrent_layers import StatefulAttention
-from app.model.runner import DrawnTokens, LeadingRunner, NoRanks, draw_tokens
+from app.model.runner import LeadingRunner, draw_tokens
 from app.model.sampler import Sampler
 from app.model.verification import MAX_DIFFERENCES, TrialBlocks, difference_above
 from app.progress import tell
@@ -58,12 +57,6 @@ if TYPE_CHECKING:
     from app.model.ways.loaded_model import LoadedModel
 
 logger = logging.getLogger(__name__)
-
-# Takes a function on tensors at fixed addresses. Returns a function that repeats the work and writes its result to the
-# same tensor.
-Capture = Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]]
-
-_NUM_WARM_UPS = 2  # a first call compiles kernels, and cuBLAS chooses and allocates: none of this can be captured
 
 
 class GraphModelRunner(LeadingRunner):
@@ -140,7 +133,7 @@ class GraphModelRunner(LeadingRunner):
         if self._capture is None:
             return
         tell("capturing CUDA graphs")
-        with self._ranks.preparing(), _without_collections(), ending_hangs():
+        with self._ranks.preparing(), without_collections(), ending_hangs():
             self._capture_all(self._capture)
         self._capture = None
         if self._graphs and self._ladder is not None:
@@ -261,10 +254,10 @@ class GraphModelRunner(LeadingRunner):
         return step
 
     @torch.inference_mode()
-    def _draw(self, prediction: Prediction, batch: StepBatch) -> _Drawn:
+    def _draw(self, prediction: Prediction, batch: StepBatch) -> DrawnOnHost:
         drawn = draw_tokens(batch, prediction, self._sampler)
         self._drawn = drawn.token_ids
-        return _Drawn(drawn)
+        return DrawnOnHost(drawn)
 
     def _eagerly(self, batch: StepBatch) -> Prediction:
         inputs = build_inputs(batch, block_size=self._attention.block_size, device=self._model.device)
@@ -492,104 +485,6 @@ class GraphModelRunner(LeadingRunner):
         return self._logits[:num_rows].copy_(logits)
 
 
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Collect garbage once, then disable collection: freeing a graph or an event could break a capture under way."""
-    is_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if is_enabled:
-            gc.enable()
-
-
-class _Drawn:
-    """The results of a step, which are copied to the host."""
-
-    def __init__(self, drawn: DrawnTokens) -> None:
-        logprobs = None if drawn.logprobs is None else Logprobs(*map(_copy_to_host, drawn.logprobs))
-        self._on_host = DrawnTokens(_copy_to_host(drawn.token_ids), drawn.wanted, logprobs)
-        self.copied = None
-        if drawn.token_ids.is_cuda:
-            self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self.copied.record()
-
-    def result(self) -> StepResult:
-        return self._on_host.result()
-
-
-class LaunchedStep:
-    """A step that is launched and may still run."""
-
-    def __init__(
-        self,
-        draw: Callable[[StepBatch], _Drawn],
-        finding_loss: DeviceLossGuard,
-        pooled: PooledStates | None = None,
-        *,
-        ranks: Ranks | NoRanks,
-    ) -> None:
-        """draw: queues the draws of a batch after its forward pass. ranks: the other ranks that compute the step."""
-        self._ranks = ranks
-        self._draw = draw
-        self._finding_loss = finding_loss
-        self._drawn: _Drawn | None = None
-        self._pooled = pooled
-        self._sums = None if pooled is None else _copy_to_host(pooled.sums)
-
-    def draw(self, batch: StepBatch) -> None:
-        with self._finding_loss:
-            self._drawn = self._draw(batch)
-
-    def result(self) -> StepResult:
-        """Wait for this step and return its result. Does not wait for steps that are launched later."""
-        assert self._drawn is not None, "its tokens were never drawn"
-        if self._drawn.copied is not None:
-            with self._finding_loss, self._ranks.watched():
-                self._drawn.copied.synchronize()
-        result = self._drawn.result()
-        if self._pooled is not None and self._sums is not None:
-            result = result._replace(pooled=self._pooled.result(self._sums))
-        return result
-
-
-class DeviceLossGuard:
-    """Raises DeviceLost in place of an error after which the device does not work any more.
-
-    After an illegal address, a failed assertion in a kernel or a broken memory cell, every later call of the process on
-    its device fails. After a lack of memory or a refused launch, the device still works.
-    """
-
-    def __init__(self, synchronize: Callable[[], None]) -> None:
-        self._synchronize = synchronize
-        self.note: Callable[[str], None] = lambda reason: None  # called with the reason of a loss
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, DeviceLost):  # a DeviceLost is noted already
-            self.check(error)
-
-    def check(self, error: Exception) -> None:
-        """Raise DeviceLost if the device does not work any more after this error."""
-        try:
-            self._synchronize()
-        except RuntimeError as loss:
-            self.note(cause_of(error) if isinstance(error, RuntimeError) else described(error))
-            raise DeviceLost(f"the device does not work any more in this process: {described(loss)}") from error
-
-
-def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a tensor on the host, which is complete when the work that is queued so far is done."""
-    if not tensor.is_cuda:
-        return tensor.clone()
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
-
-
 @dataclass(frozen=True, slots=True)
 class _Graph:
     """The captured work of one size, and its inputs."""
@@ -604,50 +499,6 @@ def _too_little_for_graphs(num_captured: int, needed: Sequence[int], size: int, 
         f"{', '.join(map(str, needed))} sequences); it ran out at {size} ({reason}). Lower cache.gpu_memory_fraction, "
         f"which leaves more beside the KV memory, or scheduler.max_running"
     )
-
-
-class CudaCapture:
-    """Captures functions as graphs. The graphs share one memory pool, because they never run at the same time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.renew()
-        # All warm-ups and captures share one stream, which has no other work. cuBLAS has a workspace of some 32 MiB for
-        # each stream. When a graph of another owner on the same stream is destroyed, torch frees the workspace although
-        # the remaining graphs use it (pytorch issue 193402).
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def renew(self) -> None:
-        """Use a new memory pool from now on: a pool cannot be used again after all its graphs are destroyed."""
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Record the work of `function` on the device. Returns a function that replays it and returns the same tensor.
-
-        Raises:
-            RuntimeError: `function` waits for the device or reads from the device.
-        """
-        stream = torch.cuda.current_stream(self._device)
-        # Restores the current stream: a failed capture would leave its own stream as the current one.
-        with torch.cuda.device(self._device), torch.cuda.stream(stream):
-            self._warm_up(function, stream)
-            graph = torch.cuda.CUDAGraph()
-            # Other threads may use the device during the capture: threads of another engine, or of Ray.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                output = function()
-
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return output
-
-        return replay
-
-    def _warm_up(self, function: Callable[[], torch.Tensor], current: torch.cuda.Stream) -> None:
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            for _ in range(_NUM_WARM_UPS):
-                function()
-        current.wait_stream(self._stream)
 
 
 class HostCopy:

@@ -24,7 +24,8 @@ from app.model.attention import PagedAttention, TorchAttention, plain_attention_
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.batch_invariant import BatchInvariantMode
 from app.model.cuda.captured_inputs import StepSize, decode_size, graph_sizes, mixed_sizes
-from app.model.cuda.graph_runner import CudaCapture, GraphModelRunner
+from app.model.cuda.graph_capture import CudaCapture
+from app.model.cuda.graph_runner import GraphModelRunner
 from app.model.cuda.library_attention import LibraryAttention
 from app.model.cuda.recurrence import TritonRecurrence
 from app.model.cuda.sampler import TritonSampler

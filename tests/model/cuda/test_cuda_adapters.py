@@ -34,7 +34,8 @@ pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA t
 from app.model.cuda.adapters import AdapterSlots
 from app.model.cuda.captured_inputs import CapturedInputs, StepSize, decode_size
 from app.model.cuda.fp8 import in_fp8
-from app.model.cuda.graph_runner import CudaCapture, GraphModelRunner
+from app.model.cuda.graph_capture import CudaCapture
+from app.model.cuda.graph_runner import GraphModelRunner
 from app.model.cuda.launching import kernels_of
 from tests.model.cuda.counting import counting
 from tests.model.cuda.test_cuda_decoder import load, piece, runner_of

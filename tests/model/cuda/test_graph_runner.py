@@ -29,7 +29,8 @@ from app.engine.request import Request
 from app.engine.speculation.drafter import Drafter
 from app.model.cuda import graph_runner
 from app.model.cuda.captured_inputs import graph_sizes
-from app.model.cuda.graph_runner import GraphModelRunner, HostCopy, LaunchedStep
+from app.model.cuda.graph_runner import GraphModelRunner, HostCopy
+from app.model.cuda.launched_step import LaunchedStep
 from app.model.sampler import Sampler
 from app.model.ways.loaded_model import LoadedModel
 from app.model.ways.transformers_code import TransformersModel
@@ -42,7 +43,7 @@ from tests.tiny_models import build_tiny_model
 pytest.importorskip("triton", reason="comes with the dev extra and with a CUDA torch")
 
 from app.model.cuda.attention import TritonAttention
-from app.model.cuda.graph_runner import CudaCapture
+from app.model.cuda.graph_capture import CudaCapture
 from app.model.cuda.sampler import TritonSampler
 
 HAS_CUDA = torch.cuda.is_available()
