@@ -1,4 +1,4 @@
-"""Between ingress and replicas: dispatch, frames of tokens, requests in flight, failover. No Ray, no HTTP."""
+"""The link between ingresses and replicas: dispatch, token frames, in-flight requests and failover. No Ray, no HTTP."""
 
 from app.engine.request import Address
 from app.fleet.connection import FailoverLimits, FleetMetrics, FrameReader, connect

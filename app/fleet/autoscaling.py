@@ -1,8 +1,7 @@
-"""How many replicas a model should have: a pure rule over what they have to do. No Ray, no clock.
+"""Decides how many replicas a model should have. A pure rule over the load of the replicas. No Ray, no clock.
 
-It looks at seconds of work, not at requests or tokens: one request may be ten tokens or ten thousand, and one replica
-a hundred times as fast as another. The caller decides when to act on the number (only after so many seconds, only so
-far).
+The rule compares seconds of work, not requests or tokens: one request may have ten tokens or ten thousand, and one
+replica may be a hundred times as fast as another. The caller decides when and how far to follow the number.
 """
 
 from __future__ import annotations
@@ -15,26 +14,27 @@ from typing import NamedTuple
 
 from app.config import AutoscalingConfig
 
-# Fewer replicas only if they would be loaded to so much of their targets: what shrinks at once would grow again.
+# The fleet shrinks only to a number of replicas that would be loaded to at most this share of their targets. Without
+# this margin, a fleet that has shrunk would soon grow again.
 SHRINK_TO = 0.8
-# Share of a replica's KV memory that should be in use: the rest is for requests that grow while another replica starts.
+# Share of a replica's KV memory that should be in use. The rest is for requests that grow while a new replica starts.
 TARGET_KV_USE = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoscalingLoad:
-    """What is known of a model when the number of its replicas is to be decided."""
+    """The load of a model when the number of its replicas is decided."""
 
-    target: int  # replicas there should be by the last decision
-    num_running: int  # replicas that are there
-    num_reporting: int  # of these, replicas that have reported; the sums are theirs
-    num_outstanding_tokens: float  # still to compute, of prompts and of outputs as far as they are predicted
-    speeds: Sequence[float]  # tokens a second of each that has reported; 0: it has not measured yet
-    num_replica_requests: float  # running and waiting
-    kv_use: float  # the sum of each replica's share of blocks that requests own, 0 to 1
+    target: int  # the number of replicas by the last decision
+    num_running: int  # running replicas
+    num_reporting: int  # running replicas that have reported; the sums are over these
+    num_outstanding_tokens: float  # tokens to compute: of prompts, and of outputs by their predicted lengths
+    speeds: Sequence[float]  # tokens a second of each reporting replica; 0 if the replica has not measured it yet
+    num_replica_requests: float  # running and waiting requests
+    kv_use: float  # sum over the replicas of the share of blocks that requests own; each share is 0 to 1
     num_queued: float  # requests that no replica has taken yet
     num_slots: int  # requests that one replica can compute in one step
-    num_missing: int = 0  # of those that have reported, busy ones that miss their targets at the best limits
+    num_missing: int = 0  # busy reporting replicas that miss their latency targets at the best limits
 
     @property
     def num_requests(self) -> float:
@@ -42,24 +42,24 @@ class AutoscalingLoad:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of one replica: the median of what they have measured; 0: none has."""
+        """Speed of one replica: the median of the measured speeds; 0 if no replica has measured its speed."""
         return median([speed for speed in self.speeds if speed > 0] or [0.0])
 
 
 class WantedReplicas(NamedTuple):
-    """How many replicas there should be, and why."""
+    """The number of replicas that there should be, and the reason."""
 
     number: int
-    cause: str  # "tokens", "kv", "requests", "targets", "idle", "reports": replicas whose load is not known
-    reason: str  # in words, with the numbers
+    cause: str  # "tokens", "kv", "requests", "targets", "idle", or "reports" (the load of some replicas is unknown)
+    reason: str  # a sentence with the numbers
 
 
 def decide(load: AutoscalingLoad, config: AutoscalingConfig) -> WantedReplicas:
-    """The number of replicas that brings each to its targets, within the limits.
+    """Return the number of replicas at which each is loaded to its targets, within the limits.
 
-    It rises with the load. For any load there is a number with which it agrees, and around that number the load may
-    vary by a fifth before it asks for another. It is 0 only when there is no request anywhere. Where half of the
-    replicas miss their targets, it is one more than before.
+    The number rises with the load. For any load there is a stable number: at that number of replicas, the load may
+    vary by a fifth before the rule returns another number. The number is 0 only if there is no request. If half of the
+    replicas miss their latency targets, the number is one more than the last target.
     """
     need, cause, reason = needed(load, config)
     wanted = _whole(need)
@@ -82,19 +82,19 @@ def decide(load: AutoscalingLoad, config: AutoscalingConfig) -> WantedReplicas:
 
 
 def _may_sleep(load: AutoscalingLoad) -> bool:
-    """Whether there is no request. A replica that is still starting was started for one: it is let come up first."""
+    """Whether no replica is needed: there is no request, and no first replica is starting for a request."""
     is_starting = load.target > 0 and load.num_running == 0
     return load.num_requests == 0 and not is_starting
 
 
 def _misses_targets(load: AutoscalingLoad) -> bool:
-    """Once all replicas are there: what a new one changes shows only then."""
+    """Whether half of the replicas miss their targets. Waits for all replicas, to see the effect of the last one."""
     are_all_there = load.num_reporting >= load.num_running >= load.target > 0
     return are_all_there and load.num_missing > 0 and 2 * load.num_missing >= load.num_reporting
 
 
 def needed(load: AutoscalingLoad, config: AutoscalingConfig) -> tuple[float, str, str]:
-    """How many replicas the load would fill to their targets, by which of tokens, memory and slots is most; why."""
+    """Return the replicas that the load fills (the maximum over tokens, memory and slots), the cause and the reason."""
     if load.num_requests == 0:
         return 0.0, "idle", "no request"
     tokens, kv, requests = load.num_outstanding_tokens, load.kv_use, load.num_requests

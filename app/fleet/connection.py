@@ -1,4 +1,4 @@
-"""The ingress's end of the connection to one replica, opened again for as long as the replica is there."""
+"""The ingress's end of the connection to one replica. The connection is reopened as long as the replica exists."""
 
 from __future__ import annotations
 
@@ -19,28 +19,27 @@ from app.fleet.replica_registry import ReplicaRegistry
 
 logger = logging.getLogger(__name__)
 
-# Frames that bring no request anything, in KiB, each rounded up: so many at once, and so many a second. A replica sends
-# a few a second: heartbeats, reports after aborts, and tokens of attempts that were given up a moment before.
+# Limits for frames that are useless to every request, in KiB (each frame is rounded up): the burst, and the rate per
+# second. A sound replica sends a few a second: heartbeats, reports after aborts, and tokens of abandoned attempts.
 _MOST_IDLE_KIB, _IDLE_KIB_PER_S = 8192.0, 256.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailoverLimits:
-    """How long a fleet waits for its replicas, and how often it tries. Seconds."""
+    """How long a fleet waits for its replicas, and how often it retries a request."""
 
-    place_timeout_s: float  # for any replica to be there
-    silence_s: float  # without any frame, after which a replica counts as hung; heartbeats come four times as often
-    step_s: float  # that one step may take, likewise
-    # How often a request goes on elsewhere when its replica is lost. Three losses under one request are not chance any
-    # more but an update that goes wrong or the request's own fault, and each next try costs a replica and the prompt's
-    # time.
+    place_timeout_s: float  # how long a request waits until any replica is available
+    silence_s: float  # time without a frame after which a replica counts as hung; heartbeats are four times as frequent
+    step_s: float  # duration of one step after which a replica counts as hung
+    # How often a request resumes on another replica when its replica is lost. Three losses under one request are not
+    # chance: an update goes wrong, or the request causes the losses. Each retry costs a replica and a prefill.
     max_resumes: int = 3
 
-    drain_s: float = 120.0  # that a replica which takes no more requests may finish those it has
+    drain_s: float = 120.0  # how long a replica that takes no more requests may run to finish its requests
 
     @property
     def leave_after_s(self) -> float:
-        """When the requests of such a replica go on elsewhere: the rest is for taking their KV memory along."""
+        """Seconds until a draining replica's requests move. The rest of `drain_s` is for moving their KV memory."""
         return 0.75 * self.drain_s
 
     @property
@@ -49,7 +48,7 @@ class FailoverLimits:
 
 
 class ReplicaConnection:
-    """Keeps a stream to one replica open. Its owner gets every loss; frames go where the reader puts them."""
+    """Keeps a stream to one replica open and reports every loss of the stream. The reader handles the frames."""
 
     def __init__(
         self,
@@ -59,9 +58,9 @@ class ReplicaConnection:
         on_lost: Callable[[str, ReplicaLost], None],
         on_connected: Callable[[], None],
     ) -> None:
-        """`connect` opens a stream for a reader; `on_connected` is called when it has.
+        """`connect` opens a stream for a reader. `on_connected` is called after each successful `connect`.
 
-        `on_lost(replica_id, lost)` is called whenever the stream ends: frames may be missing from then on.
+        `on_lost(replica_id, lost)` is called whenever a stream ends, because frames may be missing from then on.
         """
         self._replica_id = replica_id
         self._make_reader = make_reader
@@ -70,7 +69,7 @@ class ReplicaConnection:
         self._on_connected = on_connected
         self._reader: FrameReader | None = None
         self._transport: asyncio.Transport | None = None
-        self._outgoing: list[bytes] = []  # messages of this turn of the event loop
+        self._outgoing: list[bytes] = []  # messages that were sent in this turn of the event loop
         self._keeping_open = asyncio.get_running_loop().create_task(self._keep_open())
 
     @property
@@ -79,10 +78,10 @@ class ReplicaConnection:
         return self._transport is not None and self._reader is not None and self._reader.is_open
 
     def send(self, message: Message) -> None:
-        """Send a message, while there is a stream. What is sent on a stream that breaks may be lost with it.
+        """Send a message; without a stream, do nothing. A message may be lost when the stream breaks.
 
-        All messages of one turn of the event loop are written at once: to write may wake the replica's process, which
-        takes longer than all else that is done for a message.
+        All messages of one turn of the event loop are written together, because a write may wake the replica's process,
+        which takes longer than all other work for a message.
         """
         if self._transport is None:
             return
@@ -96,14 +95,14 @@ class ReplicaConnection:
             self._transport.write(b"".join(outgoing))
 
     def close(self) -> None:
-        """Read no more. `on_lost` is not called."""
+        """Stop reading and reconnecting. `on_lost` is not called."""
         self._keeping_open.cancel()
 
     async def _keep_open(self) -> None:
         first_delay_s = 0.1
         loop, delay_s = asyncio.get_running_loop(), first_delay_s
         longest_delay_s = 5.0
-        known = ""  # what is in the log
+        known = ""  # the loss that was logged last
         while True:
             began_at = loop.time()
             lost = await self._read_stream()
@@ -119,7 +118,7 @@ class ReplicaConnection:
             await asyncio.sleep(delay_s)
 
     async def _read_stream(self) -> ReplicaLost:
-        """Read one stream to its end; returns why it ended."""
+        """Read one stream to its end, and return the reason of the end."""
         reader = self._reader = self._make_reader()
         holding = asyncio.get_running_loop().create_task(self._hold(reader))
         try:
@@ -129,7 +128,7 @@ class ReplicaConnection:
             holding.cancel()
 
     async def _hold(self, reader: FrameReader) -> None:
-        """Open a stream and hold it until this is cancelled."""
+        """Open a stream and hold it open until this task is cancelled."""
         try:
             transport = self._transport = await self._connect(reader)
         except Exception as error:
@@ -144,24 +143,24 @@ class ReplicaConnection:
 
 
 class FleetMetrics(Protocol):
-    """Counts what a fleet does. Implemented by `app.metrics.ModelMetrics`."""
+    """Counts the events of a fleet. `app.metrics.ModelMetrics` implements this protocol."""
 
     def frame_received(self, num_deltas: int) -> None:
-        """A frame has come, with news of so many requests."""
+        """Count a received frame that has deltas of `num_deltas` requests."""
 
     def dispatched(self, reason: str) -> None:
-        """A request was sent to a replica; `reason` is the name of the policy that chose it."""
+        """Count a request that was sent to a replica. `reason` is the name of the policy that chose the replica."""
 
     def resumed(self, reason: str) -> None:
-        """A request goes on at another replica; `reason` is that of the ReplicaLost."""
+        """Count a request that resumes on another replica. `reason` is the reason of the ReplicaLost."""
 
 
 async def connect(
     address: Address, ingress_id: str, reader: asyncio.Protocol, *, heartbeat_s: float
 ) -> asyncio.Transport:
-    """Connect to the replica at `address`. Its frames come to `reader` as bytes, at least every `heartbeat_s`.
+    """Connect to the replica at `address`. `reader` receives the frames as bytes, at least one per `heartbeat_s`.
 
-    Raises OSError or TimeoutError when the replica cannot be reached.
+    Raises OSError or TimeoutError if the replica cannot be reached.
     """
     async with asyncio.timeout(5.0):
         transport, _ = await asyncio.get_running_loop().create_connection(lambda: reader, address.host, address.port)
@@ -170,7 +169,7 @@ async def connect(
 
 
 class FrameReader(asyncio.Protocol):
-    """One stream of frames: reports go to the registry, deltas to their requests, as their bytes arrive."""
+    """Reads one stream of frames as the bytes arrive: passes reports to the registry and deltas to their requests."""
 
     def __init__(
         self,
@@ -186,12 +185,12 @@ class FrameReader(asyncio.Protocol):
         on_metrics: Callable[[bytes], bool] = lambda metrics: False,
         on_short: Callable[[], object] = lambda: None,
     ) -> None:
-        """`in_flight` are the requests of this process by the id of their current attempt.
+        """`in_flight` has the requests of this process by the id of their current attempt.
 
-        `on_begun` is called at the first frame, with which the replica says that it serves requests, `on_ended` when
-        the stream has ended, `on_short` for each report with too little free KV memory for what runs. `on_view` is
-        called for each view that comes, `on_metrics` for each answer to AskMetrics; both return whether it was asked
-        for.
+        `on_begun` is called at the first frame, which says that the replica serves requests. `on_ended` is called when
+        the stream has ended. `on_short` is called for each report of too little free KV memory for the running
+        requests. `on_view` is called for each view and `on_metrics` for each answer to AskMetrics; both return whether
+        the view or the answer was asked for.
         """
         self._replica_id = replica_id
         self._registry = registry
@@ -206,7 +205,7 @@ class FrameReader(asyncio.Protocol):
         self._decoder = frame_decoder()
         self._next_number = 0
         self._idle_kib, self._idle_counted_at = 0.0, -inf
-        self.is_open = False  # the first frame has come and the stream has not ended
+        self.is_open = False  # the first frame has arrived and the stream has not ended
         self._loop = asyncio.get_running_loop()
         self._heard_at = self._loop.time()
         self._ended: asyncio.Future[ReplicaLost] = self._loop.create_future()
@@ -214,11 +213,11 @@ class FrameReader(asyncio.Protocol):
         self._expect_frame_within(limits.silence_s)
 
     async def ended(self) -> ReplicaLost:
-        """Wait for the end of the stream; returns why it ended."""
+        """Wait for the end of the stream, and return the reason of the end."""
         return await self._ended
 
     def end(self, error: Exception | None) -> None:
-        """Nothing that arrives from now on counts. None: the replica has closed the stream."""
+        """End the stream: later data is ignored. `error` is None if the replica has closed the stream."""
         if self._ended.done():
             return
         if error is None:
@@ -250,7 +249,7 @@ class FrameReader(asyncio.Protocol):
                 for delta in frame.deltas:
                     request = self._in_flight.get(delta.request_id)
                     if request is None or request.has_ended:
-                        continue  # of an attempt that was given up
+                        continue  # the delta belongs to an abandoned attempt
                     request.put(delta)
                     brings_something = True
                     if delta.token_ids:
@@ -281,20 +280,20 @@ class FrameReader(asyncio.Protocol):
             raise ReplicaLost(f"its step has been running for {step_age_s:.1f} s", reason="stuck")
 
     def _count_idle(self, kib: float) -> None:
-        """A frame of this size has brought no request anything. Raises ReplicaLost when there are too many."""
+        """Count a frame of this size that was useless to every request. Raises ReplicaLost if there are too many."""
         now = self._heard_at
         self._idle_kib = max(0.0, self._idle_kib - (now - self._idle_counted_at) * _IDLE_KIB_PER_S) + kib
         self._idle_counted_at = now
         if self._idle_kib > _MOST_IDLE_KIB:
-            raise ReplicaLost("it sends too many frames that bring nothing", reason="broken")
+            raise ReplicaLost("it sends too many frames that no request needs", reason="broken")
 
     def _expect_frame_within(self, wait_s: float) -> None:
         self._silence_timer = self._loop.call_later(wait_s, self._check_silence, self._loop.time() + wait_s)
 
     def _check_silence(self, due_at: float) -> None:
-        """Called `silence_s` after the last frame that was known when the timer was set."""
+        """End the stream if it is silent. Called `silence_s` after the last frame known when the timer was set."""
         now = self._loop.time()
-        if now - due_at > 0.2:  # this process was busy or stopped, so frames may have arrived that it has not read yet
+        if now - due_at > 0.2:  # this process was busy or stopped, so frames may have arrived that it has not read
             self._heard_at = now
         silent_s = now - self._heard_at
         if silent_s >= self._limits.silence_s:

@@ -1,4 +1,4 @@
-"""All replicas of one model as one `Generate`: streams that go on when the replica that served them does not."""
+"""All replicas of one model behind one `Generate`. A stream continues when its replica is lost."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from app.fleet.replica_registry import ReplicaRegistry
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_PAUSE_S = 1.0  # between two tries to go on where all replicas are full
-_RELIEVE_EVERY_S = 0.25  # until a replica's reports tell what the last request that left has brought
-_MAX_TIMES_SHORT = 3  # that one request leaves a replica that is short of memory
-# Replicas are asked for their metrics in turns, so that many answers at once do not hold the event loop.
+_LONGEST_PAUSE_S = 1.0  # between two tries to resume a request while all replicas are full
+_RELIEVE_EVERY_S = 0.25  # until a replica's reports show the effect of the last request that left
+_MAX_TIMES_SHORT = 3  # how often one request may leave a replica that is short of memory
+# Replicas are asked for their metrics in groups, so that simultaneous answers do not block the event loop.
 _ASKED_IN_A_TURN = 25
 _TURN_S = 0.005
 
 
 class ReplicaTransport(Protocol):
-    """How replicas are reached. Implemented over Serve's handles (`deployments/serve/transport.py`), faked in tests."""
+    """Reaches replicas. `deployments/serve/transport.py` implements this over Serve's handles; tests use a fake."""
 
     async def wake(self) -> None:
-        """Wait until there is a replica, and have one started where none should be there.
+        """Wait until there is a replica. Starts one if the model is scaled to zero.
 
-        Raises Overloaded when too many requests wait, Unavailable when no replica can be there now.
+        Raises Overloaded if too many requests wait, and Unavailable if no replica can be started now.
         """
         ...
 
     async def connect(self, replica_id: str, reader: FrameReader, *, heartbeat_s: float) -> asyncio.Transport:
-        """Open a connection to a replica; its frames come to `reader`. Raises when it cannot be reached."""
+        """Open a connection to a replica that passes its frames to `reader`. Raises if the replica is unreachable."""
         ...
 
 
@@ -61,25 +61,25 @@ class TokenStream:
         return self._deltas.__anext__()
 
     async def aclose(self) -> None:
-        """End the request, if it has not ended."""
+        """Abort the request, if it has not ended."""
         self._in_flight.take = None
         await self._deltas.aclose()
 
     def deliver_to(self, take: Callable[[TokenDelta], bool]) -> None:
-        """Have `take` called for the deltas between the first tokens and the end, when they come.
+        """Call `take` for each arriving delta between the first tokens and the end.
 
-        The reader, which waits for a delta meanwhile, does not see what `take` has taken. If `take` returns False, the
-        reader gets the delta; if `take` raises, the reader gets the error.
+        The waiting reader does not see a delta that `take` has taken. If `take` returns False, the reader gets the
+        delta. If `take` raises, the reader gets the error.
         """
         self._in_flight.take = take
 
 
 class Fleet:
-    """Sends requests to replicas and reads their deltas on one connection to each. Belongs to one event loop.
+    """Sends requests to replicas and reads the deltas over one connection per replica. Belongs to one event loop.
 
-    When the replica of a request is lost, the request goes to another with all its tokens so far, and goes on exactly
-    where it stopped (NVIDIA Dynamo's request migration carries tokens only; here randomness is a function of seed and
-    position, so tokens are all there is to carry).
+    When the replica of a request is lost, the request is sent to another replica with all its tokens so far, and
+    resumes exactly where it stopped. Request migration in NVIDIA Dynamo also carries tokens only; here the tokens are
+    the whole state, because randomness is a function of seed and position.
     """
 
     def __init__(
@@ -96,33 +96,33 @@ class Fleet:
         self._limits = limits
         self._metrics = metrics
         self._clock = clock
-        self._in_flight: dict[str, InFlightRequest] = {}  # by the id of their current attempt
-        # The same requests by replica, in the order of their arrival there.
+        self._in_flight: dict[str, InFlightRequest] = {}  # by the id of the current attempt
+        # The in-flight requests by replica, in the order of their arrival on the replica.
         self._on_replica: dict[str, dict[str, InFlightRequest]] = {}
-        # After so many replicas in a row were lost before they gave it a token, a request counts as the cause.
+        # If this many replicas in a row are lost before they give a request a token, the request counts as the cause.
         max_losses = max(2, limits.max_resumes)
         self._culprits: Culprits[str] = Culprits(max_losses=max_losses, alone_after=max_losses - 1)
         self._suspects = SuspectQueue()
         self._connections: dict[str, ReplicaConnection] = {}
-        self._open_ids: Sequence[str] | None = None  # the replicas that take requests now; None: to be looked at again
-        self._turns = Turns()  # of requests whose replicas were lost
-        self._relieved_at: dict[str, float] = {}  # by replica that was short of memory
-        self._leaving: dict[str, asyncio.TimerHandle] = {}  # replicas that take no more requests and have some
+        self._open_ids: Sequence[str] | None = None  # cached ids of the replicas that take requests; None: out of date
+        self._turns = Turns()  # wakes the requests of lost replicas
+        self._relieved_at: dict[str, float] = {}  # when a request last left each replica that was short of memory
+        self._leaving: dict[str, asyncio.TimerHandle] = {}  # replicas that take no more requests but still have some
         self._changed = asyncio.Event()  # set for a moment when a connection opens or the replicas change
-        self._on_view: Callable[[str, EngineSnapshot], None] | None = None  # while views are wanted
+        self._on_view: Callable[[str, EngineSnapshot], None] | None = None  # set while views are wanted
         self._questions: set[_Question] = set()
         registry.on_replicas = self._replicas_changed
         self._replicas_changed(registry.replica_ids)
 
     def generate(self, request: Request) -> TokenStream:
-        """Stream the tokens of `request`, whichever replicas they come from; closing the stream aborts it.
+        """Stream the tokens of `request`, whichever replicas they come from. Closing the stream aborts the request.
 
-        The first delta may be empty: then it says that the request is queued, and where.
+        The first delta may be empty. It then says that the request is queued, and on which replica.
 
         Raises:
             InvalidRequest, DeadlineMissed, StepFailed: from the engine.
             Overloaded: every replica is full.
-            Unavailable: there was no replica; ReplicasLost: too many were lost under this request.
+            Unavailable: there was no replica; ReplicasLost: too many replicas were lost under this request.
         """
         in_flight = InFlightRequest(request, began_at=self._clock(), turns=self._turns)
         return TokenStream(in_flight, self._deltas(in_flight))
@@ -137,7 +137,7 @@ class Fleet:
                     await self._suspects.begin(request.request_id)
                 try:
                     await self._begin_attempt(in_flight, avoid)
-                except BaseException:  # refused, or its caller has gone: the next need not wait for its time to end
+                except BaseException:  # refused, or the caller has gone: the next suspect may begin at once
                     self._suspects.end(request.request_id)
                     raise
                 try:
@@ -155,7 +155,7 @@ class Fleet:
                             in_flight.fail(RequestLeft("its prompt is computed", reason="decode"))
                 except ReplicaLost as lost:
                     pause_s = self._note_loss(in_flight, lost)
-                    lost.__traceback__ = None  # the connection keeps it, and would keep this request with it
+                    lost.__traceback__ = None  # the connection keeps the error, and would keep this request with it
                     avoid |= {in_flight.replica_id, *lost.avoid}
                 except DeadlineMissed:
                     raise
@@ -172,7 +172,7 @@ class Fleet:
             self._culprits.forget(request.request_id)
 
     def cancel(self, request_id: str) -> bool:
-        """End a request as if its caller had gone: `generate` raises Cancelled. False: no replica has it."""
+        """End a request: its `generate` raises Cancelled. Returns False if no replica has the request."""
         found = [each for each in self._in_flight.values() if each.request.request_id == request_id]
         for in_flight in found:
             in_flight.fail(Cancelled("this request was cancelled while it ran"))
@@ -180,17 +180,17 @@ class Fleet:
 
     @property
     def num_in_flight(self) -> int:
-        """Requests under way."""
+        """Number of requests that replicas are serving."""
         return len(self._in_flight)
 
     def watch(self, on_view: Callable[[str, EngineSnapshot], None] | None) -> None:
-        """Have `on_view(replica_id, view)` called for each view of a replica, some each second. None: no more."""
+        """Call `on_view(replica_id, view)` for each view of a replica, some each second. None stops the views."""
         self._on_view = on_view
         for replica_id in self._connections:
             self._tell_watching(replica_id)
 
     async def ask_metrics(self, timeout_s: float) -> dict[str, bytes | None]:
-        """What each replica that takes requests has measured; None: it has not answered in time."""
+        """Return the metrics of each replica that takes requests; None for replicas that have not answered in time."""
         question = _Question(self._registry.replica_ids)
         self._questions.add(question)
         try:
@@ -211,14 +211,14 @@ class Fleet:
         return is_there and self._registry.sends_metrics(replica_id)
 
     def _metrics_came(self, replica_id: str, metrics: bytes) -> bool:
-        """Whether they were asked for."""
+        """Pass a replica's metrics to the open questions. Returns whether the metrics were asked for."""
         waiting = [question for question in self._questions if replica_id in question.open]
         for question in waiting:
             question.close(replica_id, metrics)
         return bool(waiting)
 
     def describe(self) -> list[dict[str, Any]]:
-        """All replicas, for people: those that take requests, and those that leave and still have some."""
+        """Return a readable description of each replica that takes requests, or that is leaving and still has some."""
         described = self._registry.describe()
         for each in described:
             each["state"] = "serving" if self._is_open(each["replica"]) else "lost"
@@ -227,7 +227,7 @@ class Fleet:
 
     @property
     def last_decision(self) -> dict[str, str] | None:
-        """Why the last request went where it did, for people."""
+        """Readable reason for the choice of the last request's replica."""
         decision = self._registry.last_decision
         return None if decision is None else {"reason": decision.reason, "loads": decision.explain_loads()}
 
@@ -240,14 +240,14 @@ class Fleet:
     # ------------------------------------------------------------------ one request
 
     async def _begin_attempt(self, in_flight: InFlightRequest, avoid: frozenset[str]) -> None:
-        """Send a request to the replica that the registry chooses, as soon as there is one."""
+        """Send a request to the replica that the registry chooses. Waits until there is a replica."""
         while True:
             if in_flight.num_attempts:
-                in_flight.seconds_left(self._clock())  # raises where none is left
+                in_flight.seconds_left(self._clock())  # raises if no time is left
             weights = in_flight.needs_weights
             replica_ids = self._open_replica_ids(in_flight)
             if not replica_ids and in_flight.request.no_queue and in_flight.lost_at is None:
-                raise Overloaded("no replica is there now, and this request is not to wait; try again shortly")
+                raise Overloaded("no replica is available now, and this request may not wait; try again shortly")
             replica_ids = replica_ids or await self._wait_for_replicas(in_flight)
             sent = in_flight.begin_attempt(self._clock())
             try:
@@ -284,7 +284,7 @@ class Fleet:
         )
 
     def _end_attempt(self, in_flight: InFlightRequest) -> None:
-        """The attempt is over, in whatever way: nothing of it stays."""
+        """Remove all traces of an attempt that is over."""
         replica_id = in_flight.replica_id
         del self._in_flight[in_flight.sent.request_id]
         del self._on_replica[replica_id][in_flight.sent.request_id]
@@ -301,11 +301,11 @@ class Fleet:
             self._close_if_idle(replica_id)
 
     def _note_loss(self, in_flight: InFlightRequest, lost: ReplicaLost) -> float:
-        """Count a loss; returns how long to wait before the next try, in seconds.
+        """Count a loss, and return the pause before the next attempt in seconds.
 
-        Raises ReplicasLost when it was one too many. A request that may itself be what kills replicas is given up one
-        loss sooner than those that were only there. Once it is known, the losses that it caused are not counted
-        against the others.
+        Raises ReplicasLost after too many losses. A request that may itself kill replicas is given up one loss earlier
+        than other requests on the lost replicas. When the culprit is known, the losses that it has caused no longer
+        count against the other requests.
         """
         now = self._clock()
         if isinstance(lost, RequestLeft):
@@ -314,15 +314,15 @@ class Fleet:
                 in_flight.left = PrefixSource(Address._make(in_flight.prefixes_at), ALL_BLOCKS)
             self._metrics.resumed(lost.reason)
             return 0.0
-        # A replica that is lost as a whole is known for it: one line for all of its requests is enough.
+        # If the whole replica is lost, it is already suspect, and one log line for all of its requests is enough.
         is_news = not self._registry.is_suspect(in_flight.replica_id)
         self._registry.suspect(in_flight.replica_id)  # until it reports again
         was_hopeless = not (in_flight.is_trusted or in_flight.is_accepted)
-        # A request that may have killed its replica lets others go first: those that get a token before it are
-        # innocent.
+        # A request that may have killed its replica lets other requests go first. A request that gets a token before
+        # this one is innocent.
         suspect_pause_s = 0.25
         if was_hopeless and self._is_recent(in_flight, now):
-            return suspect_pause_s  # a suspect was tried because there was no other: this was only a wait for one
+            return suspect_pause_s  # a suspect replica was tried for lack of others: this counts as waiting, not a loss
         in_flight.lost_at = now
         request_id = in_flight.request.request_id
         self._culprits.note_loss(
@@ -336,7 +336,7 @@ class Fleet:
         self._metrics.resumed(lost.reason)
         logger.log(
             logging.WARNING if is_news else logging.DEBUG,
-            "request %s goes on elsewhere after %d tokens: replica %s: %s",
+            "request %s resumes on another replica after %d tokens: replica %s: %s",
             request_id, in_flight.num_tokens, in_flight.replica_id, lost,
         )  # fmt: skip
         return suspect_pause_s * self._culprits.losses_without_progress(request_id)
@@ -345,7 +345,7 @@ class Fleet:
         return in_flight.lost_at is not None and now - in_flight.lost_at <= self._limits.place_timeout_s
 
     async def _wait_for_room(self, in_flight: InFlightRequest, full: Overloaded) -> None:
-        """Every replica is full. A new request is refused; one that was accepted before, and lost, waits instead."""
+        """Wait while every replica is full, if the request has lost its replica recently. Otherwise raises `full`."""
         if not self._is_recent(in_flight, self._clock()):
             raise full
         await asyncio.sleep(min(full.retry_after_s, _LONGEST_PAUSE_S))
@@ -353,7 +353,7 @@ class Fleet:
     # ------------------------------------------------------------------ the replicas
 
     def _open_replica_ids(self, in_flight: InFlightRequest) -> Sequence[str]:
-        """The replicas that take requests now, have the weights of its tokens and know all of its fields."""
+        """Return the replicas that take requests now, have the weights of its tokens and know all of its fields."""
         weights, request, registry = in_flight.needs_weights, in_flight.request, self._registry
         if self._open_ids is None:
             self._open_ids = list(filter(self._is_open, registry.replica_ids))
@@ -369,9 +369,9 @@ class Fleet:
         return connection is not None and connection.is_open
 
     async def _wait_for_replicas(self, in_flight: InFlightRequest) -> Sequence[str]:
-        """Wait until a replica takes the request, as for `_open_replica_ids`; returns all that do.
+        """Wait until `_open_replica_ids` returns a replica, and return all that it returns.
 
-        Raises Unavailable when there is none for too long, Overloaded when too many requests wait for one.
+        Raises Unavailable after `place_timeout_s` without a replica, and Overloaded if too many requests wait for one.
         """
         seconds = self._limits.place_timeout_s
         try:
@@ -385,18 +385,18 @@ class Fleet:
         except TimeoutError:
             for replica_id in filter(self._is_open, self._registry.replica_ids):
                 unknown = self._registry.unknown_field(replica_id, in_flight.request)
-                if unknown is None:  # so it is the weights
+                if unknown is None:  # the replica's weights are the reason
                     raise Unavailable(
                         "the replica of this request was lost, and the others have other weights; send it again"
                     ) from None
                 raise Unavailable(
-                    f"this request needs {unknown}, which the replicas that are there do not know yet, as an update "
-                    f"goes on; send it again"
+                    f"this request needs {unknown}, which the running replicas do not know yet, because an update is "
+                    f"running; send it again"
                 ) from None
-            raise Unavailable(f"no replica was there to take this request for {seconds:g} s; send it again") from None
+            raise Unavailable(f"no replica was available to this request for {seconds:g} s; send it again") from None
 
     async def _wake(self) -> None:
-        """Wait until the registry has a replica. Raises Overloaded when too many requests wait for one."""
+        """Wait until the registry has a replica. Raises Overloaded if too many requests wait for one."""
         changing = asyncio.create_task(self._changed.wait())
         waking = asyncio.create_task(self._transport.wake())
         try:
@@ -411,7 +411,7 @@ class Fleet:
             waking.cancel()
 
     def _open_changed(self) -> None:
-        """A connection has been opened, a stream has ended, or the replicas are others."""
+        """Note that a connection was opened, a stream has ended, or the replicas have changed."""
         self._open_ids = None
 
     def _note_change(self) -> None:
@@ -432,19 +432,19 @@ class Fleet:
         self._note_change()
 
     def _leave(self, replica_id: str, after_s: float) -> None:
-        """Have the requests of a replica that is about to end go on elsewhere, and take their KV memory along."""
+        """Move the requests of a replica that is about to end, with their KV memory, to other replicas."""
         del self._leaving[replica_id]
-        if self._registry.takes_requests(replica_id):  # it stays
+        if self._registry.takes_requests(replica_id):  # the replica takes requests again
             return
         leaving = list(self._on_replica.get(replica_id, {}).values())
         for in_flight in leaving:
             if self._open_replica_ids(in_flight):
-                in_flight.fail(RequestLeft(f"it takes no requests since {after_s:g} s", reason="ending"))
+                in_flight.fail(RequestLeft(f"it has taken no requests for {after_s:g} s", reason="ending"))
         if leaving:
-            logger.info("replica %s is about to end: its %d requests go on elsewhere", replica_id, len(leaving))
+            logger.info("replica %s is about to end: its %d requests move to other replicas", replica_id, len(leaving))
 
     def _connect_to(self, replica_id: str) -> None:
-        """Open a connection to a replica, if there is none yet."""
+        """Open a connection to a replica, unless there is one already."""
         if replica_id in self._connections:
             return
         self._connections[replica_id] = ReplicaConnection(
@@ -473,7 +473,7 @@ class Fleet:
         self._note_change()
 
     def _ended(self, replica_id: str) -> None:
-        """A stream has ended: the replica takes no requests and answers no questions until it sends a frame again."""
+        """Note the end of a stream. The replica takes no requests and answers no questions until its next frame."""
         self._open_changed()
         for question in self._questions:
             question.close(replica_id)
@@ -483,15 +483,15 @@ class Fleet:
             self._connections[replica_id].send(WatchEngine(self._on_view is not None))
 
     def _view_came(self, replica_id: str, view: EngineSnapshot) -> bool:
-        """Whether it was asked for."""
+        """Pass a view on. Returns whether the view was asked for."""
         if self._on_view is not None:
             self._on_view(replica_id, view)
         return self._on_view is not None
 
     def _relieve(self, replica_id: str) -> None:
-        """A replica is short of KV memory: its youngest request goes to one with room, in place of being preempted.
+        """Move the youngest request of a replica that is short of KV memory to a replica with room.
 
-        The idea is that of Llumnix (Sun et al., OSDI 2024).
+        The move avoids a preemption. The idea comes from Llumnix (Sun et al., OSDI 2024).
         """
         now = self._clock()
         if now < self._relieved_at.get(replica_id, -inf) + _RELIEVE_EVERY_S:
@@ -523,7 +523,7 @@ class Fleet:
         self._registry.suspect(replica_id)
         requests = self._on_replica.get(replica_id, {}).values()
         if requests:
-            logger.warning("replica %s: its %d requests go on elsewhere", replica_id, len(requests))
+            logger.warning("replica %s: its %d requests resume on other replicas", replica_id, len(requests))
         for in_flight in requests:
             in_flight.fail(lost)
         if not self._registry.takes_requests(replica_id):
@@ -531,16 +531,16 @@ class Fleet:
 
 
 class _Question:
-    """A question to some replicas, of which some have not answered yet."""
+    """A question to some replicas, with their answers so far."""
 
     def __init__(self, replica_ids: Iterable[str]) -> None:
         self.answers: dict[str, bytes | None] = dict.fromkeys(replica_ids)
-        self.open = dict.fromkeys(self.answers)  # replicas whose answer may come, in order
+        self.open = dict.fromkeys(self.answers)  # replicas whose answer may still come, in order
         self.ended = asyncio.get_running_loop().create_future()
         self._check_ended()
 
     def close(self, replica_id: str, answer: bytes | None = None) -> None:
-        """A replica has answered, or will not. Only the first answer counts."""
+        """Record a replica's answer, or None if it will not answer. Only the first answer counts."""
         if replica_id not in self.open:
             return
         del self.open[replica_id]

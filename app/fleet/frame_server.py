@@ -1,4 +1,4 @@
-"""The replica's end of its sockets: requests come in, frames go out. Only for connections that say the secret."""
+"""The replica's end of its sockets: receives requests and sends frames. Only for connections that know the secret."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from app.fleet.uncomputed_prompts import UncomputedPrompts
 logger = logging.getLogger(__name__)
 
 MAX_HELLO_BYTES = 1024
-# After so long without any sign that an ingress takes what was sent, its connection is closed and its requests end: its
-# machine is gone, or its process stands still. Heartbeats see to it that there is always something that was sent.
+# If an ingress acknowledges no data for this time, its machine is gone or its process has stopped: the connection is
+# closed and the ingress's requests end. Heartbeats guarantee that there is always data to acknowledge.
 UNREAD_TIMEOUT_S = 60.0
-# For which what is measured answers all ingresses. To write it takes a millisecond or two, and a scrape after a request
-# should have the request.
+# How long one measurement answers all ingresses. To write the metrics takes a millisecond or two, and a scrape after a
+# request should include the request.
 METRICS_HOLD_S = 0.05
 
 
 class Hello(NamedTuple):
-    """What an ingress sends first, on one line."""
+    """The first line that an ingress sends."""
 
     secret: str
     ingress_id: str
@@ -53,19 +53,19 @@ class Hello(NamedTuple):
 
     @property
     def is_sound(self) -> bool:
-        """Whether it has an ingress, and heartbeats that a replica can send. Raises TypeError."""
+        """Whether the id is a string and the heartbeat is in range. Raises TypeError if it is not a number."""
         return isinstance(self.ingress_id, str) and 0.01 <= self.heartbeat_s <= 3600
 
     def line(self) -> bytes:
-        """As it is sent."""
+        """Return the line as bytes."""
         return json.dumps(self).encode() + b"\n"
 
 
 class FrameServer:
-    """Listens on one address of this machine. Belongs to the event loop that opens it.
+    """Listens on one address of this machine. The server belongs to the event loop that opens it.
 
-    Requests and frames have a connection of their own beside Serve's calls: a call of Serve's costs several times as
-    much as a message on it.
+    Requests and frames do not use Serve's calls, because one call of Serve costs several times as much as a message on
+    this connection.
     """
 
     def __init__(
@@ -77,29 +77,29 @@ class FrameServer:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`engine` serves the requests, `report` is called for each frame, `metrics` for ingresses that ask."""
+        """`engine` serves the requests. `report` is called for each frame, and `metrics` for ingresses that ask."""
         self._host = host
         self._engine = engine
         self._report = report
         self._metrics = metrics
         self._clock = clock
-        self._measured = (-inf, b"")  # when `metrics` was called last, and its result
+        self._measured = (-inf, b"")  # time and result of the last call of `metrics`
         self._secret = secrets.token_hex(16)
         self._opening: asyncio.Task[asyncio.Server] | None = None
         self._unidentified: set[_Connection] = set()
         self._connections: set[_Connection] = set()
         self._of_ingress: dict[str, _Connection] = {}
         self._draining: asyncio.Future[None] | None = None
-        self._was_left = False  # by a request, since then
+        self._was_left = False  # whether a request has left the replica since `drain` was called
         self._watching: set[_Connection] = set()
-        self._showing: asyncio.Task[None] | None = None  # while any watches
+        self._showing: asyncio.Task[None] | None = None  # runs while any connection watches
         self._full_view_at = 0.0  # when the next full view is due, by the event loop's clock
         self._prefixes = PrefixFeed()
         engine.on_prefixes(self._prefixes.note)
         self._prompts = UncomputedPrompts()
 
     async def open(self) -> Address:
-        """Listen, if it does not yet. Raises OSError when this machine does not have that address."""
+        """Start to listen, if the server does not listen yet. Raises OSError if this machine lacks the address."""
         if self._opening is None:
             loop = asyncio.get_running_loop()
             self._prefixes.address = self._engine.serve_prefixes(self._host)
@@ -109,7 +109,7 @@ class FrameServer:
         return Address(host, port, self._secret)
 
     async def close(self) -> None:
-        """Listen no more, and close all connections."""
+        """Stop listening, and close all connections."""
         if self._opening is not None:
             (await self._opening).close()
         for connection in [*self._connections]:
@@ -121,8 +121,8 @@ class FrameServer:
         return all(each.session is None or each.session.is_idle for each in self._connections)
 
     async def drain(self) -> None:
-        """Wait until all requests have ended, and those that went on elsewhere may have their KV memory there."""
-        fetch_s = 1.0  # a replica gives up later than that only where it would compute for longer
+        """Wait until all requests have ended. After a request has moved, wait until its KV memory may be fetched."""
+        fetch_s = 1.0  # a replica gives up a fetch after this time, or later if computing would take longer
         while not self.is_idle:
             self._draining = asyncio.get_running_loop().create_future()
             await self._draining
@@ -130,7 +130,7 @@ class FrameServer:
             await asyncio.sleep(fetch_s)
 
     def left(self) -> None:
-        """An ingress needs no more of a request."""
+        """Note that an ingress has aborted a request. Such a request may have moved to another replica."""
         self._was_left = self._draining is not None
 
     def _check_drained(self) -> None:
@@ -138,10 +138,9 @@ class FrameServer:
             self._draining.set_result(None)
 
     def opened(self, connection: _Connection) -> bool:
-        """Whether a new connection may identify itself; false while too many others have not done so."""
+        """Register a new connection. Returns False while too many other connections have not identified themselves."""
         self._connections.add(connection)
-        # Connections that have not said the secret yet; more are closed at once. All ingresses connect in the moment
-        # in which a replica is ready.
+        # The limit allows many ingresses, because all ingresses connect at the moment when a replica is ready.
         max_unidentified = 256
         if len(self._unidentified) >= max_unidentified:
             return False
@@ -149,15 +148,15 @@ class FrameServer:
         return True
 
     def identified(self, connection: _Connection, line: bytes) -> None:
-        """A connection has sent its first line: give it the frames of its ingress, or close it.
+        """Handle the first line of a connection: start a session for its ingress, or close the connection.
 
-        The connection before is closed: an ingress that has lost one opens another.
+        The ingress's previous connection is closed, because an ingress opens a connection after it has lost one.
         """
         self._unidentified.discard(connection)
         try:
             hello = Hello._make(json.loads(line))
             is_known = hmac.compare_digest(hello.secret, self._secret) and hello.is_sound
-        except (ValueError, TypeError, RecursionError):  # no JSON, or not these three
+        except (ValueError, TypeError, RecursionError):  # not JSON, or not the fields of a Hello
             is_known = False
         if not is_known:
             connection.close()
@@ -172,7 +171,7 @@ class FrameServer:
         )  # fmt: skip
 
     def watch(self, connection: _Connection, *, is_watched: bool) -> None:
-        """An ingress wants views of the engine from now on, or no more."""
+        """Start or stop the views of the engine for one ingress."""
         if not is_watched:
             self._watching.discard(connection)
             return
@@ -182,7 +181,7 @@ class FrameServer:
             self._showing = asyncio.get_running_loop().create_task(self._show())
 
     def measured(self) -> bytes:
-        """What is measured here; empty where that fails."""
+        """Return the metrics of this replica; empty if they cannot be written."""
         now = self._clock()
         if self._measured[0] <= now - METRICS_HOLD_S:
             try:
@@ -193,10 +192,10 @@ class FrameServer:
         return self._measured[1]
 
     async def _show(self) -> None:
-        """Send views until none watches."""
+        """Send views until no connection watches."""
         clock = asyncio.get_running_loop().time
-        view_period_s = 0.2  # five a second: an eye sees no more of a line that moves
-        # For a page that has missed some, and in what an ingress keeps for a page that is opened
+        view_period_s = 0.2  # five a second: the eye sees no more details of a moving line
+        # Full views are for pages that have missed views, and for pages that are opened later.
         full_view_period_s = 2.0
         with suppress(EngineStopped):
             while self._watching:
@@ -211,7 +210,7 @@ class FrameServer:
         self._engine.end_snapshots()
 
     def closed(self, connection: _Connection) -> None:
-        """A connection is gone."""
+        """Forget a lost connection."""
         self._watching.discard(connection)
         self._unidentified.discard(connection)
         self._connections.discard(connection)
@@ -220,7 +219,7 @@ class FrameServer:
 
 
 class _Connection(asyncio.Protocol):
-    """The replica's end of one connection: a FrameStream once it has said the secret."""
+    """The replica's end of one connection. It serves as a FrameStream after the ingress has sent the secret."""
 
     def __init__(self, server: FrameServer) -> None:
         self._server = server
@@ -233,7 +232,7 @@ class _Connection(asyncio.Protocol):
         self.is_writable = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Serve runs on uvloop; its transports are no subclasses of asyncio's.
+        # Serve runs on uvloop, whose transports are not subclasses of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
             connected = transport.get_extra_info("socket")
@@ -253,7 +252,7 @@ class _Connection(asyncio.Protocol):
         try:
             messages = self._messages.feed(data)
         except InvalidFrame as error:
-            logger.warning("an ingress sent what is no request: %s", error)
+            logger.warning("an ingress sent an invalid message: %s", error)
             self._transport.abort()
             return
         for message in messages:
@@ -269,7 +268,7 @@ class _Connection(asyncio.Protocol):
                     session.send_metrics(self._server.measured())
 
     def _take_hello(self, data: bytes) -> bytes:
-        """Read the first line; returns what follows it."""
+        """Read the first line, and return the bytes that follow it."""
         self._line += data
         if b"\n" not in self._line and len(self._line) <= MAX_HELLO_BYTES:
             return b""
@@ -305,7 +304,7 @@ class _Connection(asyncio.Protocol):
 
 
 def report_of_engine(engine: AsyncEngine, *, group: str = "", weights: int = 0) -> ReplicaReport:
-    """The report of the replica with this engine, whose weights have this digest."""
+    """Return the report of the replica with this engine. `weights`: the digest of the model's files."""
     return report_of(
         engine.stats(),
         num_requests=engine.num_requests,

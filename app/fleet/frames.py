@@ -1,14 +1,14 @@
-"""What ingress and replica send each other, and its bytes.
+"""The messages between ingresses and replicas, and their encoding as bytes.
 
-An ingress sends requests and aborts. A replica sends frames: one for everything that is new since the last frame.
+An ingress sends requests and aborts. A replica sends frames. A frame has everything that is new since the last frame.
 
-msgpack holds plain values only, so what comes over a socket can run no code. A message begins with its version and its
-length. Fields travel by position, those of a request by name: a reader ignores fields that it does not know and takes
-the default of fields that are missing. So replicas and ingresses of neighbouring versions understand each other as long
-as new fields have a default and are added at the end. Any other change needs a new FRAME_VERSION.
+msgpack holds plain values only, so bytes from a socket cannot run code. A message starts with its version and its
+length. The fields of messages are encoded by position, and the fields of a request by name. A reader ignores unknown
+fields and uses the defaults of missing fields. Replicas and ingresses of neighbouring versions therefore understand
+each other if new fields have a default and are added at the end. Any other change needs a new FRAME_VERSION.
 
-A replica that ignored a field of a request would draw other tokens than the client asks for. So a replica names the
-fields that it knows in its first frame, and an ingress sends a request only to a replica that knows all fields of it.
+A replica that ignored a field of a request would generate tokens that the client did not ask for. A replica therefore
+lists its known fields in its first frame, and an ingress sends a request only to a replica that knows all its fields.
 """
 
 from __future__ import annotations
@@ -29,51 +29,51 @@ from app.fleet.dispatch import PrefixChanges, ReplicaReport
 from app.fleet.dispatch.ledger import Count
 
 FRAME_VERSION = 2
-# Of a longer message a reader would keep the bytes until its end. A frame has about as many where its ingress was slow
-# for half a minute and each token has 20 log-probabilities.
+# A reader buffers a message until its end, so the size is limited. A frame reaches about this size if its ingress was
+# slow for half a minute and each token has 20 log-probabilities.
 MAX_MESSAGE_BYTES = 1 << 26
 
 _HEADER = struct.Struct(">BI")  # version, number of bytes that follow
 
 
 class InvalidFrame(ValueError):
-    """Bytes that are no message, or a message of another version."""
+    """Raised for bytes that are not a message, or that are a message of another version."""
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
-    """A stream's frames are numbered from 0; a number that is missing means lost tokens."""
+    """One frame of a replica's stream. Frames are numbered from 0; a missing number means that tokens were lost."""
 
     number: int
     report: ReplicaReport
-    deltas: tuple[TokenDelta, ...]  # at most one for each request; empty in a heartbeat
-    view: EngineSnapshot | None = None  # while its ingress watches
-    prefixes: PrefixChanges | None = None  # since the frame before; all of them in the first
-    known_fields: tuple[str, ...] = ()  # of requests, as in `REQUEST_FIELDS`; only in the first, for it is long
-    metrics: bytes | None = None  # in the answer to AskMetrics; what they are is between other modules
+    deltas: tuple[TokenDelta, ...]  # at most one per request; empty in a heartbeat
+    view: EngineSnapshot | None = None  # only while the ingress watches
+    prefixes: PrefixChanges | None = None  # changes since the previous frame; all prefixes in the first frame
+    known_fields: tuple[str, ...] = ()  # known request fields, as in `REQUEST_FIELDS`; only in the first frame
+    metrics: bytes | None = None  # only in the answer to AskMetrics; encoded by `app.metrics`
 
 
 class SubmitRequest(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """An ingress has a request served. The request's deltas come back in frames, an error as its last delta."""
+    """Asks a replica to serve a request. The replica sends deltas in frames; an error is in the last delta."""
 
     request: Request
-    # Prompt tokens that the ingress expects the replica to compute; None: all of them.
+    # Tokens that the ingress expects the replica to prefill; None means all prompt tokens and all generated tokens.
     num_prefill_tokens: Count | None = None
 
 
 class AbortRequest(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """An ingress needs no more of a request. Nothing happens when the replica does not have it."""
+    """Asks a replica to end a request. Nothing happens if the replica does not have the request."""
 
     request_id: str
 
 
 class WatchEngine(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """An ingress wants views in its frames, or no more. Only for replicas with `ReplicaReport.sends_views`."""
+    """Starts or stops the views in the ingress's frames. Only for replicas with `ReplicaReport.sends_views`."""
 
     is_watched: bool
 
 
 class AskMetrics(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """An ingress wants what the replica has measured, once. Only for replicas with `ReplicaReport.sends_metrics`."""
+    """Asks for the replica's metrics once. Only for replicas with `ReplicaReport.sends_metrics`."""
 
 
 Message = SubmitRequest | AbortRequest | WatchEngine | AskMetrics
@@ -93,7 +93,7 @@ def _fields_of(kind: type[Any], prefix: str = "") -> Iterator[str]:
 
 
 def used_fields(value: Any, prefix: str = "") -> Iterator[str]:
-    """The fields of a request that are not at their defaults, as in `REQUEST_FIELDS`."""
+    """Yield the fields of a request that differ from their defaults, named as in `REQUEST_FIELDS`."""
     for field in fields(value):
         item = getattr(value, field.name)
         if item == field.default:
@@ -105,13 +105,13 @@ def used_fields(value: Any, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{field.name}={item.value}"
 
 
-# The fields of a request that this version knows, those inside others with a dot, and each value of an enumeration.
+# The request fields that this version knows. Nested fields have a dot, and each value of an enumeration has an entry.
 REQUEST_FIELDS = frozenset(_fields_of(Request))
 
-# Those that only the choice of a replica looks at: a replica may ignore them.
+# The request fields that only the choice of a replica uses. A replica may ignore them.
 DISPATCH_FIELDS = frozenset({"group", "preset", "session", "call"})
 
-# Those that a replica knows which names none: it is of 418a799 or before. No field is ever added here.
+# The fields known to a replica of version 418a799 or older, which does not list its fields. Never add a field here.
 FIRST_REQUEST_FIELDS = frozenset(
     """
     request_id prompt_token_ids sampling sampling.max_tokens sampling.min_tokens sampling.temperature
@@ -143,7 +143,7 @@ def report_of(
     backend: ChosenBackend | None = None,
     num_prompt_tokens_of_others: int | None = None,
 ) -> ReplicaReport:
-    """A replica's report: its engine's snapshot, and what the snapshot does not have."""
+    """Return a replica's report, from its engine's statistics and from values that the statistics lack."""
     return ReplicaReport(
         group=group,
         num_requests=num_requests,
@@ -171,21 +171,21 @@ def report_of(
 
 
 def encode(message: Frame | Message) -> bytes:
-    """A message as it goes over the socket."""
+    """Return the bytes of a message, with the header."""
     body = _encode(message)
     return _HEADER.pack(FRAME_VERSION, len(body)) + body
 
 
 class StreamDecoder(Generic[ReceivedT]):
-    """Bytes as they come → frames, or messages of an ingress."""
+    """Decodes a stream of bytes into frames, or into messages of an ingress."""
 
     def __init__(self, decode: Callable[[memoryview], ReceivedT]) -> None:
-        """Use `frame_decoder` or `message_decoder`."""
+        """Use `frame_decoder` or `message_decoder` in place of this constructor."""
         self._decode: Callable[[memoryview], ReceivedT] = decode
-        self._begun = bytearray()  # of a message that is not complete yet
+        self._begun = bytearray()  # bytes of an incomplete message
 
     def feed(self, data: bytes) -> list[ReceivedT]:
-        """What ends within `data`. Raises InvalidFrame; nothing is to be read then any more."""
+        """Return the messages that end within `data`. Raises InvalidFrame; the stream is unusable after that."""
         if self._begun:
             self._begun += data
         received: list[ReceivedT] = []
@@ -204,7 +204,7 @@ class StreamDecoder(Generic[ReceivedT]):
                     try:
                         received.append(self._decode(body))
                     except msgspec.DecodeError as error:
-                        raise InvalidFrame(f"what came is no frame: {error}") from error
+                        raise InvalidFrame(f"the bytes that came are not a frame: {error}") from error
                 start = end
         if self._begun:
             del self._begun[:start]
@@ -214,12 +214,12 @@ class StreamDecoder(Generic[ReceivedT]):
 
 
 def frame_decoder() -> StreamDecoder[Frame]:
-    """For what a replica sends."""
+    """Return a decoder for the frames of a replica."""
     return StreamDecoder(_decode_frame)
 
 
 def message_decoder() -> StreamDecoder[Message]:
-    """For what an ingress sends."""
+    """Return a decoder for the messages of an ingress."""
     return StreamDecoder(_decode_message)
 
 

@@ -1,4 +1,4 @@
-"""What the processes of one model tell each other: each keeps a table, and of each name the last writer wins."""
+"""A table that the processes of one model share. Each process has a copy; the latest entry of a name wins."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from app.engine.request import Adapter
 
 
 class Entry(NamedTuple):
-    """What was last said of a name."""
+    """The latest value of a name."""
 
-    at: float  # seconds of wall time; 0: the config says so
-    value: Any  # None: nothing holds any more
+    at: float  # wall time of the entry, in seconds; 0 for an entry from the config
+    value: Any  # None: the name was removed
 
 
 Table = Mapping[str, Entry]  # by name; never changed, only replaced
 
 
 def merged(tables: Iterable[Table]) -> dict[str, Entry]:
-    """Of each name the latest entry, so the order in which processes tell each other does not matter."""
+    """Return the latest entry of each name. The result does not depend on the order of the tables."""
     found: dict[str, Entry] = {}
     for table in tables:
         for name, entry in table.items():
@@ -29,12 +29,12 @@ def merged(tables: Iterable[Table]) -> dict[str, Entry]:
 
 
 def with_entry(table: Table, name: str, value: Any, *, now: float) -> dict[str, Entry]:
-    """A table that says this of a name."""
+    """Return a copy of the table with a new value for a name."""
     before = table.get(name)
-    # Later than the one before also where that was made by a clock that is ahead.
+    # The new entry must be later than the previous one, even if another clock that runs ahead made the previous one.
     return {**table, name: Entry(max(now, 0.0 if before is None else before.at + 0.001), value)}
 
 
 def adapters_in(table: Table) -> list[Adapter]:
-    """The LoRA adapters that are served."""
+    """Return the LoRA adapters that are served."""
     return [entry.value for entry in table.values() if isinstance(entry.value, Adapter)]

@@ -1,4 +1,4 @@
-"""A request that an ingress has not finished: its tokens so far, and the attempt that serves it now."""
+"""An unfinished request of an ingress: its tokens so far, and the attempt that serves the request now."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from app.fleet.dispatch import Decision
 
 
 class ReplicaLost(Exception):
-    """The replica of a request will send no more of it; another replica can go on."""
+    """The replica of a request will send no more deltas. Another replica can resume the request."""
 
     def __init__(self, message: str, *, reason: str, avoid: Collection[str] = frozenset()) -> None:
-        """`reason` is one word for metrics; the message is for the log. `avoid`: other replicas that cannot go on."""
+        """`reason`: one word for metrics. The message is for the log. `avoid`: other replicas that cannot resume it."""
         super().__init__(message)
         self.reason = reason
         self.avoid = avoid
 
 
 class RequestLeft(ReplicaLost):
-    """A request goes on elsewhere though nothing has failed."""
+    """A request resumes on another replica though nothing has failed."""
 
 
 class Turns:
-    """Makes calls in the order in which they come, a few in each turn of the event loop: all else goes on meanwhile."""
+    """Makes calls in their order, a few in each turn of the event loop, so that other work can run in between."""
 
     def __init__(self, *, at_once: int = 16) -> None:
-        """`at_once`: calls in one turn."""
+        """`at_once`: the largest number of calls in one turn."""
         self._at_once = at_once
         self._calls: deque[Callable[[], object]] = deque()
         self._next: asyncio.Handle | None = None
 
     def add(self, call: Callable[[], object]) -> None:
-        """Make a call when its turn has come."""
+        """Make a call after all calls that were added before."""
         self._calls.append(call)
         if self._next is None:
             self._next = asyncio.get_running_loop().call_soon(self._take)
@@ -52,15 +52,15 @@ class Turns:
 
 
 class InFlightRequest:
-    """One request of an ingress, served by one attempt after another. Belongs to one event loop, has one reader.
+    """One request of an ingress, served by one attempt after another. It belongs to one event loop and has one reader.
 
-    Every token that the reader gets is kept. Randomness is a function of seed and position (see
-    `app/model/sampler.py`), so these tokens are all the state there is: a replica that gets the prompt and the tokens
-    goes on exactly as the replica before would have.
+    Every token that the reader gets is stored. Randomness is a function of seed and position (see
+    `app/model/sampler.py`), so these tokens are the whole state: a replica that gets the prompt and the tokens resumes
+    the request exactly as the previous replica would have continued.
 
-    Each attempt has an id of its own. What arrives for an earlier attempt is not for this one.
+    Each attempt has its own id. Deltas of an earlier attempt are not delivered.
 
-    While the reader waits for tokens, `take` gets them in its place, at once. So no task wakes up for each token.
+    While the reader waits for tokens, `take` gets the tokens immediately, so that no task wakes up for each token.
     """
 
     __slots__ = (
@@ -71,30 +71,30 @@ class InFlightRequest:
     )  # fmt: skip
 
     def __init__(self, request: Request, *, began_at: float, turns: Turns) -> None:
-        """`turns` wake the readers of requests that have lost their replicas: these may be thousands at once."""
+        """`turns` wakes the readers of requests that have lost their replicas. These may be thousands at once."""
         self._turns = turns
         self.request = request  # as its caller sent it
-        # Takes the next delta in the middle of the text for the reader, or says that the reader must.
+        # Takes a delta between the first tokens and the end in place of the reader. False: the reader must take it.
         self.take: Callable[[TokenDelta], bool] | None = None
         self.num_attempts = 0
-        self.num_times_short = 0  # it left a replica that was short of memory
-        self.weights = 0  # the digest of those that its tokens are of; 0 while not known
+        self.num_times_short = 0  # how often the request left a replica that was short of memory
+        self.weights = 0  # digest of the weights that generated its tokens; 0 while unknown
         self.lost_at: float | None = None  # when its last replica was lost or left, by the clock of `began_at`
-        self.left: PrefixSource | None = None  # that replica, where it has its KV memory
+        self.left: PrefixSource | None = None  # the replica that the request left, if it still has the KV memory
         self._began_at = began_at
         self._token_ids = list(request.generated_token_ids)
         self._num_scored_tokens = request.num_scored_tokens
         self._num_sent = 0  # tokens and scores that the current replica was given
-        self._num_cached_tokens: int | None = None  # as the first replica found it: usage does not change later
+        self._num_cached_tokens: int | None = None  # on the first replica, so that the reported usage does not change
 
     @property
     def num_tokens(self) -> int:
-        """Generated so far, by all attempts."""
+        """Number of tokens generated so far, by all attempts."""
         return len(self._token_ids)
 
     @property
     def needs_weights(self) -> int:
-        """The digest of the only weights with which it can go on; 0 while it has no tokens, and any will do."""
+        """Digest of the only weights that can resume the request; 0 while it has no tokens and any weights will do."""
         return self.weights if self._token_ids or self._num_scored_tokens else 0
 
     @property
@@ -105,21 +105,21 @@ class InFlightRequest:
     # ------------------------------------------------------------------ attempts
 
     def seconds_left(self, now: float) -> float | None:
-        """Of a later attempt, where the request has a deadline. Raises DeadlineMissed when it has passed."""
+        """Return the seconds until the deadline; None without a deadline. Raises DeadlineMissed if it has passed."""
         deadline_s = self.request.deadline_s
         if deadline_s is not None:
             deadline_s -= now - self._began_at
             if deadline_s <= 0:
                 raise DeadlineMissed(
                     f"the deadline of {self.request.deadline_s:g} s has passed with {self.num_tokens:,} tokens "
-                    f"generated; they were lost with a replica or waited for one"
+                    f"generated; the request lost its replica, or waited for one"
                 )
         return deadline_s
 
     def begin_attempt(self, now: float) -> Request:
-        """The request as the next replica gets it: with an id of its own, the tokens so far and the time that is left.
+        """Return the request for the next replica: with a new id, the tokens so far and the remaining time.
 
-        Raises DeadlineMissed when no time is left.
+        Raises DeadlineMissed if no time is left.
         """
         sent = self.request  # the first attempt keeps its id
         if self.num_attempts:
@@ -129,7 +129,7 @@ class InFlightRequest:
                 generated_token_ids=tuple(self._token_ids),
                 num_scored_tokens=self._num_scored_tokens,
                 deadline_s=self.seconds_left(now),
-                no_queue=self.request.no_queue and self.lost_at is None,  # what has begun is not refused
+                no_queue=self.request.no_queue and self.lost_at is None,  # a request that has started is not refused
             )
         self.num_attempts += 1
         sampling = self.request.sampling
@@ -138,21 +138,21 @@ class InFlightRequest:
         self._num_unscored = num_scores - self._num_scored_tokens
         self._num_sent = len(self._token_ids) + self._num_scored_tokens
         self.sent = sent  # the request as this attempt has it
-        self.decision: Decision | None = None  # from `place` on
-        self.replica_id = ""  # likewise
-        self.prefixes_at: tuple[str, int, str] | None = None  # where the replica gives its KV memory away
-        self.leaves_after_prompt = False  # another replica goes on after its first token
-        self.is_accepted = False  # the replica has queued it
-        self.has_ended = False  # the attempt takes nothing more
-        self.is_done = False  # it ended by a stop or its limit, and its reader has seen that
+        self.decision: Decision | None = None  # set by `place`
+        self.replica_id = ""  # set by `place`
+        self.prefixes_at: tuple[str, int, str] | None = None  # the address where others may fetch its KV memory
+        self.leaves_after_prompt = False  # another replica continues after the first token
+        self.is_accepted = False  # the replica has queued the request
+        self.has_ended = False  # the attempt accepts no more deltas
+        self.is_done = False  # a stop or the limit has ended the request, and the reader has seen the end
         self._is_in_text = False  # the reader has had a token of this attempt
-        self._unread: UnreadDelta | None = None  # that its reader has not taken
+        self._unread: UnreadDelta | None = None  # deltas that the reader has not taken
         self._error: Exception | None = None
-        self._waiting: asyncio.Future[None] | None = None  # the reader's, while it waits
+        self._waiting: asyncio.Future[None] | None = None  # the future of the reader while it waits
         return sent
 
     def place(self, decision: Decision, *, weights: int = 0, prefixes_at: tuple[str, int, str] | None = None) -> None:
-        """The current attempt is sent to a replica, which may still refuse it."""
+        """Record the replica of the current attempt. The replica may still refuse the request."""
         self.decision = decision
         self.replica_id = decision.candidates[0].replica_id
         self.weights = weights
@@ -160,15 +160,15 @@ class InFlightRequest:
 
     @property
     def is_trusted(self) -> bool:
-        """Whether nothing was known to be wrong with the replica when the request was placed there."""
+        """Whether the replica was not suspect when the request was placed on it."""
         return self.decision is not None and not self.decision.candidates[0].is_suspect
 
     # ------------------------------------------------------------------ what arrives
 
     def put(self, delta: TokenDelta) -> None:
-        """Take a delta of the current attempt; after its end nothing counts.
+        """Accept a delta of the current attempt. Deltas after the end of the attempt are ignored.
 
-        Raises ReplicaLost when the replica sends more than the request asks for.
+        Raises ReplicaLost if the replica sends more tokens or log-probabilities than the request asks for.
         """
         if self.has_ended:
             return
@@ -184,7 +184,7 @@ class InFlightRequest:
         if delta.error is not None:
             delta = self._take_error(delta, delta.error)
         if self._error is None or delta.token_ids:
-            # A client may not read for long, and a delta for each token would take fifty times the token's number.
+            # A client may pause for long, and a stored delta per token would take fifty times the memory of a token id.
             self._unread = with_next(self._unread, delta)
         self._wake()
 
@@ -201,14 +201,14 @@ class InFlightRequest:
             raise ReplicaLost("it sent more log-probabilities than a request asks for", reason="broken")
 
     def _is_taken(self, delta: TokenDelta, take: Callable[[TokenDelta], bool]) -> bool:
-        """Whether the delta has gone past the reader, which waits on."""
+        """Whether `take` has taken the delta, so that the reader can keep waiting."""
         if delta.finish_reason is not None or self._waiting is None or self._waiting.done():
             return False
         seen = self._seen(delta)
         try:
             if not take(seen):
                 return False
-        except Exception as error:  # it is this request's alone, not the replica's or other requests'
+        except Exception as error:  # the error concerns this request only, not the replica or other requests
             self.fail(error)
             return True
         self._keep(seen)
@@ -221,9 +221,9 @@ class InFlightRequest:
         return structs.replace(delta, finish_reason=None, error=None)
 
     def fail(self, error: Exception) -> None:
-        """End the current attempt without its replica.
+        """End the current attempt with an error that does not come from the replica.
 
-        Cancelled takes the place of a ReplicaLost that the reader has not seen: the request does not go on.
+        A Cancelled error replaces a ReplicaLost that the reader has not seen, so that the request is not resumed.
         """
         is_called_off = isinstance(error, Cancelled) and isinstance(self._error, ReplicaLost)
         if not self.has_ended or is_called_off:
@@ -232,7 +232,7 @@ class InFlightRequest:
             self._wake()
 
     def _wake(self) -> None:
-        """There is something for the reader."""
+        """Wake the reader for a delta or an error; for a lost replica, in turn."""
         if self._waiting is None or self._waiting.done():
             return
         if isinstance(self._error, ReplicaLost):
@@ -241,20 +241,20 @@ class InFlightRequest:
             self._waiting.set_result(None)
 
     def _wake_now(self) -> None:
-        # The reader may have come by itself meanwhile, and wait for the next attempt.
+        # The reader may have taken the error in the meantime, and may already wait for the next attempt.
         has_something = self._unread is not None or self._error is not None
         if has_something and self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
     async def next(self) -> TokenDelta:
-        """Everything that has accumulated, as one delta of the caller's request; an error comes after the tokens.
+        """Wait for news and return all accumulated deltas as one. An error is raised after the tokens were returned.
 
         Raises:
             ReplicaLost: the replica is gone.
             CarouselError: the replica refused the request, or the request ended with an error.
         """
         if self._unread is None and self._error is None:
-            # Not an Event: this is waited for at every token, and a bare future costs half.
+            # A bare future costs half as much as an Event, and the reader waits here for every token.
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
         if self._unread is not None:
@@ -265,9 +265,9 @@ class InFlightRequest:
         error, self._error = self._error, None
         assert error is not None, "the reader is woken by a delta or an error"
         try:
-            raise error.with_traceback(None)  # all requests of a lost replica have the same
+            raise error.with_traceback(None)  # all requests of a lost replica share one error object
         finally:
-            del error  # its traceback has this frame, and the two would keep each other
+            del error  # breaks the reference cycle between this frame and the error's traceback
 
     def _keep(self, delta: TokenDelta) -> None:
         self._token_ids.extend(delta.token_ids)
@@ -279,7 +279,7 @@ class InFlightRequest:
                 self._num_cached_tokens = delta.num_cached_tokens
 
     def _seen(self, delta: TokenDelta) -> TokenDelta:
-        """A delta as the caller should see it, whichever attempt it came from."""
+        """Return a delta as the caller sees it: with the caller's request id and the first count of cached tokens."""
         num_cached_tokens = self._num_cached_tokens
         if num_cached_tokens is None:
             num_cached_tokens = delta.num_cached_tokens if delta.token_ids else 0
@@ -289,5 +289,5 @@ class InFlightRequest:
 
 
 def _most_top(logprobs: Collection[TokenLogprobs]) -> int:
-    """The largest number of other tokens at one of these positions."""
+    """Return the largest number of top tokens at one position."""
     return max((max(len(each.top_token_ids), len(each.top_logprobs)) for each in logprobs), default=0)

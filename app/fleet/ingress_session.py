@@ -1,4 +1,4 @@
-"""The replica's end of the stream to one ingress: that ingress's requests, and what is new of them and not sent yet."""
+"""The replica's end of the stream to one ingress: the ingress's requests, and their deltas that are not sent yet."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class FrameStream(Protocol):
 
     @property
     def is_writable(self) -> bool:
-        """Whether the ingress keeps up. `IngressSession.flush` must be called when it becomes true again."""
+        """Whether the ingress keeps up. `IngressSession.flush` must be called when this becomes true again."""
         ...
 
 
 class IngressSession:
-    """Submits the requests of one ingress and sends their deltas as frames. Belongs to one event loop and one stream.
+    """Submits the requests of one ingress and sends their deltas as frames. For one event loop and one stream.
 
-    A slow ingress gets fewer and longer frames: what is kept is bounded by the tokens of the requests.
+    A slow ingress gets fewer and longer frames. The tokens of the requests bound the size of the unsent deltas.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class IngressSession:
         heartbeat_s: float,
         on_idle: Callable[[], object] = lambda: None,
     ) -> None:
-        """A frame is sent at once, then whenever something is new and every `heartbeat_s`.
+        """Send a first frame at once. Further frames follow for every change, and at least every `heartbeat_s`.
 
-        `report` is called for each frame, `on_idle` when the session has no request any more. `prefixes` is closed with
-        the session. `prompts` counts the prompts of all sessions.
+        `report` is called for each frame. `on_idle` is called when the session has no more requests. The session closes
+        `prefixes` when it is closed. `prompts` counts the prompts of all sessions.
         """
         self._stream = stream
         self._engine = engine
@@ -62,13 +62,13 @@ class IngressSession:
         self._on_idle = on_idle
         self._prefixes = prefixes
         self._prompts = prompts.open(self._report_prompts)
-        # Not sent yet, by request id, in the order of their first.
+        # The unsent deltas by request id, in the order of each request's first unsent delta.
         self._deltas: dict[str, UnreadDelta] = {}
-        self._open: set[str] = set()  # the ids of the requests that the engine has
+        self._open: set[str] = set()  # ids of the requests that the engine has
         self._preparing: dict[str, asyncio.Task[None]] = {}  # by request id, until grammar and adapter are ready
-        self._view: EngineSnapshot | None = None  # not sent yet, as the next
-        self._metrics: bytes | None = None
-        self._next_number = 0  # of the next frame
+        self._view: EngineSnapshot | None = None  # the unsent view
+        self._metrics: bytes | None = None  # the unsent metrics
+        self._next_number = 0  # number of the next frame
         self._heartbeat_s = heartbeat_s
         self._queued_timer: asyncio.TimerHandle | None = None
         self._aborted_timer: asyncio.TimerHandle | None = None
@@ -79,7 +79,7 @@ class IngressSession:
     # ------------------------------------------------------------------ requests
 
     def submit(self, request: Request, *, num_prefill_tokens: int | None = None) -> None:
-        """Have a request served. Its first delta says that it is queued, or with which error it was refused.
+        """Serve a request. Its first delta says that the request is queued, or has the error of a refusal.
 
         num_prefill_tokens: see `SubmitRequest`.
         """
@@ -112,7 +112,7 @@ class IngressSession:
         request_id = request.request_id
         self._open.add(request_id)
         self._deltas[request_id] = TokenDelta(request_id, (), queued=queued, ignored=ignored_by(matcher))
-        # The delta that says that a request is queued waits so long for the request's first token, to save a frame.
+        # The delta that says that a request is queued waits this long for the first token, to save a frame.
         queued_delay_s = 0.05
         if self._queued_timer is None:
             self._queued_timer = asyncio.get_running_loop().call_later(queued_delay_s, self._flush_queued)
@@ -128,7 +128,7 @@ class IngressSession:
         self.put_all([TokenDelta(request.request_id, (), FinishReason.ERROR, error=error)])
 
     def abort(self, request_id: str) -> None:
-        """End a request, free its blocks and report soon that its place is free. Nothing happens when it has ended."""
+        """End a request, free its blocks and soon report its free slot. Nothing happens if the request has ended."""
         preparing = self._preparing.pop(request_id, None)
         if preparing is not None:
             preparing.cancel()
@@ -141,21 +141,20 @@ class IngressSession:
         self._check_idle()
 
     def _report_soon(self) -> None:
-        """A frame that was under way counts the aborted request's prompt, and its ingress takes that for another's."""
+        """Report soon after an abort: until then, the ingress attributes the aborted prompt to other ingresses."""
         if self._aborted_timer is not None:
             self._aborted_timer.cancel()
-        # After the last of some aborts: one frame reports for all, and the engine has freed their places at its next
-        # step.
+        # One frame reports a series of aborts. The engine has freed the slots by then, at its next step.
         aborted_delay_s = 0.05
         self._aborted_timer = asyncio.get_running_loop().call_later(
             aborted_delay_s, lambda: self.flush(even_without_deltas=True)
         )
 
     def _report_prompts(self) -> None:
-        """Report how many prompt tokens other ingresses have sent, at once or a moment after the last frame.
+        """Report how many prompt tokens other ingresses have sent, at least a short pause after the last frame.
 
-        A replica with many short requests has such news all the time, and an ingress takes a replica that sends it too
-        many frames for broken.
+        The number changes all the time on a replica with many short requests, and an ingress treats a replica that
+        sends too many frames as broken.
         """
         if self._prompts_timer is not None:
             self._prompts_timer.cancel()
@@ -167,7 +166,7 @@ class IngressSession:
             self._prompts_timer = loop.call_later(wait_s, lambda: self.flush(even_without_deltas=True))
 
     def put_all(self, deltas: Iterable[TokenDelta]) -> None:
-        """Send these deltas of the ingress's requests, or keep them while the ingress is slow."""
+        """Send these deltas of the ingress's requests, or store them while the ingress is slow."""
         kept = self._deltas
         for delta in deltas:
             kept[delta.request_id] = with_next(kept.get(delta.request_id), delta)
@@ -183,7 +182,7 @@ class IngressSession:
         return not (self._open or self._preparing or self._deltas)
 
     def close(self) -> None:
-        """The stream has ended: the ingress goes on with its requests at other replicas. They end here."""
+        """End all requests, after the end of the stream. The ingress resumes the requests on other replicas."""
         self._timer.cancel()
         self._prefixes.close()
         self._prompts.close()
@@ -202,25 +201,25 @@ class IngressSession:
     # ------------------------------------------------------------------ the stream
 
     def flush(self, *, even_without_deltas: bool = False) -> None:
-        """Send what is kept, if anything is and the ingress keeps up."""
+        """Send the stored deltas while the ingress keeps up. Without deltas, nothing is sent by default."""
         if (self._deltas or even_without_deltas) and self._stream.is_writable:
             self._send_frame()
             if not self._open:
                 self._check_idle()
 
     def show(self, view: EngineSnapshot) -> None:
-        """Send a view with the next step's frame, to save a frame; at once while the ingress has no request here.
+        """Send a view with the frame of the next step, to save a frame; at once if the ingress has no request here.
 
-        A slow ingress gets the newest only.
+        A slow ingress gets only the newest view.
         """
-        if self._view is not None:  # no step has brought a frame since
+        if self._view is not None:  # no frame was sent since the last view
             self.flush(even_without_deltas=True)
         self._view = view
         if not self._open:
             self.flush(even_without_deltas=True)
 
     def send_metrics(self, metrics: bytes) -> None:
-        """Send what is measured here at once. A slow ingress gets the newest only."""
+        """Send the metrics of this replica at once. A slow ingress gets only the newest metrics."""
         self._metrics = metrics
         self.flush(even_without_deltas=True)
 
@@ -240,7 +239,7 @@ class IngressSession:
         self._stream.send(frame)
 
     def _beat(self) -> None:
-        """Send a heartbeat if nothing was sent for as long. One timer a heartbeat, whatever is sent meanwhile."""
+        """Send a heartbeat if no frame was sent for `heartbeat_s`. Other frames do not restart the timer."""
         loop = asyncio.get_running_loop()
         wait_s = self._sent_at + self._heartbeat_s - loop.time()
         if wait_s <= 0:

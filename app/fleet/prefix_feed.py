@@ -1,4 +1,4 @@
-"""Tells ingresses which prefixes a replica has cached, by what its engine notes."""
+"""Reports the prefixes that a replica has cached to the ingresses."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from app.fleet.dispatch import PrefixChanges, is_indexed
 
 
 class PrefixFeed:
-    """The prefixes that an engine has cached. Its thread notes them, ingress sessions read what is new.
+    """The prefixes that an engine has cached. The engine's thread notes changes, and ingress sessions read them.
 
-    The idea is that of KV events in vLLM and NVIDIA Dynamo.
+    The idea comes from the KV events of vLLM and NVIDIA Dynamo.
     """
 
     def __init__(self) -> None:
         self.lock = Lock()
-        self.held: Counter[int] = Counter()  # by digest; two prefixes may share one
-        self.address: Address | None = None  # from where other replicas may fetch them
+        self.held: Counter[int] = Counter()  # number of prefixes by digest; two prefixes may share a digest
+        self.address: Address | None = None  # the address from which other replicas may fetch the prefixes
         self._readers: set[PrefixReader] = set()
 
     def note(self, prefix: Prefix, is_held: bool) -> None:
-        """A prefix has become findable, or its last block is handed out."""
+        """Note that a prefix was cached (`is_held`), or that its last block was handed out."""
         if not is_indexed(prefix.num_blocks):
             return
         digest = prefix.digest
@@ -34,33 +34,33 @@ class PrefixFeed:
                 del self.held[digest]
             for reader in self._readers:
                 reader.changed.add(digest)
-                if len(reader.changed) > 2 * len(self.held) + 1024:  # all of them are less
+                if len(reader.changed) > 2 * len(self.held) + 1024:  # a list of all held prefixes is shorter
                     reader.is_new = True
                     reader.changed.clear()
 
     def open(self) -> PrefixReader:
-        """For one ingress."""
+        """Return a reader for one ingress."""
         with self.lock:
             reader = PrefixReader(self)
             self._readers.add(reader)
         return reader
 
     def close(self, reader: PrefixReader) -> None:
-        """It reads no more."""
+        """Stop collecting changes for a reader."""
         with self.lock:
             self._readers.discard(reader)
 
 
 class PrefixReader:
-    """What one ingress was not told yet."""
+    """The changes that one ingress has not received."""
 
     def __init__(self, feed: PrefixFeed) -> None:
         self._feed = feed
         self.changed: set[int] = set()  # digests
-        self.is_new = True  # it needs all
+        self.is_new = True  # the next `take` returns all prefixes
 
     def take(self) -> PrefixChanges | None:
-        """What is new since the last time, the first time all; None: nothing."""
+        """Return the changes since the last call, or all prefixes in the first call; None if there is nothing new."""
         if not (self.changed or self.is_new):
             return None
         with self._feed.lock:
@@ -72,5 +72,5 @@ class PrefixReader:
         return PrefixChanges(held=held.tobytes(), gone=array("q", changed.difference(held)).tobytes())
 
     def close(self) -> None:
-        """Nothing is kept for it any more."""
+        """Stop collecting changes for this reader."""
         self._feed.close(self)

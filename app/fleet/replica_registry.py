@@ -1,4 +1,4 @@
-"""What one process knows of a model's replicas: which there are, how they are, and what was sent to them."""
+"""The knowledge of one process about a model's replicas: their ids, their states, and the work sent to them."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ from app.output_lengths import OutputLengths
 
 logger = logging.getLogger(__name__)
 
-MIN_FETCHED_TOKENS = 256  # from another replica: fewer are computed in a few steps
-SMALL_FLEET = 24  # up to so many replicas, each request looks at all
-# In a larger fleet a request looks at so many replicas first; at so many if none of the first takes the request; and in
-# any case at so many that have cached its prefix, and that have loaded its adapter.
+MIN_FETCHED_TOKENS = 256  # smallest fetch from another replica: fewer tokens are computed in a few steps
+SMALL_FLEET = 24  # in a fleet of at most this size, dispatch looks at all replicas for each request
+# In a larger fleet, dispatch looks at SOME replicas first, and at MANY if none of these takes the request. In addition,
+# it looks at NUM_NEAR replicas that have cached the request's prefix, and at NUM_NEAR that have loaded its adapter.
 SOME, MANY, NUM_NEAR = 12, 96, 8
-FULL_LIFE_S = 1.0  # after this a refusal looks at all replicas of a large fleet again: reports may have become too old
+FULL_LIFE_S = 1.0  # after this time, a large fleet that was full is searched again, because the reports may be too old
 
 
 @dataclass(slots=True)
 class _Full:
-    """All replicas were full for a foreground or a background request."""
+    """The state after all replicas were full for a foreground or a background request."""
 
-    until: float
-    num_requests: int  # of all replicas
+    until: float  # the time at which this state expires
+    num_requests: int  # requests on all replicas
     ended_per_s: float
-    with_room: set[str]  # the replicas that have had room since
+    with_room: set[str]  # the replicas that have had room since then
 
 
 class ReplicaRegistry:
-    """The replicas that may be sent requests, and which one gets a request. One for each model and event loop.
+    """Knows the replicas that take requests, and chooses one for each request. One for each model and event loop.
 
-    A fleet places its requests; readers of frames note what replicas report; Serve's router says which replicas exist.
+    A fleet places its requests here. Frame readers pass the reports of replicas. Serve's router sets the replica ids.
     """
 
     def __init__(
@@ -68,47 +68,47 @@ class ReplicaRegistry:
         clock: Callable[[], float],
         has_roles: bool = False,
     ) -> None:
-        """`block_size`: tokens of a KV block, by which prompts share prefixes. `has_roles`: its groups are roles."""
+        """`block_size`: tokens in a KV block, the unit of shared prefixes. `has_roles`: the groups are roles."""
         self._policy = policy
         self._groups = groups
         self.has_roles = has_roles
         self._clock = clock
-        # The replicas that take requests now, sorted. One that leaves is not among them, though it ends what it has.
+        # The replicas that take requests now, sorted. A leaving replica is not among them, though it ends its requests.
         self.replica_ids: Sequence[str] = ()
-        self._members: frozenset[str] = frozenset()  # the same
+        self._members: frozenset[str] = frozenset()  # `replica_ids` as a set
         self._ledger = Ledger()
-        self.progress = self._ledger.progress  # new tokens of a request have come
+        self.progress = self._ledger.progress
         self.num_prefill_tokens = self._ledger.num_prefill_tokens
-        self._lengths = OutputLengths(by_median=False)  # work is added up
+        self._lengths = OutputLengths(by_median=False)  # the mean, because the work of several requests is added up
         self._sessions = Sessions()
-        self._calls = Sessions(max_sessions=10_000)  # of many requests that begin alike
+        self._calls = Sessions(max_sessions=10_000)  # calls of many requests that share a prefix
         self._block_size = block_size
         self._prefixes = PrefixIndex(block_size=block_size)
         self.addresses = self._prefixes.addresses
-        self._has_kv_memory = False  # as far as is known
-        # The replicas that have loaded an adapter or were sent a request with one, by the digest of the adapter.
+        self._has_kv_memory = False  # by the last report
+        # By an adapter's digest, the replicas that have loaded the adapter or were sent a request with it.
         self._with_adapter: defaultdict[str, dict[str, None]] = defaultdict(dict)
         self._retry_times = RetryTimes()
-        self._weights = 0  # the digest that a replica has reported last
-        self._num_of_weights: Counter[int] = Counter()  # how many replicas have each digest
-        self._differing: frozenset[str] = frozenset()  # replicas that were told of
-        self._unknown_fields: dict[str, frozenset[str]] = {}  # of requests, by replica that does not know them all
+        self._weights = 0  # the digest in the last report
+        self._num_of_weights: Counter[int] = Counter()  # the number of replicas by digest
+        self._differing: frozenset[str] = frozenset()  # replicas whose other weights were logged
+        self._unknown_fields: dict[str, frozenset[str]] = {}  # request fields by the replica that does not know them
         self.last_decision: Decision | None = None
-        self._decisions: dict[str, Decision] = {}  # the last one for each replica
-        self._full: dict[bool, _Full] = {}  # by whether a request is a background one
+        self._decisions: dict[str, Decision] = {}  # the last decision for each replica
+        self._full: dict[bool, _Full] = {}  # by `is_background` of the requests
         self.on_replicas: Callable[[Collection[str]], None] = lambda replica_ids: None
 
     # ------------------------------------------------------------------ one request
 
     def place(self, request: Request, replica_ids: Sequence[str], *, avoid: Collection[str] = frozenset()) -> Decision:
-        """Which of these replicas gets a request; it is charged with the request until `end`. The ids are sorted.
+        """Choose a replica for a request and charge the replica with the request until `end`. The ids are sorted.
 
-        Suspects and those to `avoid`, which have just refused or lost it, are taken only where there is no other.
+        Suspects, and the replicas to `avoid` (they have just refused or lost it), are chosen only if there is no other.
 
         Raises:
-            InvalidRequest: there is no such group.
-            Overloaded: every replica is known to be full, or has no slot for a request that does not wait for one.
-            Unavailable: no replica computes with adapters, and the request has one.
+            InvalidRequest: the request names an unknown group.
+            Overloaded: every replica is known to be full, or none has a slot and the request may not wait for a slot.
+            Unavailable: the request has an adapter, and no replica supports adapters.
         """
         session = request.session
         group = self._groups.choose(
@@ -163,10 +163,11 @@ class ReplicaRegistry:
         has_groups: bool,
         avoid: Collection[str],
     ) -> Iterator[Sequence[str]]:
-        """The replicas to choose from: in a small fleet all; in a large fleet some, then more, then all.
+        """Yield the replicas to choose from: all in a small fleet; in a large fleet some, then more, then all.
 
-        The caller asks for more if none of these takes the request. cached: replicas with the prefix, the best first.
-        Where all were full a moment ago, those with room since. Raises Overloaded when there is none.
+        The caller asks for the next set if no replica of this set takes the request. `cached` has the replicas with the
+        prefix, the longest match first. If all replicas were full a moment ago, the first set has the replicas with
+        room since then, and the next step raises Overloaded; only a constrained request may then look at all replicas.
         """
         if len(replica_ids) <= SMALL_FLEET:
             yield replica_ids
@@ -176,7 +177,7 @@ class ReplicaRegistry:
             if full.with_room:
                 yield sorted(full.with_room)
             if not (has_groups or avoid or request.no_queue or request.adapter is not None):
-                full.with_room.clear()  # others have taken it
+                full.with_room.clear()  # other requests have taken the room
                 raise self._overloaded(self._all_full(full.num_requests), request, ended_per_s=full.ended_per_s)
             yield replica_ids
             return
@@ -190,20 +191,20 @@ class ReplicaRegistry:
         yield replica_ids
 
     def _role_of(self, request: Request, candidates: Sequence[Candidate]) -> str:
-        """Which replicas compute a request first: a long prompt that is not cached goes to those for prompts."""
+        """Return the role that computes a request first: PREFILL for a long uncached prompt, otherwise DECODE."""
         if request.generated_token_ids or request.sampling.prompt_logprobs is not None:
             return DECODE
         num_cached = max((each.num_cached_tokens for each in candidates if each.group == DECODE), default=0)
         return PREFILL if len(request.prompt_token_ids) - num_cached >= MIN_FETCHED_TOKENS else DECODE
 
     def is_split(self, decision: Decision, replica_ids: Collection[str]) -> bool:
-        """Whether a request that was placed like this goes on at another of these replicas after its prompt."""
+        """Whether a request with this decision continues on another of these replicas after its prefill."""
         is_prompt = decision.candidates[0].group == PREFILL
         reports = (self._ledger.replica(each).report for each in replica_ids)
         return is_prompt and any(report is not None and report.group == DECODE for report in reports)
 
     def prefix_at(self, decision: Decision) -> PrefixSource | None:
-        """Where the chosen replica may fetch the beginning of the prompt: another has much more of it."""
+        """Return the replica from which the chosen one may fetch a prefix; None if no replica has cached much more."""
         chosen = decision.candidates[0]
         most = max(decision.candidates, key=lambda each: each.num_cached_tokens)
         address = self.addresses.get(most.replica_id)
@@ -212,7 +213,7 @@ class ReplicaRegistry:
         return PrefixSource(Address._make(address), most.num_cached_tokens // self._block_size)
 
     def have_room(self, request: Request, num_generated: int, replica_ids: Collection[str]) -> set[str]:
-        """The replicas that would compute such a request at once, to its end and with a quarter of its memory left."""
+        """Return the replicas with a free slot and 1.25 times the KV memory that the request needs until its end."""
         max_tokens = request.sampling.max_tokens
         expected = self._lengths.expected((max_tokens.bit_length(), None), at_least=num_generated, at_most=max_tokens)
         num_tokens = len(request.prompt_token_ids) + max(num_generated + self._block_size, expected or max_tokens)
@@ -228,9 +229,10 @@ class ReplicaRegistry:
     def _considered(
         self, candidates: Sequence[Candidate], group: str, avoid: Collection[str], *, request: Request, are_all: bool
     ) -> Sequence[Candidate]:
-        """The best of a group. Raises Overloaded.
+        """Return the candidates for the policy: trusted members of the group with room, if there are any.
 
-        are_all: there are no other replicas. Else the result is empty if none of these takes the request.
+        are_all: the candidates are all replicas. Otherwise the result is empty if no candidate takes the request.
+        Raises Overloaded if all replicas are full, or if none has a slot and the request may not wait.
         """
         if not are_all:
             there = [each for each in candidates if not each.is_suspect and (not group or each.group == group)]
@@ -238,7 +240,7 @@ class ReplicaRegistry:
                 each for each in there
                 if not (each.is_full or each.replica_id in avoid) and (each.has_slot or not request.no_queue)
             ]  # fmt: skip
-            # From a full replica the chosen one may fetch the beginning of the prompt. No policy chooses a full one.
+            # The chosen replica may fetch the prefix from a full replica. No policy chooses a full replica.
             return [*taking, *(each for each in there if each.is_full and each.num_cached_tokens)] if taking else []
         sound = [each for each in candidates if not each.is_suspect]
         full = [each for each in sound if each.is_full]
@@ -255,12 +257,12 @@ class ReplicaRegistry:
             return trusted or of_its_group
         with_slot = [each for each in trusted if each.has_slot]
         if not with_slot:
-            problem = f"none of {len(candidates)} replicas has a free slot, and this is not to wait"
+            problem = f"none of {len(candidates)} replicas has a free slot, and this request may not wait"
             raise self._overloaded(problem, request, ended_per_s=self._ended_per_s)
         return with_slot
 
     def _charge(self, request: Request, size: RequestSize, chosen: Candidate) -> None:
-        """Before it is sent: requests placed in the same moment must see each other."""
+        """Charge a replica before the request is sent: requests that are placed together must see each other."""
         self._ledger.place(
             request.request_id,
             chosen.replica_id,
@@ -276,29 +278,29 @@ class ReplicaRegistry:
             self._with_adapter[request.adapter.digest][chosen.replica_id] = None
 
     def _of_call(self, call: str, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        """The replica that has computed what the requests of a call begin with; all of them where it takes no more.
+        """Return the replica that has computed the shared prefix of a call; all candidates if that replica is full.
 
-        Its load does not count: another replica would have to compute the beginning again.
+        The replica's load does not count, because another replica would have to compute the prefix again.
         """
         replica_id = self._calls.replica_of(call)
         return [each for each in candidates if each.replica_id == replica_id and not each.is_full] or candidates
 
     def _adapts(self, replica_id: str) -> bool:
-        """False for a replica of a version that knows no adapters: it would answer as if the request had none."""
+        """Whether a replica may get requests with adapters. A replica of a version without adapters ignores them."""
         report = self._ledger.replica(replica_id).report
         return report is None or report.adapters is not None
 
     def end(self, request_id: str, *, max_tokens: int = 0, num_generated: int | None = None) -> None:
-        """A request has ended, in whatever way; `num_generated`: after so many tokens of its limit, or by a stop."""
+        """Release the charge of an ended request. `num_generated`: its tokens if a stop or its limit has ended it."""
         replica_id = self._ledger.end(request_id)
         if self._full and replica_id in self._members:
             self._note_room(replica_id)
         self._prefixes.end(request_id)
         if num_generated is not None:
-            self._lengths.learn((max_tokens.bit_length(), None), num_generated)  # of like limits, and of all
+            self._lengths.learn((max_tokens.bit_length(), None), num_generated)  # for similar limits, and for all
 
     def _note_room(self, replica_id: str) -> None:
-        """A replica may have room again, where all were full."""
+        """Note a replica that may have room again after all replicas were full."""
         for is_background, full in list(self._full.items()):
             [candidate] = self._ledger.candidates([replica_id], now=self._clock(), is_background=is_background)
             if not (candidate.is_full or candidate.is_suspect):
@@ -314,7 +316,7 @@ class ReplicaRegistry:
         return sum(report.ended_per_s for report in self.reports.values())
 
     def _overloaded(self, problem: str, request: Request, *, ended_per_s: float) -> Overloaded:
-        """The error for a caller when no replica can take its request: why, and when to come back."""
+        """Return the error for a request that no replica can take, with the problem and the time until a retry."""
         return Overloaded(
             f"{problem}; try again shortly",
             retry_after_s=self._retry_times.next_after(
@@ -328,7 +330,7 @@ class ReplicaRegistry:
     # ------------------------------------------------------------------ the replicas
 
     def set_replicas(self, replica_ids: Collection[str]) -> None:
-        """These replicas take requests from now on, and no others."""
+        """Set the replicas that take requests from now on."""
         self.replica_ids, self._members = tuple(sorted(replica_ids)), frozenset(replica_ids)
         self._ledger.keep_only(self._members)
         self._full.clear()
@@ -344,10 +346,10 @@ class ReplicaRegistry:
         self.on_replicas(self.replica_ids)
 
     def note(self, replica_id: str, report: ReplicaReport, prefixes: PrefixChanges | None = None) -> None:
-        """Take in a replica's report; a replica that reports is trusted again. prefixes: what is new of them."""
+        """Record a replica's report. The replica is trusted again. prefixes: the changes of its cached prefixes."""
         if replica_id not in self._members:
             self._ledger.replica(replica_id).is_suspect = False
-            return  # it is leaving
+            return  # the replica is leaving
         if prefixes is not None:
             self._prefixes.note(replica_id, prefixes)
         self._has_kv_memory = report.num_kv_tokens > 0
@@ -373,16 +375,16 @@ class ReplicaRegistry:
                 del self._with_adapter[digest]
 
     def note_fields(self, replica_id: str, known: Collection[str]) -> None:
-        """A replica has said which fields of requests it knows. None: it is of a version that does not say so."""
+        """Record the request fields that a replica knows. Empty for a version that does not report its fields."""
         unknown = REQUEST_FIELDS.difference(known or FIRST_REQUEST_FIELDS, DISPATCH_FIELDS)
         self._unknown_fields.pop(replica_id, None)
         if unknown:
             self._unknown_fields[replica_id] = unknown
 
     def unknown_field(self, replica_id: str, request: Request) -> str | None:
-        """A field of the request that a replica of another version would ignore; None: it knows them all."""
+        """Return a field of the request that a replica does not know; None if the replica knows all fields."""
         unknown = self._unknown_fields.get(replica_id)
-        if unknown is None:  # as nearly always: the fields of a request are not looked at
+        if unknown is None:  # the usual case needs no look at the fields of the request
             return None
         return next((name for name in used_fields(request) if name in unknown), None)
 
@@ -392,15 +394,15 @@ class ReplicaRegistry:
 
     @property
     def some_lack_fields(self) -> bool:
-        """Whether a replica does not know all fields of requests."""
+        """Whether there is a replica that does not know all request fields."""
         return bool(self._unknown_fields)
 
     def some_differ_from(self, weights: int) -> bool:
-        """Whether a replica may have other weights than these."""
+        """Whether any replica has reported other weights than these."""
         return sum(self._num_of_weights.values()) > self._num_of_weights[0] + self._num_of_weights[weights]
 
     def has_weights(self, replica_id: str, weights: int) -> bool:
-        """Whether a replica can go on with tokens of these weights, as far as both are known (0: not)."""
+        """Whether a replica can resume a request of these weights. True if the replica's weights are unknown (0)."""
         report = self._ledger.replica(replica_id).report
         return report is None or report.weights in (0, weights)
 
@@ -418,40 +420,40 @@ class ReplicaRegistry:
         if self._weights and weights and replica_id not in self._differing:
             self._differing = self._differing.intersection(self.replica_ids) | {replica_id}
             logger.warning(
-                "replica %s has other weights (%08x) than the one before (%08x): answers differ between them; outside "
-                "of an update set engine.model.revision to a commit, or copy the same files to every machine",
+                "replica %s has other weights (%08x) than the replica before it (%08x), so answers differ; unless an "
+                "update is running, set engine.model.revision to a commit, or copy the same files to every machine",
                 replica_id, weights, self._weights,
             )  # fmt: skip
         self._weights = weights or self._weights
 
     def suspect(self, replica_id: str) -> None:
-        """A replica's stream broke or is silent: it is tried last until it reports again."""
+        """Mark a replica whose stream broke or is silent. The replica is chosen last until it reports again."""
         self._ledger.replica(replica_id).is_suspect = True
 
     def is_suspect(self, replica_id: str) -> bool:
-        """Whether a replica is not to be relied on now."""
+        """Whether a replica's stream broke or is silent, and the replica has not reported since then."""
         return self._ledger.replica(replica_id).is_suspect
 
     @property
     def reports(self) -> dict[str, ReplicaReport]:
-        """The last report of each replica that takes requests and has made one."""
+        """The last report of each replica that takes requests. Replicas without a report are left out."""
         reports = {replica_id: self._ledger.replica(replica_id).report for replica_id in self.replica_ids}
         return {replica_id: report for replica_id, report in reports.items() if report is not None}
 
     def describe(self) -> list[dict[str, Any]]:
-        """All replicas that take requests now, for people."""
+        """Return a readable description of each replica that takes requests now."""
         candidates = self._ledger.candidates(self.replica_ids, now=self._clock())
         return [self._described(each, self._ledger.replica(each.replica_id).report) for each in candidates]
 
     def _described(self, candidate: Candidate, report: ReplicaReport | None) -> dict[str, Any]:
-        """One replica. None: it has not reported yet."""
+        """Describe one replica. `report` is None if the replica has not reported yet."""
         decision = self._decisions.get(candidate.replica_id)
         return {
             "replica": candidate.replica_id,
             "group": candidate.group,
             "is_suspect": self.is_suspect(candidate.replica_id),
             "is_full": candidate.is_full,
-            "requests": candidate.num_requests,  # of this ingress, and of the others by the last report
+            "requests": candidate.num_requests,  # from this ingress, and from the others by the last report
             "background": report and report.num_background,
             "max_requests": report and report.max_requests,
             "max_running": report and report.max_running,

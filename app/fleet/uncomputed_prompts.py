@@ -1,35 +1,35 @@
-"""Counts the prompt tokens that a replica has still to compute, so that each ingress knows the work of the others."""
+"""Counts the prompt tokens that a replica has not computed, so that an ingress knows the other ingresses' work."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-# A change by this many tokens is reported at once: another ingress may be choosing a replica now. Smaller changes come
-# with the next frame. In a simulation of 100 replicas at 80% load, 22% of the requests bring such a change
-# (docs/results/scale.md).
+# A change of at least this size is reported at once, because another ingress may be choosing a replica now. Smaller
+# changes are reported in the next frame. In a simulation of 100 replicas at 80% load, 22% of the requests cause a
+# change of this size (docs/results/scale.md).
 MIN_NEWS_TOKENS = 256
 
 
 class UncomputedPrompts:
-    """The prompts of all ingresses on one replica. Belongs to one event loop.
+    """The uncomputed prompt tokens of one replica, for all ingresses. The object belongs to one event loop.
 
-    An ingress says with each request how many tokens it expects the replica to compute, which are those that are not
-    cached there. They count until the first token of the request comes.
+    With each request, an ingress sends the number of tokens that it expects the replica to compute: the tokens that the
+    replica has not cached. These tokens count until the request's first token is generated.
     """
 
     def __init__(self) -> None:
         self.num_tokens = 0
-        self.shares: dict[PromptShare, None] = {}  # in the order of their opening
+        self.shares: dict[PromptShare, None] = {}  # in the order in which they were opened
 
     def open(self, on_news: Callable[[], object]) -> PromptShare:
-        """Return the share of a new ingress. Its `on_news` is called when the tokens of the others change by much."""
+        """Return a new ingress's share. `on_news` is called after a large change in the other ingresses' tokens."""
         share = PromptShare(self, on_news)
         self.shares[share] = None
         return share
 
 
 class PromptShare:
-    """The prompts of one ingress, and what the ingress was last told of the others."""
+    """The prompt tokens of one ingress, and the number of other ingresses' tokens that was last reported to it."""
 
     def __init__(self, prompts: UncomputedPrompts, on_news: Callable[[], object]) -> None:
         self._prompts = prompts
@@ -40,11 +40,11 @@ class PromptShare:
 
     @property
     def num_of_others(self) -> int:
-        """Prompt tokens that the requests of other ingresses wait for."""
+        """Uncomputed prompt tokens of the requests from other ingresses."""
         return self._prompts.num_tokens - self._num_tokens
 
     def take(self) -> int:
-        """Return `num_of_others` for a report to the ingress."""
+        """Return `num_of_others` and remember it as the number that was reported to the ingress."""
         self._told = self.num_of_others
         return self._told
 
@@ -54,13 +54,13 @@ class PromptShare:
         self._change(num_tokens)
 
     def end(self, request_id: str) -> None:
-        """Stop counting a prompt: its first token has come, or its request has ended. Other requests are ignored."""
+        """Stop counting a prompt, after the first token or the end of its request. Unknown requests are ignored."""
         num_tokens = self._tokens.pop(request_id, 0)
         if num_tokens:
             self._change(-num_tokens)
 
     def close(self) -> None:
-        """Stop counting all prompts of the ingress, which is told no more."""
+        """Stop counting all prompts of the ingress, and stop reporting to it."""
         self._prompts.shares.pop(self, None)
         self._tokens.clear()
         self._change(-self._num_tokens)

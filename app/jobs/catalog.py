@@ -20,7 +20,7 @@ import msgspec
 
 from app.batches import RESPONSE_RUNS, AnswerEnd, JobState, PageOf, previous_not_found
 from app.disk import primary_code
-from app.errors import InvalidSetup, NotFound
+from app.errors import InvalidRequest, InvalidSetup, NotFound
 from app.jobs import usage_ledger
 from app.jobs.job import ItemError, Job, StoredFile, StoredResponse
 from app.jobs.space import MIN_CHARGED_BYTES
@@ -135,7 +135,7 @@ class Catalog:
         return ids
 
     def remove_unread_file(self, file_id: str) -> None:
-        """Delete a file's row as `remove_file` does. Raises InvalidRequest if a batch that has not ended reads the file."""
+        """Delete a file's row as `remove_file` does. Raises InvalidRequest if an unfinished batch reads the file."""
         query = f"SELECT id FROM batches WHERE input_file_id = ? AND {_NOT_ENDED}"
         readers = [row["id"] for row in self._connection.execute(query, (file_id,))]
         if readers:

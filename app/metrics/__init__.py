@@ -1,4 +1,4 @@
-"""What the service measures of itself, as Prometheus text. No Ray, no torch."""
+"""The service's own measurements, as Prometheus text. No Ray, no torch."""
 
 from app.metrics.event_loop import LoopMonitor, LoopSnapshot, name_task, task_name
 from app.metrics.exposition import CONTENT_TYPE, Scrape, exposition, pieces, replica_metrics

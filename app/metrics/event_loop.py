@@ -1,7 +1,7 @@
-"""How late an event loop wakes, and what held it. Work that holds a loop for long delays every stream of its process.
+"""Measures how late an event loop wakes, and finds the work that blocked it. Long work delays all streams of a process.
 
 A timer wakes the loop at fixed times and measures the delay. A thread looks at the loop while the timer is late, so
-that the warning can name the task and the function that ran then. Nothing here is called for a token.
+that the warning can name the task and the function that were running. Nothing in this module is called per token.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from app.engine.histogram import SECONDS, Distribution, Histogram
 
 logger = logging.getLogger(__name__)
 
-# A sample: delays of 0.15 s are seen always, shorter ones by chance. Every 0.02 s, with looks of the thread between,
-# cost 10% of the CPU time per token of 64 streams, as each wakes a process that would sleep or interrupts another.
+# The timer samples: it always sees delays of 0.15 s, and shorter delays by chance. A timer of 0.02 s with a thread
+# cost 10% of the CPU time per token of 64 streams, because each wake starts an idle process or interrupts another one.
 HEARTBEAT_S = 0.1
-STALL_S = 0.05  # streams of 20 tokens a second have a visible pause then
+STALL_S = 0.05  # at this delay, streams of 20 tokens a second pause visibly
 _LOOK_S = HEARTBEAT_S
 _SECONDS_BETWEEN_WARNINGS = 10.0
 _OUR_PACKAGES = ("app.", "deployments.")
@@ -31,17 +31,17 @@ _OUR_PACKAGES = ("app.", "deployments.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSnapshot:
-    """One event loop since its monitor started; the tasks and the queues are of this moment."""
+    """The measurements of one event loop since its monitor started. Tasks and queues are current values."""
 
-    delay_s: Distribution  # how late the loop woke, for each time that it was to wake
-    num_stalls: int  # delays over STALL_S
-    stalled_s: float  # all of them together
-    num_tasks: int  # that have not ended
+    delay_s: Distribution  # how late the loop woke, one value for each timer
+    num_stalls: int  # number of delays over STALL_S
+    stalled_s: float  # sum of the delays over STALL_S
+    num_tasks: int  # unfinished tasks
     queued: Mapping[str, int]  # calls that wait for a thread, by the name of the threads
 
 
 class LoopMonitor:
-    """Measures the delay of one event loop, and warns of stalls."""
+    """Measures the delays of one event loop, and logs a warning for stalls."""
 
     def __init__(self) -> None:
         self._delay_s = Histogram(SECONDS)
@@ -49,17 +49,17 @@ class LoopMonitor:
         self._stalled_s = 0.0
         self._warned_at = -_SECONDS_BETWEEN_WARNINGS
         self._due_at = 0.0
-        self._cpu_s = 0.0  # of the loop's thread when it last woke
+        self._cpu_s = 0.0  # CPU time of the loop's thread when the timer was last set
         self._timer: asyncio.TimerHandle | None = None
         self._stopped = threading.Event()
-        # What ran while the timer was late, as the thread saw it, and when the timer had been due.
+        # The time at which a late timer was due, and the work that the thread saw during the delay.
         self._seen: tuple[float, str] = (0.0, "")
         self._queues: dict[str, Callable[[], int]] = {}
 
     def start(self, *, names_causes: bool = True) -> None:
-        """Monitor the running loop, which gets a default executor with a measured queue.
+        """Monitor the running loop, and give the loop a default executor with a measured queue.
 
-        `names_causes`: with a thread, which takes the interpreter from the loop ten times a second for a moment.
+        `names_causes`: start the thread that finds causes. It takes the GIL from the loop ten times a second.
         """
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
@@ -71,17 +71,17 @@ class LoopMonitor:
             threading.Thread(target=self._look, name="loop-monitor", daemon=True).start()
 
     def stop(self) -> None:
-        """End the measurement. Called on the loop."""
+        """End the measurement. Must be called on the loop."""
         self._stopped.set()
         if self._timer is not None:
             self._timer.cancel()
 
     def add_queue(self, name: str, num_waiting: Callable[[], int]) -> None:
-        """Report how many calls wait for the threads of this name, beside the loop's default ones."""
+        """Report `num_waiting()`, the number of calls that wait for the threads of this name, in each snapshot."""
         self._queues[name] = num_waiting
 
     def snapshot(self) -> LoopSnapshot:
-        """What was measured so far."""
+        """Return the measurements so far."""
         return LoopSnapshot(
             delay_s=self._delay_s.snapshot(),
             num_stalls=self._num_stalls,
@@ -92,7 +92,7 @@ class LoopMonitor:
 
     def _plan(self) -> None:
         self._cpu_s = time.thread_time()
-        # Not the loop's own time, which stands still while the loop works off what is due.
+        # The loop's own time stands still while the loop runs callbacks that are due.
         self._due_at = time.monotonic() + HEARTBEAT_S
         self._timer = self._loop.call_later(HEARTBEAT_S, self._beat)
 
@@ -118,7 +118,7 @@ class LoopMonitor:
         )  # fmt: skip
 
     def _look(self) -> None:
-        """The thread: notes what the loop does while its timer is late."""
+        """Note the running work of the loop whenever its timer is late. Runs in the thread."""
         while not self._stopped.wait(_LOOK_S):
             due_at = self._due_at
             if self._seen[0] != due_at and time.monotonic() - due_at > STALL_S / 2:
@@ -127,27 +127,27 @@ class LoopMonitor:
 
 
 def task_name() -> str:
-    """The running task's name, for tasks that work for it: the monitor names the task that held the loop."""
+    """Return the running task's name. A task that works for it should have this name, for the monitor's warnings."""
     task = asyncio.current_task()
     return "" if task is None else task.get_name()
 
 
 def name_task(method: str, path: str) -> None:
-    """Give the running task the name of the request that it answers."""
+    """Name the running task after the HTTP request that it answers."""
     task = asyncio.current_task()
-    max_name_length = 100  # paths of requests are as long as clients make them
+    max_name_length = 100  # the length of a path is up to the client
     if task is not None:
         task.set_name(f"{method} {path[:max_name_length]}")
 
 
 def _running_task(loop: asyncio.AbstractEventLoop) -> str:
     task = asyncio.current_task(loop)
-    # A client's path may have line ends.
+    # `ascii` escapes line ends, which a client's path may have.
     return "no task" if task is None else ascii(task.get_name())
 
 
 def _place(frame: FrameType | None) -> str:
-    """The innermost function of ours on a stack. Names and lines only: values may be prompts."""
+    """Return the innermost function of this project on a stack: name and line, no values, which may be prompts."""
     innermost = frame
     while frame is not None and not frame.f_globals.get("__name__", "").startswith(_OUR_PACKAGES):
         frame = frame.f_back

@@ -1,8 +1,8 @@
-"""What ingresses and replicas have measured, as Prometheus text.
+"""Writes the measurements of ingresses and replicas as Prometheus text.
 
-Two sets of names: vLLM's (`vllm_names.py`), with one value for each model; and our own, `carousel_*`, with one value
-for each replica of what replicas measure. A replica writes the samples with its own name itself (`replica_metrics`); an
-ingress declares their families and puts the lines of all replicas below (`pieces`).
+There are two sets of names: vLLM's names (`vllm_names.py`) with one value for each model, and `carousel_*` names, which
+have one value for each replica if replicas measure them. A replica writes the samples with its own name itself
+(`replica_metrics`). An ingress declares the families of these samples and adds the lines of all replicas (`pieces`).
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from app.metrics.requests import Latencies, ModelSnapshot, Snapshot, merge, with
 from app.metrics.vllm_names import ModelReport, vllm_families
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
-_PIECE_BYTES = 256 * 1024  # at least; a histogram of a thousand replicas has 3 MB
+_PIECE_BYTES = 256 * 1024  # smallest size of a piece; a histogram of a thousand replicas has 3 MB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scrape:
-    """What `/metrics` reports at one moment."""
+    """The content of `/metrics` at one moment."""
 
     requests: Sequence[Snapshot]  # one for each ingress that answered
-    replicas: Mapping[str, Sequence[ReplicaMetrics]]  # by the model's name; those that answered
-    # By model what all its replicas have counted, also those that have stopped or did not answer, as items that add up.
+    replicas: Mapping[str, Sequence[ReplicaMetrics]]  # the replicas that answered, by the model's name
+    # By model, items whose sum counts all replicas, including replicas that have stopped or did not answer.
     ever: Mapping[str, Sequence[EngineCounts]] = field(default_factory=dict)
-    gone_requests: Sequence[Snapshot] = ()  # of ingresses that have stopped or did not answer
+    gone_requests: Sequence[Snapshot] = ()  # snapshots of ingresses that have stopped or did not answer
     loops: Mapping[tuple[str, str], LoopSnapshot] = field(default_factory=dict)  # by a process's kind and its id
-    # `LocalBatchService.counts` of the one process that runs them; empty where none answered.
+    # `LocalBatchService.counts` of the one process that runs batches; empty if that process did not answer.
     batches: Mapping[str, int] = field(default_factory=dict)
-    # Of models with autoscaling: how many replicas there should be, what asks for them, and the same in words.
+    # For models with autoscaling: the number of replicas that there should be, the cause, and the reason in words.
     wanted: Mapping[str, tuple[int, str, str]] = field(default_factory=dict)
     num_missing: int = 0  # ingresses and replicas that did not answer in time
 
 
 def exposition(scrape: Scrape) -> bytes:
-    """The text of `/metrics`."""
+    """Return the text of `/metrics`."""
     return b"".join(pieces(scrape))
 
 
 def pieces(scrape: Scrape) -> Iterator[bytes]:
-    """The same in pieces of some families, so that an event loop can do other work between two of them."""
+    """Yield the text of `/metrics` in pieces, so that an event loop can do other work between two pieces."""
     reports = [each for several in scrape.replicas.values() for each in several]
     piece: list[bytes] = []
     num_bytes = 0
@@ -69,7 +69,7 @@ def pieces(scrape: Scrape) -> Iterator[bytes]:
 
 
 def replica_metrics(model_name: str, report: EngineReport, use: Mapping[str, float]) -> ReplicaMetrics:
-    """What a replica sends for a scrape. `use` is for a policy of autoscaling."""
+    """Return the metrics that a replica sends for a scrape. `use`: values for an autoscaling policy."""
     labels, measurements = (model_name, report.replica_id, report.group), report.measurements
     tables: list[tuple[Sequence[Family[Any]], Labels, Labels, object]] = [
         (_REPLICAS, _REPLICA, labels, report),
@@ -95,7 +95,7 @@ def replica_metrics(model_name: str, report: EngineReport, use: Mapping[str, flo
 
 
 def _families(scrape: Scrape) -> Iterator[Metric]:
-    """All families, with the samples that are no replica's own."""
+    """Yield all families. The samples that replicas write are not included."""
     models = [
         ModelReport(
             name,
@@ -123,7 +123,7 @@ def _families(scrape: Scrape) -> Iterator[Metric]:
 
 
 class _Families(Collector):
-    """Families that are made already, as the collector that prometheus_client asks for."""
+    """Wraps finished families in the collector interface that prometheus_client requires."""
 
     def __init__(self, families: Sequence[Metric]) -> None:
         self._families = families
@@ -137,15 +137,15 @@ def _text(family: Metric) -> bytes:
 
 
 def _without_head(text: bytes) -> bytes:
-    """The samples of one family, without the lines of its help and its type."""
+    """Return the samples of one family, without the lines for its help and its type."""
     return text.split(b"\n", 2)[2]
 
 
 _REPLICA = ("model_name", "replica", "group")
 _LOOP = ("process", "id")
 
-# What the ingresses measure, by model, where calls may have been refused before it was clear which model they meant.
-# Some of it has no vLLM name; the rest is there under vLLM's alone.
+# Measurements of the ingresses by model. Calls that were refused before their model was known have an empty model name.
+# These metrics have no vLLM name. Other metrics of ingresses exist only under their vLLM names.
 _CALLS: Sequence[Family[ModelSnapshot]] = (
     Family("gauge", "carousel_requests_in_flight", "Requests that the ingresses are answering.",
         lambda model: model.num_in_flight),
@@ -155,15 +155,15 @@ _CALLS: Sequence[Family[ModelSnapshot]] = (
         lambda model: model.refused, ("reason",)),
     Family("counter", "carousel_calls_failed", "Calls that ended with an error after their first token.",
         lambda model: model.failed, ("reason",)),
-    Family("counter", "carousel_dispatches", "Decisions where to send a request, by what decided.",
+    Family("counter", "carousel_dispatches", "Dispatch decisions, by policy.",
         lambda model: model.dispatched, ("reason",)),
-    Family("counter", "carousel_resumes", "Requests that went on at another replica, by what had happened.",
+    Family("counter", "carousel_resumes", "Requests that resumed on another replica, by reason.",
         lambda model: model.resumed, ("reason",)),
 )  # fmt: skip
 _LATENCIES: Sequence[Family[Latencies]] = (
     Family("histogram", "carousel_first_token_seconds", "From a call's arrival to a request's first token.",
         lambda times: times.first_token_s),
-    Family("histogram", "carousel_inter_token_seconds", "Between two tokens of a request.",
+    Family("histogram", "carousel_inter_token_seconds", "Time between two tokens of a request.",
         lambda times: times.inter_token_s),
     Family("histogram", "carousel_request_seconds", "From a call's arrival to a request's end.",
         lambda times: times.request_s),
@@ -184,49 +184,49 @@ _SERVICE: Sequence[Family[Scrape]] = (
         lambda scrape: sum(process == "ingress" for process, _ in scrape.loops)),
 )  # fmt: skip
 _WANTED: Sequence[Family[int]] = (
-    Family("gauge", "carousel_replicas_wanted", "Replicas that there should be, by what asks for them.", lambda n: n),
+    Family("gauge", "carousel_replicas_wanted", "Replicas that there should be, by cause.", lambda n: n),
 )
-# What each engine counts and measures.
+# The counts and measurements of each engine.
 _REPLICAS: Sequence[Family[EngineReport]] = (
     Family("gauge", "carousel_slots", "Requests that one step can have.", lambda each: each.measurements.max_running),
     Family("gauge", "carousel_slots_used", "Requests that take part in steps.", lambda each: each.stats.num_running),
-    Family("gauge", "carousel_queue_requests", "Requests that wait.", lambda each: each.stats.num_waiting),
-    Family("gauge", "carousel_queue_tokens", "Tokens of their prompts.", lambda each: each.stats.num_waiting_tokens),
-    Family("gauge", "carousel_queue_wait_seconds", "How long a request that arrived now would wait.",
+    Family("gauge", "carousel_queue_requests", "Waiting requests.", lambda each: each.stats.num_waiting),
+    Family("gauge", "carousel_queue_tokens", "Prompt tokens of waiting requests.",
+        lambda each: each.stats.num_waiting_tokens),
+    Family("gauge", "carousel_queue_wait_seconds", "Estimated wait of a request that arrives now.",
         lambda each: each.stats.estimated_wait_s),
-    Family("gauge", "carousel_outstanding_tokens",
-        "Tokens still to compute for all requests, outputs as far as predicted.",
+    Family("gauge", "carousel_outstanding_tokens", "Tokens to compute for all requests, with predicted outputs.",
         lambda each: each.measurements.num_outstanding_tokens),
-    Family("gauge", "carousel_batch_size", "Requests that the strategy aims at; 0 without batches.",
+    Family("gauge", "carousel_batch_size", "Requests that the batching strategy aims at; 0 without batches.",
         lambda each: each.stats.batch_size),
     Family("gauge", "carousel_kv_blocks", "Blocks of KV memory.", lambda each: each.stats.num_blocks),
-    Family("gauge", "carousel_kv_blocks_free", "Blocks that could be allocated, cached ones included.",
+    Family("gauge", "carousel_kv_blocks_free", "Blocks that can be allocated, including cached blocks.",
         lambda each: each.stats.num_free_blocks),
     Family("gauge", "carousel_state_slots", "Slots for the states of recurrent layers.",
         lambda each: each.stats.num_state_slots),
-    Family("gauge", "carousel_state_slots_free", "Slots that a new sequence could have, those of snapshots included.",
+    Family("gauge", "carousel_state_slots_free", "Slots that a new sequence can have, including those of snapshots.",
         lambda each: each.stats.num_free_state_slots),
-    Family("gauge", "carousel_length_error_tokens", "Mean error of predicted output lengths, recently.",
+    Family("gauge", "carousel_length_error_tokens", "Recent mean error of predicted output lengths.",
         lambda each: each.stats.mean_length_error_tokens),
-    Family("gauge", "carousel_settings_info", "The version of the settings of scheduling: their names and a hash.",
+    Family("gauge", "carousel_settings_info", "The version of the scheduling settings: their names and a hash.",
         lambda each: {each.stats.settings: 1}, ("settings",)),
     Family("counter", "carousel_engine_steps", "Steps.", lambda each: each.stats.total_steps),
     Family("counter", "carousel_engine_prompt_tokens", "Prompt tokens of admitted requests.",
         lambda each: each.stats.total_prompt_tokens),
-    Family("counter", "carousel_engine_cached_tokens", "Of these, found in the prefix cache.",
+    Family("counter", "carousel_engine_cached_tokens", "Prompt tokens found in the prefix cache.",
         lambda each: each.stats.total_cached_tokens),
     Family("counter", "carousel_engine_unresumable_tokens",
-        "Prompt tokens with cached keys and values that are computed again, as no state behind them is kept.",
+        "Prompt tokens with cached keys and values that are computed again because no state after them is stored.",
         lambda each: each.stats.total_unresumable_tokens),
     Family("counter", "carousel_engine_generated_tokens", "Tokens generated.",
         lambda each: each.stats.total_generated_tokens),
     Family("counter", "carousel_engine_preemptions", "Times that a request's memory was taken back.",
         lambda each: each.stats.total_preemptions),
-    Family("counter", "carousel_engine_memory_preemptions", "Of these, because memory was short for requests that ran.",
+    Family("counter", "carousel_engine_memory_preemptions", "Preemptions because running requests lacked memory.",
         lambda each: each.stats.total_memory_preemptions),
-    Family("counter", "carousel_engine_drafted_tokens", "Tokens computed as drafts of the next ones.",
+    Family("counter", "carousel_engine_drafted_tokens", "Draft tokens that were verified.",
         lambda each: each.stats.total_drafted_tokens),
-    Family("counter", "carousel_engine_accepted_tokens", "Drafts that requests went on with.",
+    Family("counter", "carousel_engine_accepted_tokens", "Draft tokens that were accepted.",
         lambda each: each.stats.total_accepted_tokens),
     Family("counter", "carousel_engine_finished", "Requests ended by stop or length.",
         lambda each: each.stats.total_finished),
@@ -237,13 +237,13 @@ _REPLICAS: Sequence[Family[EngineReport]] = (
     Family("counter", "carousel_engine_missed", "Requests ended by their deadline.",
         lambda each: each.stats.total_missed),
     Family("counter", "carousel_graph_padding_tokens",
-        "Tokens that steps computed for nothing, as graphs have a few sizes.",
+        "Padding tokens that steps computed because graphs have only a few sizes.",
         lambda each: each.measurements.num_padding_tokens),
     Family("counter", "carousel_steps_without_graph", "Steps on a GPU that were launched kernel by kernel.",
         lambda each: each.measurements.num_steps_without_graph),
-    Family("gauge", "carousel_backend", "1 for the code that computes on a GPU: graphs is the fastest.",
+    Family("gauge", "carousel_backend", "1 for the backend in use on a GPU; graphs is the fastest.",
         lambda each: {backend.name: 1} if (backend := each.measurements.backend) else {}, ("backend",)),
-    Family("gauge", "carousel_backends_failed", "Faster code for the GPU that does not work here.",
+    Family("gauge", "carousel_backends_failed", "Faster GPU backends that do not work on this machine.",
         lambda each: len(backend.failed) if (backend := each.measurements.backend) else 0),
     Family("histogram", "carousel_step_seconds", "Time of one step.", lambda each: each.measurements.step_s),
     Family("histogram", "carousel_step_tokens", "Tokens computed in one step.",
@@ -258,41 +258,41 @@ _REPLICAS: Sequence[Family[EngineReport]] = (
 _ADAPTERS: Sequence[Family[Any]] = (
     Family("gauge", "carousel_adapters_loaded", "LoRA adapters in memory.", lambda adapters: len(adapters.loaded)),
     Family("counter", "carousel_adapter_loads",
-        "LoRA adapters read, the same ones again after they had made room for others too.",
+        "Loads of LoRA adapters, including repeated loads of adapters that were unloaded.",
         lambda adapters: adapters.num_loads),
 )  # fmt: skip
-# Of the replicas that keep blocks beside their KV memory.
+# Replicas that store blocks outside their KV memory.
 _STORES: Sequence[Family[StoreStats]] = (
-    Family("counter", "carousel_tier_tokens", "Tokens that were not computed, as their blocks were fetched.",
+    Family("counter", "carousel_tier_tokens", "Tokens that were not computed because their blocks were fetched.",
         lambda store: store.num_fetched_tokens),
-    Family("counter", "carousel_tier_bytes", "Bytes of KV blocks from the tier or other replicas, and to them.",
+    Family("counter", "carousel_tier_bytes", "Bytes of KV blocks moved from or to the tier or other replicas.",
         lambda store: store.bytes_moved, ("direction",)),
     Family("counter", "carousel_tier_given_up", "Fetches that took longer than computing would have.",
         lambda store: store.num_given_up),
 )  # fmt: skip
-# Of the replicas that have targets.
+# Replicas that have targets.
 _TUNING: Sequence[Family[Tuning]] = (
-    Family("gauge", "carousel_limit", "Limits in force, which the tuner moves to hold the targets.",
+    Family("gauge", "carousel_limit", "Current limits, which the tuner moves to meet the targets.",
         lambda tuning: tuning.limits._asdict(), ("limit",)),
-    Family("gauge", "carousel_limits_info", "What holds the limits where they are.",
+    Family("gauge", "carousel_limits_info", "The reason for the current limits.",
         lambda tuning: {str(tuning.reason): 1}, ("reason",)),
     Family("gauge", "carousel_target_p99_seconds",
-        "99th percentiles that the targets are for, in the last half minute.",
+        "99th percentiles of the latencies that have targets, in the last half minute.",
         lambda tuning: {"ttft_p99": tuning.ttft_p99_s, "itl_p99": tuning.itl_p99_s}, ("target",)),
-    Family("gauge", "carousel_targets_missed", "1 while a target is missed that other limits would not help.",
+    Family("gauge", "carousel_targets_missed", "1 while a target is missed and other limits would not help.",
         lambda tuning: tuning.is_missed),
     Family("counter", "carousel_limit_changes", "Changes of limits since the settings were last set.",
         lambda tuning: tuning.num_changes),
 )  # fmt: skip
 _SLEEP: Sequence[Family[SleepStats]] = (
-    Family("gauge", "carousel_sleep_state", "1 for the state that a replica with sleep_after_s is in.",
+    Family("gauge", "carousel_sleep_state", "1 for the current state of a replica with sleep_after_s.",
         lambda sleep: {str(state): sleep.state == state for state in SleepState}, ("state",)),
-    Family("counter", "carousel_wakes", "Times that a replica has taken its memory again.",
+    Family("counter", "carousel_wakes", "Times that a replica woke and took its memory again.",
         lambda sleep: sleep.num_wakes),
-    Family("counter", "carousel_waking_seconds", "Seconds that these took.", lambda sleep: sleep.waking_s),
+    Family("counter", "carousel_waking_seconds", "Seconds that replicas took to wake.", lambda sleep: sleep.waking_s),
     Family("counter", "carousel_device_queue_seconds", "Seconds that requests waited for the memory of other models.",
         lambda sleep: sleep.queued_s),
-    Family("counter", "carousel_turns_ended", "Times that a replica slept with requests, as others waited.",
+    Family("counter", "carousel_turns_ended", "Times that a replica with requests slept because others waited.",
         lambda sleep: sleep.num_turns_ended),
 )  # fmt: skip
 # The event loop of each process that serves requests.
@@ -300,25 +300,25 @@ _LOOPS: Sequence[Family[LoopSnapshot]] = (
     Family("histogram", "carousel_loop_delay_seconds", "How late an event loop woke.", lambda loop: loop.delay_s),
     Family("counter", "carousel_loop_stalls", "Times that an event loop woke more than 50 ms late.",
         lambda loop: loop.num_stalls),
-    Family("counter", "carousel_loop_stalled_seconds", "How late it was these times, together.",
+    Family("counter", "carousel_loop_stalled_seconds", "Sum of the delays over 50 ms of an event loop.",
         lambda loop: loop.stalled_s),
-    Family("gauge", "carousel_loop_tasks", "Tasks of an event loop that have not ended.", lambda loop: loop.num_tasks),
-    Family("gauge", "carousel_thread_queue", "Calls that wait for a thread beside an event loop.",
+    Family("gauge", "carousel_loop_tasks", "Unfinished tasks of an event loop.", lambda loop: loop.num_tasks),
+    Family("gauge", "carousel_thread_queue", "Calls that wait for a thread of an event loop's process.",
         lambda loop: loop.queued, ("threads",)),
 )  # fmt: skip
-# What the process of batches has counted since it opened its folder; the last two are of this moment.
+# Counts of the process of batches since it opened its folder. The last two are current values.
 _BATCHES: Sequence[Family[Mapping[str, int]]] = (
     Family("counter", "carousel_batch_lines_completed", "Lines of batches that were answered.",
         itemgetter("num_lines_completed")),
     Family("counter", "carousel_batch_lines_failed", "Lines of batches that ended with an error.",
         itemgetter("num_lines_failed")),
-    Family("counter", "carousel_webhook_attempts", "Messages sent to receivers, again too.",
+    Family("counter", "carousel_webhook_attempts", "Attempts to send webhook messages, including retries.",
         itemgetter("num_webhook_attempts")),
-    Family("counter", "carousel_webhooks_delivered", "Messages that have arrived.",
+    Family("counter", "carousel_webhooks_delivered", "Webhook messages that were delivered.",
         itemgetter("num_webhooks_delivered")),
-    Family("counter", "carousel_webhooks_given_up", "Messages that are not sent again.",
+    Family("counter", "carousel_webhooks_given_up", "Webhook messages that are not sent again.",
         itemgetter("num_webhooks_given_up")),
-    Family("gauge", "carousel_webhooks_pending", "Messages that have still to arrive.",
+    Family("gauge", "carousel_webhooks_pending", "Webhook messages that are not delivered yet.",
         itemgetter("num_webhooks_pending")),
     Family("gauge", "carousel_batches_paused", "Batches that wait for their storage.", itemgetter("num_paused")),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Families of Prometheus metrics, each defined once, in a table: its kind, its name, its help, its value and labels."""
+"""Families of Prometheus metrics. A table defines each family once: its kind, name, help, value and labels."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _KINDS = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram
 
 @dataclass(frozen=True, slots=True)
 class Family(Generic[SourceT]):
-    """One family, of which each source of its table has a value: a number, or a Distribution of a histogram.
+    """One family. `value` returns the value of a source: a number, or a Distribution for a histogram.
 
-    With labels of its own, beside those of its sources, the value is a mapping: from the value of its label, or from
-    those of all of them, to the number.
+    If the family has its own `labels` in addition to the labels of the sources, `value` returns a mapping. The keys are
+    label values (a string for one label, a tuple for several labels), and the values are numbers.
     """
 
     kind: Literal["gauge", "counter", "histogram"]
@@ -31,7 +31,7 @@ class Family(Generic[SourceT]):
     labels: Labels = ()
 
     def metric(self, labels: Labels, sources: Iterable[tuple[Labels, SourceT]]) -> Metric:
-        """As Prometheus' library has it; each source comes with the values of the labels of all of them."""
+        """Return the prometheus_client metric. Each source has its values of `labels`."""
         family: Any = _KINDS[self.kind](self.name, self.text, labels=(*labels, *self.labels))
         for values, source in sources:
             for own, value in self._values(source):
@@ -54,7 +54,7 @@ class Family(Generic[SourceT]):
 def metrics_of(
     table: Iterable[Family[SourceT]], labels: Labels, sources: Sequence[tuple[Labels, SourceT]]
 ) -> Iterator[Metric]:
-    """All families of a table."""
+    """Return the metrics of all families of a table."""
     return (family.metric(labels, sources) for family in table)
 
 

@@ -1,7 +1,7 @@
-"""What other processes report for /metrics. The counts of a process stay when it stops, so that no sum falls.
+"""The reports of other processes for /metrics. The counts of a stopped process are kept, so that no sum falls.
 
-A replica writes the samples of its own series itself, and sends their text. An ingress that wrote the samples of a
-thousand replicas would need more than a second of CPU for each scrape.
+A replica writes the samples of its own series and sends them as text. An ingress that wrote the samples of a thousand
+replicas would need more than a second of CPU for each scrape.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ CountsT = TypeVar("CountsT")
 Clock = Callable[[], float]
 
 MAX_REPORT_BYTES = 256 * 1024  # a usual report has 20 KiB
-GONE_S = 600.0  # after which the counts of a process that is gone are only kept in a sum
-MAX_GONE = 1000  # processes that are gone and whose counts are kept one by one, however short that is ago
-MAX_FOLDED_IDS = 1000  # of the last processes in the sum
+GONE_S = 600.0  # time after which the counts of a stopped process are stored only in a sum
+MAX_GONE = 1000  # limit of stopped processes whose counts are stored separately, however recently they stopped
+MAX_FOLDED_IDS = 1000  # number of ids to remember of the last processes in the sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReport:
-    """What one replica measures of its engine."""
+    """The measurements of one replica's engine."""
 
     replica_id: str
     stats: EngineStats
     measurements: EngineMeasurements
-    group: str = ""  # of an A/B trial that the replica belongs to
-    loop: LoopSnapshot | None = None  # the replica's, beside the engine's thread
+    group: str = ""  # the replica's group of an A/B trial
+    loop: LoopSnapshot | None = None  # the replica's event loop, which runs beside the engine's thread
 
 
 class EngineCounts(msgspec.Struct, frozen=True, array_like=True):
-    """What one engine has counted since its start and an ingress adds up; or the sum of several."""
+    """The counts of one engine since its start that an ingress adds up, or the sum of several engines."""
 
     num_steps: int = 0
     num_preemptions: int = 0
@@ -51,35 +51,35 @@ class EngineCounts(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_counted(self) -> int:
-        """How much there is: of two reports of one engine the later has more, unless both are the same."""
+        """A sum that only grows, so the later of two reports of one engine has more, unless the reports are equal."""
         numbers = self.num_steps + self.num_preemptions + self.num_prompt_tokens + self.num_cached_tokens
         return numbers + sum(each.num_values for each in (self.step_tokens, self.queue_s, self.prefill_s))
 
 
 class EngineGauges(msgspec.Struct, frozen=True, array_like=True):
-    """What an ingress adds up or compares of the engines that are there now."""
+    """Current values of one engine that an ingress adds up or compares."""
 
     num_running: int
     num_waiting: int
     num_blocks: int
     num_free_blocks: int
     block_size: int  # tokens
-    max_adapters: int = 0  # LoRA adapters that it may have loaded
-    adapters: tuple[str, ...] = ()  # names of those that are loaded
-    waiting_adapters: tuple[str, ...] = ()  # of those that requests wait for
+    max_adapters: int = 0  # LoRA adapters that may be loaded at once
+    adapters: tuple[str, ...] = ()  # names of the loaded adapters
+    waiting_adapters: tuple[str, ...] = ()  # names of the adapters that requests wait for
 
 
 class ReplicaMetrics(msgspec.Struct, frozen=True, array_like=True):
-    """What one replica sends for a scrape. Neighbouring versions understand each other as those of frames do."""
+    """The metrics that one replica sends for a scrape. Compatible between versions in the same way as a `Frame`."""
 
-    lines: dict[str, bytes]  # its samples as Prometheus text, by the name of the family
+    lines: dict[str, bytes]  # the replica's samples as Prometheus text, by the name of the family
     counts: EngineCounts
     gauges: EngineGauges
-    use: dict[str, float]  # what a policy of autoscaling is told
+    use: dict[str, float]  # values for an autoscaling policy
 
 
 class InvalidReport(ValueError):
-    """Bytes that are no `ReplicaMetrics`, or too many."""
+    """Raised for bytes that are not a `ReplicaMetrics`, or that are too long."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -87,12 +87,12 @@ _decode = msgspec.msgpack.Decoder(ReplicaMetrics).decode
 
 
 def encoded(metrics: ReplicaMetrics) -> bytes:
-    """As it is sent."""
+    """Return the bytes of a replica's metrics."""
     return _encode(metrics)
 
 
 def decoded(data: bytes) -> ReplicaMetrics:
-    """What a replica has sent. Raises InvalidReport for what would spoil the text or the sums of all replicas."""
+    """Return a replica's metrics. Raises InvalidReport for metrics that would spoil the text or the sums."""
     if len(data) > MAX_REPORT_BYTES:
         raise InvalidReport(f"it has {len(data):,} bytes; at most {MAX_REPORT_BYTES:,} are read")
     try:
@@ -102,9 +102,9 @@ def decoded(data: bytes) -> ReplicaMetrics:
     for name, lines in metrics.lines.items():
         start = name.encode()
         if not (lines.startswith(start) and lines.endswith(b"\n") and _num_lines(lines, start) == lines.count(b"\n")):
-            raise InvalidReport(f"lines of {name[:100]!r} are no samples of it")
+            raise InvalidReport(f"lines of {name[:100]!r} are not samples of this family")
     if not all(map(isfinite, metrics.use.values())):
-        raise InvalidReport("its use has a value that is no number")
+        raise InvalidReport("`use` has a value that is not a finite number")
     counts = metrics.counts
     if min(counts.num_steps, counts.num_preemptions, counts.num_prompt_tokens, counts.num_cached_tokens) < 0:
         raise InvalidReport("a count is below 0")
@@ -116,21 +116,21 @@ _BOUNDS = {"step_tokens": TOKENS, "queue_s": SECONDS, "prefill_s": SECONDS}
 
 
 def _num_lines(lines: bytes, start: bytes) -> int:
-    """Lines that begin so; the first does."""
+    """Return the number of lines that begin with `start`. The first line must begin with it."""
     return 1 + lines.count(b"\n" + start)
 
 
 def _with_known_bounds(spread: Distribution, bounds: tuple[float, ...]) -> Distribution:
-    """The same, with the one tuple of bounds that all share."""
+    """Return the distribution with the shared tuple of bounds. Raises InvalidReport if its bounds are different."""
     if spread.bounds != bounds or len(spread.counts) != len(bounds) + 1:
-        raise InvalidReport(f"a histogram has {len(spread.bounds)} bounds that are others than here")
+        raise InvalidReport(f"a histogram has {len(spread.bounds)} bounds that differ from the bounds in this version")
     if min(spread.counts) < 0 or not 0 <= spread.total < inf:
         raise InvalidReport("a histogram has values that no counter can have")
     return replace(spread, bounds=bounds)
 
 
 def counts_of(report: EngineReport) -> EngineCounts:
-    """The part of a report that is added up for ever."""
+    """Return the counts of a report, which are added up over all time."""
     stats, measurements = report.stats, report.measurements
     return EngineCounts(
         stats.total_steps, stats.total_preemptions, stats.total_prompt_tokens, stats.total_cached_tokens,
@@ -139,7 +139,7 @@ def counts_of(report: EngineReport) -> EngineCounts:
 
 
 def gauges_of(report: EngineReport) -> EngineGauges:
-    """The part of a report that is of this moment."""
+    """Return the current values of a report."""
     stats, adapters = report.stats, report.measurements.adapters
     gauges = EngineGauges(
         stats.num_running, stats.num_waiting, stats.num_blocks, stats.num_free_blocks, report.measurements.block_size
@@ -152,7 +152,7 @@ def gauges_of(report: EngineReport) -> EngineGauges:
 
 
 def sum_counts(several: Iterable[EngineCounts]) -> EngineCounts:
-    """What several engines have counted, as if it had been one."""
+    """Return the sum of the counts of several engines."""
     each = list(several)
     return EngineCounts(
         sum(one.num_steps for one in each),
@@ -165,40 +165,40 @@ def sum_counts(several: Iterable[EngineCounts]) -> EngineCounts:
 
 @dataclass(frozen=True, slots=True)
 class Folded(Generic[CountsT]):
-    """The sum of the counts of processes that have been gone for long."""
+    """The sum of the counts of processes that stopped long ago."""
 
-    number: int = 0  # of processes
-    ids: tuple[str, ...] = ()  # of the last of them
-    counts: CountsT | None = None  # None: of no process
+    number: int = 0  # number of processes in the sum
+    ids: tuple[str, ...] = ()  # ids of the processes that were added last
+    counts: CountsT | None = None  # None: no process was added
 
     @property
     def rank(self) -> tuple[int, tuple[str, ...]]:
-        """Of two sums the one with the higher rank holds."""
+        """Order of sums: a sum with a higher rank replaces one with a lower rank."""
         return self.number, self.ids[-1:]
 
 
 @dataclass(frozen=True, slots=True)
 class Known(Generic[CountsT]):
-    """What one instance of `ProcessCounts` knows, in short, for another to tell it the rest."""
+    """A summary of one instance of `ProcessCounts`. Another instance answers it with the missing counts (`Later`)."""
 
-    num_counted: Mapping[str, int]  # how much each process has counted, by its id
+    num_counted: Mapping[str, int]  # size of the known counts, by process id
     folded: Folded[CountsT]
 
 
 @dataclass(frozen=True, slots=True)
 class Later(Generic[CountsT]):
-    """What another instance knows beyond that."""
+    """The counts of one instance that are missing in another instance's `Known`."""
 
-    counts: Mapping[str, CountsT]  # of processes, by their ids
-    folded: Folded[CountsT] | None  # None: its sum has no higher rank
+    counts: Mapping[str, CountsT]  # by process id
+    folded: Folded[CountsT] | None  # None: the sum does not have a higher rank
 
 
 class ProcessCounts(Generic[CountsT]):
-    """What all processes of one kind have counted, those that are gone too. Instances tell each other what they know.
+    """The counts of all processes of one kind, including stopped processes. Instances exchange their knowledge.
 
-    The counts of a process that is gone stay apart for a while, so that each instance hears of it and keeps the latest
-    of what any has heard. Then they are added to a sum. An instance takes over the whole sum of another that has more
-    processes in it, and with it the ids of the last of them, which it does not count again.
+    The counts of a stopped process stay separate for a while, so that each instance receives the latest counts that any
+    instance has. Then the counts are added to a sum. An instance takes over the whole sum of another instance if that
+    sum has more processes. It also takes over the ids of the processes in the sum, and does not count these again.
     """
 
     def __init__(
@@ -208,24 +208,24 @@ class ProcessCounts(Generic[CountsT]):
         *,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`num_counted` tells the later of two counts of one process: it only grows. `total` adds counts up."""
+        """`num_counted` only grows and tells which of two counts of one process is later. `total` adds up counts."""
         self._num_counted = num_counted
         self._total = total
         self._clock = clock
         self._last: dict[str, CountsT] = {}
-        self._gone_at: dict[str, float] = {}  # when a process was first missed
+        self._gone_at: dict[str, float] = {}  # when each stopped process was first missing
         self._folded: Folded[CountsT] = Folded()
         self._folded_ids: frozenset[str] = frozenset()
 
     def known(self) -> Known[CountsT]:
-        """In short, for another instance."""
+        """Return a summary of the counts for another instance."""
         return Known({name: self._num_counted(each) for name, each in self._last.items()}, self._folded)
 
     def beyond(self, known: Known[CountsT]) -> Later[CountsT]:
-        """What the other instance lacks. This one takes over the other's sum if that has the higher rank."""
+        """Return the counts that another instance lacks. Takes over the other's sum if that has a higher rank."""
         self._take_over(known.folded)
         is_ahead = self._folded.rank > known.folded.rank
-        # One that takes over a sum from here loses the processes of its own that are not in it.
+        # An instance that takes over this sum drops its own, and needs the counts of processes that only that sum had.
         folded_there = () if is_ahead else known.folded.ids
         counts = {
             name: each
@@ -235,7 +235,7 @@ class ProcessCounts(Generic[CountsT]):
         return Later(counts, self._folded if is_ahead else None)
 
     def learn(self, counts: Mapping[str, CountsT]) -> None:
-        """Keep the later of two counts of the same process."""
+        """Record the counts of processes. For each process, the later counts are stored."""
         for name, each in counts.items():
             last = self._last.get(name)
             if name in self._folded_ids or (last is not None and self._num_counted(last) > self._num_counted(each)):
@@ -243,13 +243,13 @@ class ProcessCounts(Generic[CountsT]):
             self._last[name] = each
 
     def learn_later(self, later: Later[CountsT]) -> None:
-        """What another instance has told."""
+        """Record the answer of another instance."""
         if later.folded is not None:
             self._take_over(later.folded)
         self.learn(later.counts)
 
     def note_present(self, present: Collection[str]) -> None:
-        """These are there. Add up what those have counted that have been gone for long."""
+        """Record which processes are present, and add the counts of processes that stopped long ago to the sum."""
         now = self._clock()
         self._gone_at = {name: self._gone_at.get(name, now) for name in self._last if name not in present}
         by_age = sorted(self._gone_at, key=self._gone_at.__getitem__)
@@ -259,12 +259,12 @@ class ProcessCounts(Generic[CountsT]):
             self._fold(old)
 
     def without(self, ids: Collection[str] = ()) -> list[CountsT]:
-        """The counts of all processes but these, as items that add up."""
+        """Return items whose sum is the count of all processes except these."""
         others = [each for name, each in self._last.items() if name not in ids]
         return others if self._folded.counts is None else [self._folded.counts, *others]
 
     def of(self, ids: Iterable[str]) -> list[CountsT]:
-        """The counts of these, except those that `without` has in its sum."""
+        """Return the counts of these processes. Processes that are already in the sum are left out."""
         return [self._last[name] for name in ids if name in self._last]
 
     def _fold(self, ids: list[str]) -> None:

@@ -1,6 +1,6 @@
-"""What one ingress measures of the requests that pass through it. No labels are looked up per token.
+"""The measurements of one ingress about its requests. No labels are looked up per token.
 
-Each ingress process has its own `RequestMetrics`. Snapshots of several add up to the service as its callers see it.
+Each ingress process has its own `RequestMetrics`. The sum of all snapshots shows the service as its callers see it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from app.errors import CarouselError, Failure, Overloaded
 
 Clock = Callable[[], float]
 
-NO_IDLE_SLOT = "no_idle_slot"  # why a background call is refused, a line of a batch for instance, until one is free
-NO_MODEL = ""  # under which calls are counted that were refused before it was clear which model they meant
+NO_IDLE_SLOT = "no_idle_slot"  # reason for refusing a background call, such as a line of a batch, without a free slot
+NO_MODEL = ""  # model name of calls that were refused before their model was known
 BOUNDS = {
     "token_s": SECONDS,
     "decode_s": SECONDS,
@@ -32,14 +32,14 @@ BOUNDS = {
 }
 
 
-# What happened to the replica of a request that goes on at another (`ReplicaLost` of app/fleet).
+# Reasons for which a request resumes on another replica (`ReplicaLost` of app/fleet).
 LOSSES = ("broken", "ended", "engine_failed", "gap", "silent", "stuck")
-Kind = tuple[str, str]  # of a request: the group of its replica, and "foreground" or "background"
+Kind = tuple[str, str]  # kind of a request: the group of its replica, and "foreground" or "background"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latencies:
-    """The times of the requests of one kind."""
+    """The latencies of the requests of one kind."""
 
     queue_s: Distribution  # from the arrival at the replica to the first step, as the replica measured it
     first_token_s: Distribution  # from the arrival of the call to a request's first token
@@ -47,39 +47,39 @@ class Latencies:
     request_s: Distribution  # from the arrival of the call to the end of a request that finished
 
     def __add__(self, other: Latencies) -> Latencies:
-        """Both together."""
+        """Return the sum."""
         names = [field.name for field in fields(self)]
         return Latencies(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSnapshot:
-    """The requests of one model since the ingress started. A call with `n` choices is `n` requests here."""
+    """The requests of one model since the ingress started. A call with `n` choices counts as `n` requests."""
 
     num_in_flight: int
     num_generated_tokens: int
-    finished: Mapping[str, int]  # requests by finish reason, aborted and failed ones too
-    refused: Mapping[str, int]  # calls that ended with an error before their first token, by what it was
-    failed: Mapping[str, int]  # calls that ended with one after it
-    dispatched: Mapping[str, int]  # decisions where to send a request, by what decided them
-    resumed: Mapping[str, int]  # requests that went on at another replica, by why they had to
+    finished: Mapping[str, int]  # requests by finish reason, including aborted and failed requests
+    refused: Mapping[str, int]  # calls that ended with an error before their first token, by error
+    failed: Mapping[str, int]  # calls that ended with an error after their first token, by error
+    dispatched: Mapping[str, int]  # dispatch decisions by policy
+    resumed: Mapping[str, int]  # requests that resumed on another replica, by reason
     latencies: Mapping[Kind, Latencies]
-    token_s: Distribution  # a request's mean time for a token after its first
-    decode_s: Distribution  # from its first token to its end
-    prompt_tokens: Distribution  # of requests that got a token, or ended without wanting one
-    generated_tokens: Distribution  # of requests that finished
-    longest_choice_tokens: Distribution  # of calls that finished
-    num_choices: Distribution  # of all calls that were not refused
-    deltas_per_frame: Distribution  # requests that got tokens by one frame from a replica
+    token_s: Distribution  # a request's mean time per token after its first token
+    decode_s: Distribution  # from a request's first token to its end
+    prompt_tokens: Distribution  # for requests that got a token, or ended without wanting one
+    generated_tokens: Distribution  # for finished requests
+    longest_choice_tokens: Distribution  # for finished calls
+    num_choices: Distribution  # for all calls that were not refused
+    deltas_per_frame: Distribution  # number of requests with tokens in one frame from a replica
 
     def __add__(self, other: ModelSnapshot) -> ModelSnapshot:
-        """Both together."""
+        """Return the sum."""
         names = [field.name for field in fields(self)]
         return ModelSnapshot(**{name: _sum(getattr(self, name), getattr(other, name)) for name in names})
 
     @property
     def first_token_s(self) -> Distribution:
-        """Of all kinds, as the next two."""
+        """First-token times over all kinds of requests."""
         return sum_distributions((each.first_token_s for each in self.latencies.values()), SECONDS)
 
     @property
@@ -102,7 +102,7 @@ Snapshot = Mapping[str, ModelSnapshot]  # by the model's name
 
 
 def num_counted(snapshot: Snapshot) -> int:
-    """How much an ingress has counted, which only ever grows: of two of its snapshots the later has more."""
+    """Return a sum over a snapshot that only grows. It tells which of two snapshots of one ingress is later."""
     return sum(
         each.num_generated_tokens
         + sum(sum(counts.values()) for counts in (each.finished, each.refused, each.failed, each.dispatched))
@@ -111,12 +111,12 @@ def num_counted(snapshot: Snapshot) -> int:
 
 
 def without_requests(snapshot: Snapshot) -> Snapshot:
-    """What an ingress that is gone has counted: it answers nothing any more."""
+    """Return the snapshot of a stopped ingress, which has no requests in flight."""
     return {name: replace(each, num_in_flight=0) for name, each in snapshot.items()}
 
 
 def merge(snapshots: Iterable[Snapshot]) -> dict[str, ModelSnapshot]:
-    """What several ingresses have measured, as if it had been one."""
+    """Return the sum of the snapshots of several ingresses."""
     merged: dict[str, ModelSnapshot] = {}
     for snapshot in snapshots:
         for name, model in snapshot.items():
@@ -125,28 +125,28 @@ def merge(snapshots: Iterable[Snapshot]) -> dict[str, ModelSnapshot]:
 
 
 class RequestMetrics:
-    """What this process measures, model by model. For one event loop."""
+    """The measurements of this process, by model. For one event loop."""
 
     def __init__(self, model_names: Iterable[str] = (), *, clock: Clock = time.perf_counter) -> None:
-        """A model that is named here has its zeros from the start; others come up with their first request."""
-        self.clock = clock  # also of the arrivals that `CallMetrics` is given
+        """The named models are reported with zeros from the start. Other models appear with their first request."""
+        self.clock = clock  # also the clock of the arrival times for `CallMetrics`
         self._models: dict[str, ModelMetrics] = {}
         for name in model_names:
             self.model(name)
 
     def model(self, name: str) -> ModelMetrics:
-        """The metrics of one model."""
+        """Return the metrics of one model; creates them for a new model."""
         if name not in self._models:
             self._models[name] = ModelMetrics(self.clock)
         return self._models[name]
 
     def snapshot(self) -> dict[str, ModelSnapshot]:
-        """All of it, frozen, by model; it can be sent to another process and merged with those of others."""
+        """Return immutable copies by model, which can be sent to another process and merged with other snapshots."""
         return {name: model.snapshot() for name, model in self._models.items()}
 
 
 class ModelMetrics:
-    """The requests of one model."""
+    """Counts and measures the requests of one model."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -156,42 +156,42 @@ class ModelMetrics:
         self._latencies: dict[Kind, _LatencyHistograms] = {}
         self.latencies("", is_background=False)
         self.histograms = {name: Histogram(bounds) for name, bounds in BOUNDS.items()}
-        # What alerts ask for is 0 from the start: Prometheus sees no rise in a counter that begins with 1.
+        # The counters of alerts start at 0, because Prometheus sees no rise in a counter that starts at 1.
         self._refused = Counter(dict.fromkeys(_SERVICE_REASONS, 0))
         self._failed = Counter(dict.fromkeys(_SERVICE_REASONS, 0))
         self._dispatched: Counter[str] = Counter()
         self._resumed = Counter(dict.fromkeys(LOSSES, 0))
 
     def latencies(self, group: str, *, is_background: bool) -> _LatencyHistograms:
-        """The histograms of one kind of requests."""
+        """Return the histograms of one kind of requests; creates them for a new kind."""
         kind = (group, "background" if is_background else "foreground")
         if kind not in self._latencies:
             self._latencies[kind] = _LatencyHistograms()
         return self._latencies[kind]
 
     def refused(self, error: Exception, *, is_background: bool = False) -> None:
-        """A call was answered with an error before anything else. A background call only asks for an idle slot."""
+        """Count a call with an error before its first token. A background call's overload counts as `NO_IDLE_SLOT`."""
         finds_no_slot = is_background and isinstance(error, Overloaded)
         self._refused[NO_IDLE_SLOT if finds_no_slot else reason_of(error)] += 1
 
     def failed(self, error: Exception) -> None:
-        """A call ended with an error after it had begun to be answered."""
+        """Count a call that ended with an error after its first token."""
         self._failed[reason_of(error)] += 1
 
     def dispatched(self, reason: str) -> None:
-        """A request was sent to a replica; `reason` is one of a few words for what decided which."""
+        """Count a request that was sent to a replica. `reason` is the name of the policy."""
         self._dispatched[reason] += 1
 
     def resumed(self, reason: str) -> None:
-        """A request goes on at another replica; `reason` is one of a few words for what happened to the one before."""
+        """Count a request that resumes on another replica. `reason` is the reason of its `ReplicaLost`."""
         self._resumed[reason] += 1
 
     def frame_received(self, num_deltas: int) -> None:
-        """A replica has sent a frame with tokens for so many requests."""
+        """Count a frame of a replica that has deltas of `num_deltas` requests."""
         self.histograms["deltas_per_frame"].observe(num_deltas)
 
     def snapshot(self) -> ModelSnapshot:
-        """All of it, frozen."""
+        """Return an immutable copy."""
         return ModelSnapshot(
             num_in_flight=self.num_in_flight,
             num_generated_tokens=self.num_generated_tokens,
@@ -206,9 +206,9 @@ class ModelMetrics:
 
 
 class CallMetrics:
-    """One call on its way: `with` it around the answering, tell it of tokens and ends as they come.
+    """Measures one call. Use it as a context manager around the answer, and report tokens and ends as they come.
 
-    Requests that have no end when it is left have failed, if an error leaves with it, or else were aborted.
+    On exit, requests without an end count as failed if an error is raised, and as aborted if not.
     """
 
     __slots__ = (
@@ -218,7 +218,7 @@ class CallMetrics:
     def __init__(
         self, model: ModelMetrics, prompt_tokens: Sequence[int], *, arrived_at: float, is_background: bool = False
     ) -> None:
-        """`prompt_tokens` has the length of the prompt of each of its requests."""
+        """`prompt_tokens` has the prompt length of each request of the call."""
         self._model = model
         self._is_background = is_background
         self._clock = model.clock
@@ -226,22 +226,22 @@ class CallMetrics:
         latencies = model.latencies("", is_background=is_background)
         self._requests = [_RequestTimes(num_tokens, latencies) for num_tokens in prompt_tokens]
         self._num_open = len(self._requests)
-        self._first_at: float | None = None  # when the first of them got a token
-        self._ended_at: float | None = None  # when the last of them finished
+        self._first_at: float | None = None  # time of the call's first token
+        self._ended_at: float | None = None  # time at which the last request finished
 
     @property
     def first_token_s(self) -> float | None:
-        """From the call's arrival to the first token of all; None before."""
+        """Seconds from the call's arrival to its first token; None before the first token."""
         return None if self._first_at is None else self._first_at - self._arrived_at
 
     @property
     def decode_s(self) -> float | None:
-        """From there to the end of the last request; None before, and without any token."""
+        """Seconds from the first token to the end of the last request; None before the end, and without any token."""
         return None if self._first_at is None or self._ended_at is None else self._ended_at - self._first_at
 
     @property
     def elapsed_s(self) -> float:
-        """From the call's arrival until now."""
+        """Seconds since the call's arrival."""
         return self._clock() - self._arrived_at
 
     def __enter__(self) -> CallMetrics:
@@ -249,18 +249,18 @@ class CallMetrics:
         return self
 
     def placed(self, index: int, group: str) -> None:
-        """A replica of this group has one of the requests, which counts for the group from now on."""
+        """Note that a replica of this group has one of the requests. The request then counts for this group."""
         if group and not self._requests[index].num_tokens:
             self._requests[index].latencies = self._model.latencies(group, is_background=self._is_background)
 
     def left_queue(self, index: int, queue_s: float) -> None:
-        """A replica says how long one of the requests waited; only the first counts."""
+        """Record how long one of the requests waited in its replica's queue. Ignored after the first token."""
         request = self._requests[index]
         if not request.num_tokens:
             request.latencies.queue_s.observe(queue_s)
 
     def tokens(self, index: int, num_tokens: int) -> None:
-        """One of the requests has got so many tokens more, at least one."""
+        """Count new tokens of one of the requests, at least one."""
         now = self._clock()
         request = self._requests[index]
         self._model.num_generated_tokens += num_tokens
@@ -279,7 +279,7 @@ class CallMetrics:
         self._model.histograms["prompt_tokens"].observe(request.num_prompt_tokens)
 
     def finished(self, index: int, reason: str) -> None:
-        """One of the requests has come to its end by itself."""
+        """Record the end of one of the requests that was not aborted and did not fail."""
         now = self._clock()
         request, histograms = self._requests[index], self._model.histograms
         self._end(request, reason)
@@ -289,7 +289,7 @@ class CallMetrics:
         histograms["generated_tokens"].observe(request.num_tokens)
         if request.num_tokens:
             histograms["decode_s"].observe(now - request.first_at)
-        else:  # it only had its prompt computed
+        else:  # only the prompt was computed
             histograms["prompt_tokens"].observe(request.num_prompt_tokens)
         if request.num_tokens > 1:
             histograms["token_s"].observe((request.last_at - request.first_at) / (request.num_tokens - 1))
@@ -320,7 +320,7 @@ class CallMetrics:
 
 
 class _LatencyHistograms:
-    """Of one kind of requests."""
+    """The latency histograms of one kind of requests."""
 
     __slots__ = ("first_token_s", "inter_token_s", "queue_s", "request_s")
 
@@ -334,18 +334,18 @@ class _LatencyHistograms:
 
 @dataclass(slots=True)
 class _RequestTimes:
-    """What is known of one request of a call."""
+    """The times of one request of a call."""
 
     num_prompt_tokens: int
     latencies: _LatencyHistograms
     num_tokens: int = 0
-    first_at: float = 0.0  # this and the next: when it got a token
-    last_at: float = 0.0
+    first_at: float = 0.0  # time of the first token
+    last_at: float = 0.0  # time of the last token
     has_ended: bool = False
 
 
 def reason_of(error: Exception) -> str:
-    """An error as the value of a label: the name of its class for what is in our tree, `internal` for all else."""
+    """Return an error as a label value: its class name for a `CarouselError`, `internal` for all other errors."""
     if not isinstance(error, CarouselError):
         return _INTERNAL
     return _name_of(type(error))
@@ -360,5 +360,5 @@ def _with_subclasses(kind: type[CarouselError]) -> list[type[CarouselError]]:
 
 
 _INTERNAL = "internal"
-# Overload and our failures; a caller's mistakes come up with the first.
+# Overload and failures of the service. The reasons for callers' mistakes appear with the first such error.
 _SERVICE_REASONS = (NO_IDLE_SLOT, *map(_name_of, _with_subclasses(Overloaded) + _with_subclasses(Failure)), _INTERNAL)

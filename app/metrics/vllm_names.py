@@ -1,7 +1,7 @@
-"""The metrics under vLLM's names, which dashboards, autoscalers and gateways for language models look for.
+"""The metrics under vLLM's names, which dashboards, autoscalers and gateways for language models expect.
 
-Names, types and meanings as vLLM has them: https://docs.vllm.ai, "Production metrics". One value for each model. A name
-with a colon is legal though Prometheus' conventions keep it for rules: vLLM writes it so.
+Names, types and meanings are those of vLLM (https://docs.vllm.ai, "Production metrics"), with one value for each model.
+vLLM's names have a colon. This is legal, although Prometheus' conventions reserve the colon for rules.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from app.metrics.requests import ModelSnapshot
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """One model as a whole: what the ingresses measured of its requests, and what its replicas reported."""
+    """One model as a whole: the ingresses' measurements of its requests, and the reports of its replicas."""
 
     name: str
     requests: ModelSnapshot
-    replicas: Sequence[EngineGauges]  # of those that are there
-    ever: EngineCounts  # of all that there have been
+    replicas: Sequence[EngineGauges]  # values of the current replicas
+    ever: EngineCounts  # counts of all replicas, including stopped replicas
 
     def now(self, value: Callable[[EngineGauges], int]) -> int:
-        """A gauge, summed over the replicas that are there."""
+        """Return the sum of a gauge over the current replicas."""
         return sum(map(value, self.replicas))
 
     @property
@@ -36,7 +36,7 @@ class ModelReport:
 
 
 def vllm_families(reports: Sequence[ModelReport]) -> Iterable[Metric]:
-    """All families with vLLM's names, for the models that have one."""
+    """Return all families with vLLM's names, for the models that have a name."""
     return metrics_of(_FAMILIES, ("model_name",), [((model.name,), model) for model in reports if model.name])
 
 
@@ -45,13 +45,13 @@ def _num_waiting(model: ModelReport) -> float:
 
 
 def _memory(model: ModelReport) -> dict[Labels, int]:
-    """The different memories of its replicas."""
+    """Return the distinct pairs of block size and number of blocks among the replicas, each with the value 1."""
     memories = sorted({(each.block_size, each.num_blocks) for each in model.replicas})
     return dict.fromkeys(((str(size), str(number)) for size, number in memories), 1)
 
 
 def _adapters(model: ModelReport) -> dict[Labels, int]:
-    """How many a replica may have loaded, the names of those that some replica has, and of those that wait."""
+    """Return the labels: the limit of one replica, the names loaded on any replica, and the awaited names."""
     most = max((each.max_adapters for each in model.replicas), default=0)
     loaded = sorted({name for each in model.replicas for name in each.adapters})
     waiting = sorted({name for each in model.replicas for name in each.waiting_adapters})
@@ -66,11 +66,11 @@ _FAMILIES: Sequence[Family[ModelReport]] = (
     Family("gauge", "vllm:gpu_cache_usage_perc", "The older name of vllm:kv_cache_usage_perc.",
         lambda model: model.kv_usage),
     Family("gauge", "vllm:num_requests_waiting_by_reason",
-        "Requests in the engines' queues; all of them wait for a slot, for memory or for their batch.",
+        "Requests in the engines' queues. All of them wait for a slot, for memory or for their batch.",
         lambda model: {"capacity": _num_waiting(model)}, ("reason",)),
     Family("gauge", "vllm:cache_config_info", "The KV memory of one replica.", _memory,
         ("block_size", "num_gpu_blocks")),
-    Family("gauge", "vllm:lora_requests_info", "LoRA adapters: loaded at some replica, and waited for.", _adapters,
+    Family("gauge", "vllm:lora_requests_info", "LoRA adapters that are loaded or awaited on any replica.", _adapters,
         ("max_lora", "running_lora_adapters", "waiting_lora_adapters")),
     Family("counter", "vllm:num_preemptions", "Times that a request's memory was taken back.",
         lambda model: model.ever.num_preemptions),
@@ -86,26 +86,26 @@ _FAMILIES: Sequence[Family[ModelReport]] = (
     Family("counter", "vllm:admission_rejections", "Calls refused.", lambda model: model.requests.refused, ("reason",)),
     Family("histogram", "vllm:iteration_tokens_total", "Tokens in one step.",
         lambda model: model.ever.step_tokens),
-    Family("histogram", "vllm:request_queue_time_seconds", "From arrival to first step.",
+    Family("histogram", "vllm:request_queue_time_seconds", "Time from a request's arrival to its first step.",
         lambda model: model.ever.queue_s),
-    Family("histogram", "vllm:request_prefill_time_seconds", "From first step to first token.",
+    Family("histogram", "vllm:request_prefill_time_seconds", "Time from a request's first step to its first token.",
         lambda model: model.ever.prefill_s),
-    Family("histogram", "vllm:request_decode_time_seconds", "From first token to end.",
+    Family("histogram", "vllm:request_decode_time_seconds", "Time from a request's first token to its end.",
         lambda model: model.requests.decode_s),
-    Family("histogram", "vllm:time_to_first_token_seconds", "From arrival to first token.",
+    Family("histogram", "vllm:time_to_first_token_seconds", "Time from a call's arrival to a request's first token.",
         lambda model: model.requests.first_token_s),
-    Family("histogram", "vllm:inter_token_latency_seconds", "Between two tokens.",
+    Family("histogram", "vllm:inter_token_latency_seconds", "Time between two tokens of a request.",
         lambda model: model.requests.inter_token_s),
-    Family("histogram", "vllm:request_time_per_output_token_seconds", "A request's mean.",
+    Family("histogram", "vllm:request_time_per_output_token_seconds", "A request's mean time per token.",
         lambda model: model.requests.token_s),
-    Family("histogram", "vllm:e2e_request_latency_seconds", "From arrival to end.",
+    Family("histogram", "vllm:e2e_request_latency_seconds", "Time from a call's arrival to a request's end.",
         lambda model: model.requests.request_s),
     Family("histogram", "vllm:request_prompt_tokens", "Prompt tokens of a request.",
         lambda model: model.requests.prompt_tokens),
-    Family("histogram", "vllm:request_generation_tokens", "Tokens of an answer.",
+    Family("histogram", "vllm:request_generation_tokens", "Generated tokens of a request.",
         lambda model: model.requests.generated_tokens),
-    Family("histogram", "vllm:request_max_num_generation_tokens", "Tokens of the longest answer of a call.",
+    Family("histogram", "vllm:request_max_num_generation_tokens", "Tokens of the longest choice of a call.",
         lambda model: model.requests.longest_choice_tokens),
-    Family("histogram", "vllm:request_params_n", "Answers asked for in one call.",
+    Family("histogram", "vllm:request_params_n", "Choices requested in one call.",
         lambda model: model.requests.num_choices),
 )  # fmt: skip

@@ -55,5 +55,5 @@ class Abilities:
 
     def _why_windows_are_kept(self) -> str | None:
         if self.windows == "kept":
-            return "its layers are in one group, which keeps all (docs/design/scheduling.md says when)"
+            return "its layers are in one group, which keeps all (docs/design/engine.md says when)"
         return "it has no windows" if self.windows == "none" else None

@@ -1,4 +1,4 @@
-"""What each key has used: counted where requests are sent, written down before a crash, added up by one owner."""
+"""The usage of each key: counted where requests are sent, journaled against crashes, and added up by one owner."""
 
 from app.usage.counter import UsageCounter
 from app.usage.exchange import UsageExchange

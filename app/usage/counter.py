@@ -1,4 +1,4 @@
-"""What the requests of one process have used, until the ledger has it."""
+"""Counts the usage of one process's requests until the ledger has the usage."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from app.usage.records import (
 
 
 class UsageCounter:
-    """Counts what has ended here, and gives what the ledger has of a key together with what it does not have yet.
+    """Counts the ended calls of this process, and adds a key's usage in the ledger and its uncounted usage.
 
-    Without an owner of a ledger it counts for as long as the process lives.
+    Without the owner of a ledger, the counter keeps all usage for as long as the process lives.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        """`clock` gives seconds since 1970."""
+        """`clock` returns seconds since 1970."""
         self.process = uuid.uuid4().hex
         self.journal: UsageJournal | None = None
         self._clock = clock
-        self._counted: dict[str, dict[UsedFor, Used]] = {}  # by key, since the last report
-        self._sent = UsageReport(process=self.process, number=0)  # may not count yet
-        self._known_number = 0  # of the last report that counts
-        self._known: dict[str, tuple[str, BudgetTotals]] = {}  # by key: the day on which the owner has told it
+        self._counted: dict[str, dict[UsedFor, Used]] = {}  # usage by key, since the last report
+        self._sent = UsageReport(process=self.process, number=0)  # the last report, which the ledger may not have yet
+        self._known_number = 0  # number of the last report that the ledger has
+        self._known: dict[str, tuple[str, BudgetTotals]] = {}  # by key: the ledger's totals, and the day of the answer
 
     def add(self, key: str, call: CallUsage) -> None:
-        """A call has ended."""
+        """Count the usage of an ended call."""
         used_for = UsedFor(key, call.model, BACKGROUND if call.is_background else ONLINE, self.today)
         of_key = self._counted.setdefault(key, {})
         of_key[used_for] = of_key.get(used_for, Used()) + call.used
@@ -56,7 +56,7 @@ class UsageCounter:
         return self._clock()
 
     def totals(self, key: str) -> BudgetTotals:
-        """All that is known to be used by a key today and this month."""
+        """Return the known usage of a key today and this month: of the ledger, and of this process."""
         today = self.today
         day, of_ledger = self._known.get(key, (today, BudgetTotals()))
         if month_of(day) != month_of(today):
@@ -66,7 +66,7 @@ class UsageCounter:
         return of_ledger.plus(_totals_of(self._uncounted(key), today))
 
     def uncounted(self) -> dict[UsedFor, Used]:
-        """All that the ledger may not have yet."""
+        """Return all usage that the ledger may not have yet."""
         sums = dict(self._in_flight)
         for of_key in self._counted.values():
             for used_for, used in of_key.items():
@@ -75,26 +75,26 @@ class UsageCounter:
 
     @property
     def begins_report(self) -> bool:
-        """Whether the next report has a new number."""
+        """Whether the next report has a new number and new usage."""
         return bool(self._counted) and not self._in_flight
 
     @property
     def keys_to_report(self) -> Collection[str]:
-        """Those whose usage is in the next report for the first time."""
+        """The keys with usage that the next report contains for the first time."""
         return self._counted.keys() if self.begins_report else ()
 
     @property
     def number(self) -> int:
-        """Of the report that will have what is counted now."""
+        """Number of the report that will contain usage that is counted now."""
         return self._sent.number + 1
 
     def report(
         self, reserved: Mapping[str, BudgetTotals] | None = None, *, with_usage: bool = True, **fields: Any
     ) -> UsageReport:
-        """The report to send now, with these other fields. It has no more usage while the last one is not answered.
+        """Return the report to send now, with `fields` set. It has no new usage until the last report is answered.
 
-        `reserved`: by key with budgets what its running requests may use. `with_usage`: False leaves what was counted
-        since the last report to the next one.
+        `reserved`: by key with budgets, the amounts that its running requests may use. `with_usage`: False leaves usage
+        since the last report to the next report.
         """
         number, used = self._sent.number, self._in_flight
         if with_usage and self.begins_report:
@@ -108,7 +108,7 @@ class UsageCounter:
         return self._sent
 
     def take(self, answer: UsageAnswer) -> None:
-        """What the owner knows."""
+        """Record an answer of the owner."""
         self._known_number = answer.number
         self._known.update((key, (answer.day, totals)) for key, totals in answer.totals.items())
 
@@ -122,7 +122,7 @@ class UsageCounter:
 
 
 def _totals_of(used: Iterable[tuple[UsedFor, Used]], today: str) -> BudgetTotals:
-    """Add up the usage of today and of this month, which budgets are compared with."""
+    """Return the sums of today and of this month, for comparison with budgets."""
     totals = BudgetTotals()
     for used_for, each in used:
         if month_of(used_for.day) == month_of(today):

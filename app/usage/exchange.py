@@ -1,4 +1,4 @@
-"""What one process and the owner of the ledger tell each other every second, never while a request waits for it."""
+"""Exchanges reports and answers between one process and the owner of the ledger, every second in the background."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from app.usage.shares import LEASE_S
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
-HURRY_S = 0.1  # at least so long after a report the next one goes, where a request waits for it
-REMAINS_EVERY = 5  # periods
-SILENCE_S = 5.0  # of the owner: what is asked for here does not come here any more
+HURRY_S = 0.1  # shortest time between two reports while a request waits for the next report
+REMAINS_EVERY = 5  # number of periods between two searches for journals of dead processes
+SILENCE_S = 5.0  # after this silence of the owner, this process no longer expects allowance from other processes
 _TIMEOUT_S = 5.0
 
 
 class UsageReporter:
-    """What one process reports, and how it takes the answers. It knows no time but the clock's.
+    """Makes the reports of one process and handles the answers. Takes the time only from `clock`.
 
-    Of keys without changes nothing is told, so many idle keys cost nothing.
+    Keys without changes are left out of the reports, so many idle keys cost nothing.
     """
 
     def __init__(self, counter: UsageCounter, limits: Limits, *, clock: Callable[[], float]) -> None:
@@ -37,13 +37,13 @@ class UsageReporter:
         self._clock = clock
         self._answered_at = clock()
         self._num_processes = 0
-        self._tells_all = True  # what the owner knows of this process may be old
-        self._day = ""  # of the last report
+        self._tells_all = True  # the owner may have outdated values of this process
+        self._day = ""  # the day of the last report
 
     def report(self, *, with_usage: bool = True) -> UsageReport:
-        """The report to send now; see `UsageCounter.report`. After it comes `take` or `fail`."""
+        """Return the report to send now; see `UsageCounter.report`. Call `take` or `fail` after each report."""
         counter, limits = self._counter, self._limits
-        # On a new day budgets begin anew, and with them the parts of all processes.
+        # On a new day, budgets are renewed, and so are the parts of all processes.
         everything = self._tells_all or counter.today != self._day
         changes = limits.changes(None if everything else counter.keys_to_report if with_usage else ())
         self._tells_all, self._day = True, counter.today
@@ -57,21 +57,21 @@ class UsageReporter:
         )
 
     def take(self, answer: UsageAnswer) -> None:
-        """The owner has answered."""
+        """Handle the owner's answer."""
         self._answered_at, self._num_processes = self._clock(), answer.num_processes
         self._tells_all = answer.wants_all
         self._counter.take(answer)
         self._limits.take(answer.shares, asked=answer.asks_for)
 
     def fail(self, *, timeout_s: float = 0.0) -> None:
-        """The owner has not answered within `timeout_s`. The next report has all limits."""
+        """Note that the owner has not answered within `timeout_s`. The next report has all limits."""
         silence_s = self._clock() - self._answered_at
         if silence_s > SILENCE_S:
             self._limits.lose_owner(has_share=silence_s < LEASE_S - timeout_s)
 
 
 class UsageExchange:
-    """Reports what a counter has counted, and what processes that died on this machine have left."""
+    """Reports the usage of a counter, and the journaled usage of dead processes of this machine."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class UsageExchange:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`folder` outlives processes; on several machines each may have its own."""
+        """`folder` holds the journals and outlives processes. Each machine may have its own folder."""
         self._counter = counter
         self._owner = owner
         self._folder = folder
@@ -92,7 +92,7 @@ class UsageExchange:
         self._num_failures = 0
 
     async def run(self) -> NoReturn:
-        """For as long as the process lives."""
+        """Exchange reports and answers as long as the process lives."""
         await self.open_journal()
         while True:
             for _ in range(REMAINS_EVERY):
@@ -101,7 +101,7 @@ class UsageExchange:
             await self._without_failing(self.report_remains)
 
     async def _pass_period(self) -> None:
-        """Wait for the next period. Limits are exchanged meanwhile if that is urgent."""
+        """Wait for the next period. Urgent changes of limits are exchanged during the wait."""
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + PERIOD_S
         await asyncio.sleep(HURRY_S)
@@ -115,23 +115,23 @@ class UsageExchange:
             await asyncio.sleep(HURRY_S)
 
     async def open_journal(self) -> None:
-        """From now on what is counted is written down. A folder that cannot be used is logged, and done without."""
+        """Start to write counted usage to a journal. An unusable folder is logged, and the process runs without one."""
         counter = self._counter
         try:
             counter.journal = await asyncio.to_thread(UsageJournal, self._folder, counter.process, counter.number)
         except OSError as error:
             logger.error(
-                "usage is not written to %s: %s; what a killed process has used in its last second is lost",
+                "usage is not written to %s: %s; if this process is killed, the usage of its last second is lost",
                 self._folder,
                 described(error),
             )
 
     async def exchange_limits(self) -> None:
-        """As `exchange`, without what was counted since the last report: the owner has nothing to write."""
+        """Report limits and take the answer. Leaves out usage since the last report, so the owner writes nothing."""
         await self._exchange(self._reported(with_usage=False))
 
     async def exchange(self) -> None:
-        """Report, and take the answer. Raises what `_told` raises; the next call sends the report again."""
+        """Report, and take the answer. Raises the errors of `_told`; the next call sends the report again."""
         counter, journal = self._counter, self._counter.journal
         goes_on, next_file = False, None
         if journal is not None and (counter.begins_report or not journal.has_file):
@@ -156,9 +156,9 @@ class UsageExchange:
             await asyncio.to_thread(self._counter.journal.forget, report.number)
 
     async def _file_of(self, journal: UsageJournal, number: int) -> int | None:
-        """A new file for a report; None when it cannot be opened now.
+        """Open a new file for a report; None if the file cannot be opened now.
 
-        On some storages it takes long to open and close files, but not to write.
+        This runs in a thread, because opening and closing files is slow on some storages. Writing is fast.
         """
         try:
             return await asyncio.to_thread(journal.file_of, number)
@@ -167,15 +167,15 @@ class UsageExchange:
             return None
 
     async def report_remains(self) -> None:
-        """Report what dead processes have left. Raises what the owner raises; others may take the rest then."""
+        """Report the journals of dead processes. Raises the owner's errors; others may report the rest after that."""
         for process in await asyncio.to_thread(processes, self._folder):
             dead = await asyncio.to_thread(remains, self._folder, process)
             if dead is None:
                 continue
             try:
                 await self._report(dead)
-            except OSError as error:  # of its files; those of others may be read
-                logger.error("what a dead process has used cannot be read: %s", described(error))
+            except OSError as error:  # its files are unreadable; the files of other processes may be readable
+                logger.error("the usage of a dead process cannot be read: %s", described(error))
             finally:
                 await asyncio.to_thread(dead.close)
 
@@ -185,9 +185,9 @@ class UsageExchange:
         await asyncio.to_thread(dead.forget)
 
     async def _told(self, report: UsageReport) -> UsageAnswer:
-        """Report to the owner. Raises what the owner raises, and Unavailable when it does not answer in time.
+        """Report to the owner. Raises the owner's errors, and Unavailable if the owner does not answer in time.
 
-        A TimeoutError is an OSError, which would be taken for a failure of a file.
+        TimeoutError is a subclass of OSError, which callers would take for a failure of a file.
         """
         try:
             async with asyncio.timeout(_TIMEOUT_S):
@@ -196,12 +196,12 @@ class UsageExchange:
             raise Unavailable(f"the process of batches has not answered for {_TIMEOUT_S:g} s") from None
 
     async def _without_failing(self, step: Callable[[], Awaitable[None]]) -> None:
-        num_usual = 10  # failures, while the owner starts
+        num_usual = 10  # this many failures are normal while the owner starts
         try:
             await step()
         except Exception as error:
             self._num_failures += 1
             if self._num_failures == num_usual:
-                logger.warning("usage is kept here until the process of batches takes it: %s", described(error))
+                logger.warning("usage is kept locally until the process of batches takes it: %s", described(error))
         else:
             self._num_failures = 0

@@ -1,7 +1,7 @@
-"""What a process has counted and not reported yet, in files that outlive it: a killed process loses no request.
+"""Files with the unreported usage of a process. A killed process loses no usage, because the files outlive it.
 
-A folder has of each process a lock, which it holds while it lives, and a file for each report that does not count yet.
-A line is written when a request ends. It outlives the process, not the machine.
+For each process the folder has a lock, which the process holds while it lives, and a file for each report that the
+ledger lacks. A line is written when a request ends. It survives a crash of the process, but not of the machine.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from app.usage.records import UsageReport, Used, UsedFor, values_of
 
 logger = logging.getLogger(__name__)
 
-JOURNALS = "usage"  # the folder, in that of files and batches
+JOURNALS = "usage"  # name of the folder inside the folder of files and batches
 _LOCK_SUFFIX = ".lock"
 
 
 class UsageJournal:
-    """The files of this process. Only `write` is called on the event loop: it takes microseconds."""
+    """The journal files of this process. Only `write` is called on the event loop, because it takes microseconds."""
 
     def __init__(self, folder: Path, process: str, number: int) -> None:
-        """`number`: of the report that will have what is written from now on."""
+        """`number`: number of the report that will contain the usage that is written next."""
         self._folder = folder
         self._process = process
-        for each in (folder.parent, folder):  # the mode is not that of parents that are made on the way
+        for each in (folder.parent, folder):  # mkdir does not apply the mode to missing parents
             each.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Under its name it is locked from the beginning: no process takes it for that of a dead process.
+        # The lock is renamed after it was taken. So no process sees it unlocked and takes this process for dead.
         lock = folder / (process + _LOCK_SUFFIX)
         hidden = folder / hidden_name(lock.name)
         held = take_lock(hidden)
@@ -46,7 +46,7 @@ class UsageJournal:
         return self._file is not None
 
     def write(self, used_for: UsedFor, used: Used) -> None:
-        """One request has ended. What the disk does not take is counted all the same, if the process lives on."""
+        """Write the usage of an ended request. After a failed write, the usage still counts if the process survives."""
         if self._file is None:
             return
         line = b"\n" + json.dumps([*used_for, *values_of(used)]).encode()
@@ -57,33 +57,33 @@ class UsageJournal:
             self.report_failure(error)
 
     def report_failure(self, error: OSError) -> None:
-        """Log it, once until it works again."""
+        """Log a failure, unless it was logged and no write has succeeded since."""
         if not self._has_failed:
             logger.error("usage cannot be written to %s: %s", self._folder, described(error))
         self._has_failed = True
 
     def file_of(self, number: int) -> int:
-        """A new file for a report, opened."""
+        """Open the file of a report, and return its descriptor."""
         return os.open(_path(self._folder, self._process, number), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
     def go_on_in(self, file: int | None) -> int | None:
-        """Write to this file from now on, or to none; the one before, to be closed."""
+        """Write to this file from now on, or to none. Returns the previous file, which the caller must close."""
         before, self._file = self._file, file
         return before
 
     def forget(self, number: int) -> None:
-        """A report counts now. Its file is not written to any more."""
+        """Delete the file of a report that the ledger has. The file must not be in use."""
         _path(self._folder, self._process, number).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """As if the process had died."""
+        """Close the files and release the lock, so that other processes treat this process as dead."""
         if self._file is not None:
             os.close(self._file)
         os.close(self._lock)
 
 
 class Remains:
-    """What a dead process has written and may not have reported. Only one process has it at a time."""
+    """The journal of a dead process, which may not have reported its usage. Locked by one process at a time."""
 
     def __init__(self, folder: Path, process: str, lock: int) -> None:
         self.process = process
@@ -91,7 +91,7 @@ class Remains:
         self._lock = lock
 
     def reports(self) -> list[UsageReport]:
-        """Its reports that may not count yet, in their order."""
+        """Return the reports that the ledger may not have yet, in their order."""
         numbers = sorted(
             int(path.suffix[1:]) for path in self._folder.glob(f"{self.process}.*") if path.suffix[1:].isdigit()
         )
@@ -101,22 +101,22 @@ class Remains:
         ]
 
     def forget(self) -> None:
-        """All of it counts."""
+        """Delete the journal, after the ledger has all of its reports."""
         for path in self._folder.glob(f"{self.process}.*"):
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Leave what is there to others."""
+        """Release the lock. Other processes may then read the rest of the journal."""
         os.close(self._lock)
 
 
 def processes(folder: Path) -> list[str]:
-    """The names of all processes that have files here, dead or alive."""
+    """Return the names of all processes that have files in the folder, dead or alive."""
     return sorted(path.name.removesuffix(_LOCK_SUFFIX) for path in folder.glob(f"*{_LOCK_SUFFIX}"))
 
 
 def remains(folder: Path, process: str) -> Remains | None:
-    """What a dead process has left; the caller must close it. None when it lives, or when another process has this."""
+    """Return the journal of a dead process, for the caller to close; None if the process lives or the lock is taken."""
     lock = take_lock(folder / (process + _LOCK_SUFFIX))
     return None if lock is None else Remains(folder, process, lock)
 
@@ -126,7 +126,7 @@ def _path(folder: Path, process: str, number: int) -> Path:
 
 
 def _read(path: Path) -> dict[UsedFor, Used]:
-    """Its sums. A line that a full disk has cut off is passed over; each begins with a line end, so it ends there."""
+    """Return the sums of a file. Skips lines that a full disk cut off; the next line begins with a line end."""
     sums: dict[UsedFor, Used] = {}
     for line in path.read_bytes().splitlines():
         try:

@@ -1,4 +1,4 @@
-"""What keys have used, as it goes from the processes that send requests to the one that keeps the ledger."""
+"""The records of usage and limits that processes exchange with the owner of the ledger."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from operator import add, attrgetter
 from typing import Any, NamedTuple, Protocol
 
 ONLINE, BACKGROUND = "online", "background"
-ROUNDING = 1e-6  # of a limit: so much less is as much
-PLACES = "requests at once"  # a limit of these is of whole ones
+ROUNDING = 1e-6  # share of a limit: amounts that differ by less count as equal
+PLACES = "requests at once"  # the limit of concurrent requests, whose slots are whole numbers
 
 
 class UsedFor(NamedTuple):
-    """What is counted apart."""
+    """The attributes by which usage is counted separately."""
 
-    key: str  # its name; "" where no keys are needed
+    key: str  # name of the key; "" if no keys are needed
     model: str
     request_class: str  # ONLINE or BACKGROUND
-    day: str  # on which the request has ended, in UTC, as 2026-11-27
+    day: str  # the day on which the request ended, in UTC, such as 2026-11-27
 
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """What some requests have used."""
+    """The usage of some requests."""
 
     num_requests: int = 0
     num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0  # of the prompts' tokens, those that were not computed
+    num_cached_tokens: int = 0  # prompt tokens that were not computed
     num_output_tokens: int = 0
-    cost: float = 0.0  # by the prices of their time
+    cost: float = 0.0  # by the prices at the time of the requests
 
     def __add__(self, other: Used) -> Used:
         return Used(*map(add, values_of(self), values_of(other)))
@@ -45,7 +45,7 @@ values_of = attrgetter(*SUMS)  # a quarter of the time of `astuple`
 
 
 class CallUsage(NamedTuple):
-    """What one call has used of a model; no requests: no replica has accepted it."""
+    """The usage of one call. `used.num_requests` is 0 if no replica has accepted the call."""
 
     model: str
     is_background: bool
@@ -53,7 +53,7 @@ class CallUsage(NamedTuple):
 
 
 class BudgetTotals(NamedTuple):
-    """What budgets are compared with."""
+    """The sums that are compared with budgets."""
 
     tokens_today: int = 0
     tokens_this_month: int = 0
@@ -64,12 +64,12 @@ class BudgetTotals(NamedTuple):
 
 
 MONEY = "money_per_month"
-# The budgets that a key may have, and the total that each is compared with. A budget does not fill up with time.
+# The budgets that a key may have, and the field of the total that each is compared with. No budget refills with time.
 BUDGETS = dict(zip(("tokens_per_day", "tokens_per_month", MONEY), BudgetTotals._fields, strict=True))
 
 
 class LimitId(NamedTuple):
-    """A limit of a key: of PLACES, of one of BUDGETS, or of an amount a minute. Another amount is another limit."""
+    """Identifies a limit of a key: PLACES, one of BUDGETS, or an amount per minute. A new value makes a new limit."""
 
     key: str
     what: str
@@ -77,36 +77,36 @@ class LimitId(NamedTuple):
 
 
 class LimitUse(NamedTuple):
-    """What one process has of a limit, and what it was asked for since its last report."""
+    """The part of a limit that one process has, and the demand for the limit since the process's last report."""
 
-    share: float  # the part of what comes in a minute, 0 before it was given any; of PLACES how many; 0 of a budget
-    held: float  # what its bucket has, or what it may reserve, without what it began with; of PLACES how many are taken
-    wanted: float  # the sum of what was asked for; of PLACES the most at once
-    refused: float = 0.0  # the smallest request that was refused; of PLACES how many requests wait for one
+    share: float  # share of the allowance per minute, 0 before one was given; PLACES: number of slots; budgets: 0
+    held: float  # balance, or amount that may still be reserved, minus the initial amount; PLACES: slots in use
+    wanted: float  # the sum of the requested amounts; PLACES: the largest number of slots wanted at once
+    refused: float = 0.0  # the smallest refused amount; PLACES: the number of waiting requests
 
 
 class Share(NamedTuple):
-    """What a process has of a limit from now on."""
+    """The part of a limit that a process has from now on."""
 
     share: float
-    given: float = 0.0  # what its bucket has more than before, or what it may reserve more; below 0: less
-    # Of a bucket: what other processes have of it, and what none has. Of PLACES: how many requests wait elsewhere.
+    given: float = 0.0  # amount to add to the bucket or to the amount that may be reserved; negative to take away
+    # Rate limits: the amount that other processes have or that is unassigned. PLACES: requests that wait elsewhere.
     elsewhere: float = 0.0
 
 
 class LimitChanges(NamedTuple):
-    """What has changed in one process since its last report."""
+    """The changes of limits in one process since its last report."""
 
     uses: Mapping[LimitId, LimitUse]
-    reserved: Mapping[str, BudgetTotals]  # by key with budgets: what its running requests may use
-    are_all: bool  # all limits that there are, and not only changed ones
+    reserved: Mapping[str, BudgetTotals]  # by key with budgets: amounts that its running requests may use
+    are_all: bool  # whether all limits are included, not only changed limits
 
 
 def _set_known_fields(record: Any, state: Sequence[Any]) -> None:
     """Set the fields of a record that was pickled, perhaps by another version of this code.
 
-    Fields go by position, so new ones come at the end with a default: an older version passes them over, and a newer
-    version takes their defaults where they are missing.
+    Fields are pickled by position, so new fields must be at the end and have defaults. An older version ignores the new
+    fields, and a newer version uses their defaults if they are missing.
     """
     for number, each in enumerate(fields(record)):
         default = each.default if each.default_factory is MISSING else each.default_factory()
@@ -115,38 +115,38 @@ def _set_known_fields(record: Any, state: Sequence[Any]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageReport:
-    """What one process has counted since its last report; that is sent again, unchanged, until it is answered.
+    """The usage of one process since its last report. The usage is sent again, unchanged, until it is answered.
 
-    Without any of all `limits` the process has no part of any: it has died, and another one reports what it left.
+    With `has_all_limits` and without `limits`, the process has no part of any limit, as in the report of a dead one.
     """
 
     process: str
-    number: int  # rises by one from report to report; 0: it has used nothing yet
+    number: int  # rises by one with each new `used`; 0 if the process has used nothing yet
     used: Mapping[UsedFor, Used] = field(default_factory=dict)
     reserved: Mapping[str, BudgetTotals] = field(
         default_factory=dict
-    )  # by key with budgets: what running requests may use, and what has ended and is not in `used` yet
+    )  # by key with budgets: amounts that running requests may use, and ended usage that is not in `used` yet
     limits: Mapping[LimitId, LimitUse] = field(default_factory=dict)
-    num_processes: int = 0  # that share limits, as it was last told
-    takes_slack: bool = True  # it has a part of what no process asks for, too
-    has_all_limits: bool = True  # else `reserved` and `limits` are of keys with changes, and others are as before
+    num_processes: int = 0  # number of processes that share limits, by the last answer
+    takes_slack: bool = True  # whether the process gets a part of the amount that no process asks for
+    has_all_limits: bool = True  # False: `reserved` and `limits` have only keys with changes
 
     __setstate__ = _set_known_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageAnswer:
-    """What the owner knows after a report."""
+    """The owner's answer to a report."""
 
-    number: int  # of the last report of this process that counts
-    day: str  # the one that `totals` call today
+    number: int  # number of this process's last report that the ledger has
+    day: str  # the day that `totals` treat as today
     totals: Mapping[str, BudgetTotals] = field(
         default_factory=dict
-    )  # by key that was named, with what others have reserved
-    shares: Mapping[LimitId, Share] = field(default_factory=dict)  # none: those that it has go on
-    num_processes: int = 0  # that share limits
-    wants_all: bool = False  # the next report is to have all limits
-    # Keys that the next report is to have, with changes or without: the parts of their limits are to change.
+    )  # by key of the report: its usage, and the amounts that other processes have reserved
+    shares: Mapping[LimitId, Share] = field(default_factory=dict)  # empty: the process keeps its shares
+    num_processes: int = 0  # number of processes that share limits
+    wants_all: bool = False  # the next report must have all limits
+    # Keys that the next report must have, even without changes, because the parts of their limits will change.
     asks_for: Collection[str] = ()
 
     __setstate__ = _set_known_fields
@@ -154,7 +154,7 @@ class UsageAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageQuery:
-    """Which usage is asked for: from one day to another, both included, added up by some fields of `UsedFor`."""
+    """A query for usage from one day to another (both included), added up by some fields of `UsedFor`."""
 
     first_day: str
     last_day: str
@@ -166,37 +166,37 @@ UsageRows = list[tuple[tuple[str, ...], Used]]  # the values of `group_by`, in t
 
 
 class Owner(Protocol):
-    """The one process that adds up what all have used."""
+    """The one process that adds up the usage of all processes."""
 
     async def report_usage(self, report: UsageReport) -> UsageAnswer:
-        """Count a report, once however often it is sent. Raises Unavailable when nothing can be kept now."""
+        """Count a report once, however often it is sent. Raises Unavailable if the report cannot be stored now."""
 
     async def usage(self, query: UsageQuery) -> UsageRows:
-        """At most `max_rows` and one more. Raises Unavailable."""
+        """Return at most `max_rows` + 1 rows; one too many shows that there are more. Raises Unavailable."""
 
 
 class Limits(Protocol):
-    """The limits of keys in one process, as far as processes share them."""
+    """The limits of keys in one process that several processes share."""
 
     @property
     def takes_slack(self) -> bool:
-        """Whether this process gets a part of what no process asks for."""
+        """Whether this process gets a part of the amount that no process asks for."""
 
     def on_hurry(self, hurry: Callable[[], None]) -> None:
-        """Call this when a report should not wait for the end of the period."""
+        """Set the function to call when a report should not wait for the end of the period."""
 
     def changes(self, keys: Iterable[str] | None) -> LimitChanges:
-        """What is reported, of keys with changes and of these; None: of all. What was asked for counts from here on."""
+        """Return the changed keys and `keys` for a report (None: all keys), and start a new count of demand."""
 
     def take(self, shares: Mapping[LimitId, Share], *, asked: Collection[str]) -> None:
-        """What the owner gives. The next report has the keys that are asked for, and soon if this one had not."""
+        """Apply the owner's shares. The next report has the `asked` keys, and is sent soon if the last lacked them."""
 
     def lose_owner(self, *, has_share: bool) -> None:
-        """The owner is silent. `has_share`: it cannot have given to others yet what it gave before."""
+        """Note that the owner is silent. `has_share`: the owner cannot have given this process's shares away yet."""
 
 
 def grouped(used: Iterable[tuple[UsedFor, Used]], query: UsageQuery) -> UsageRows:
-    """The answer to a query from what is in memory."""
+    """Return the answer to a query over usage in memory."""
     sums: dict[tuple[str, ...], Used] = {}
     for used_for, each in used:
         if query.first_day <= used_for.day <= query.last_day:
@@ -206,22 +206,22 @@ def grouped(used: Iterable[tuple[UsedFor, Used]], query: UsageQuery) -> UsageRow
 
 
 def day_of(time_s: float) -> str:
-    """The day of a time since 1970, in UTC."""
+    """Return the day of a time since 1970, in UTC, such as 2026-11-27."""
     return datetime.fromtimestamp(time_s, UTC).date().isoformat()
 
 
 def month_of(day: str) -> str:
-    """As 2026-11."""
+    """Return the month of a day, such as 2026-11."""
     return day[:7]
 
 
 def next_day(day: str) -> datetime:
-    """When budgets of a day begin anew."""
+    """Return the time after `day` at which daily budgets are renewed."""
     return _midnight(date.fromisoformat(day) + timedelta(days=1))
 
 
 def next_month(day: str) -> datetime:
-    """When budgets of a month begin anew."""
+    """Return the time after `day` at which monthly budgets are renewed."""
     days_into_next = 32
     return _midnight((date.fromisoformat(day).replace(day=1) + timedelta(days=days_into_next)).replace(day=1))
 

@@ -1,8 +1,8 @@
-"""How the processes that send requests share the limits and budgets of a key: each has a part, by what it is asked for.
+"""Divides the limits and budgets of a key among the processes that send requests, according to the demand in each.
 
-A process goes on with its part while it has no answer, so no request waits for an answer, and the owner may die. What
-is given to one process was taken from another before: all parts together are never more than the limit. Of a budget the
-ledger's total, what running requests have reserved, and all that processes may still reserve are never more than it.
+A process uses its part until the next answer, so no request waits for an answer, and the owner may die. The owner takes
+an amount from one process before it gives it to another, so all parts together never exceed the limit. The ledger's
+total, the reservations of running requests and the amounts that processes may reserve together never exceed a budget.
 """
 
 from __future__ import annotations
@@ -30,49 +30,49 @@ from app.usage.records import (
     UsageReport,
 )
 
-LEASE_S = 90.0  # of silence: then the owner gives the part of a process to others, and it falls back to its first one
-SETTLING_S = 3.0  # so long a new owner only listens
-_INDIFFERENT = 0.1  # so much more than its part a process keeps of PLACES
-# The weight of the process of batches. It needs some of a budget in advance, because a stored answer may arrive before
-# it has asked for any.
+LEASE_S = 90.0  # after this silence, the owner reassigns a process's part, and the process uses its first share again
+SETTLING_S = 3.0  # time for which a new owner only listens
+_INDIFFERENT = 0.1  # a process keeps slots beyond its part, up to this share of its part
+# The weight of the process of batches for budgets. It needs some of a budget in advance, because a stored answer may
+# arrive before the process has asked for an amount.
 _SLACK_OF_BUDGET = 0.1
-_REFUSED_S = 5.0  # so long what was refused is expected again
-_DEMAND_S = 2.0  # the time constant of what is asked for
-_WAITING_S = 1.0  # a request does not wait longer for a place
-_MOVING_S = 10.0  # after which nothing is left of what was asked for
-_AHEAD_S = 5.0  # a process that has what is asked of it for so long does without what others have
+_REFUSED_S = 5.0  # a refused amount is expected again for this time
+_DEMAND_S = 2.0  # the time constant of the decay of demand
+_WAITING_S = 1.0  # a reported waiting request counts for this time, because no request waits longer for a slot
+_MOVING_S = 10.0  # time after which demand has decayed to nothing
+_AHEAD_S = 5.0  # a process that holds its demand for this time needs no amount from others
 _NOTHING = BudgetTotals()
 _Numbers = NDArray[np.float64]
 _Flags = NDArray[np.bool_]
-_NumberOrNumbers = TypeVar("_NumberOrNumbers", float, _Numbers)  # of one process, or of all
+_NumberOrNumbers = TypeVar("_NumberOrNumbers", float, _Numbers)  # a value of one process, or of all
 
 
 @dataclass(slots=True)
 class _Process:
     heard_at: float
-    column: int  # in all rows of `_Table`
-    passed_s: float = 0.0  # from the report before
+    column: int  # its column in `_Table`
+    passed_s: float = 0.0  # time between its last two reports
 
 
 @dataclass(slots=True)
 class _Limit:
-    row: int  # of `_Table`
-    members: set[str] = field(default_factory=set)  # processes that have told what they have of it
-    spare: float | None = None  # what no process has of the bucket; None: not known yet
+    row: int  # its row in `_Table`
+    members: set[str] = field(default_factory=set)  # processes that have reported their parts of the limit
+    spare: float | None = None  # the unassigned amount of the bucket; None if it is not known yet
     counted_at: float = 0.0
-    # A process had less than its part within the last _MOVING_S: all are asked for what they have.
+    # Until this time, all members are asked for their values, because a process had less than its part.
     moves_until: float = 0.0
 
 
 class _Table:
-    """What each process has told of each limit: a row for each limit and a column for each process, 0 without any.
+    """The reported values: a row for each limit and a column for each process. Missing values are 0.
 
-    An owner of many keys adds up the columns of all rows that a report has at once: numpy takes nanoseconds for a
-    process that a loop takes microseconds for.
+    The owner of many keys adds up all rows of a report at once, because numpy takes nanoseconds for a process where a
+    loop takes microseconds.
     """
 
-    # Of `values`. DEMAND is in a minute, when it was reported, and of PLACES at once. SLACK: the weight of the process
-    # when the part that no process asks for is divided; 0: it gets none of that part, and comes after the others.
+    # Indices of `values`. DEMAND: per minute when it was reported; PLACES: slots wanted at once. SLACK: the weight of
+    # the process for the amount that no process asks for. With 0, it gets none of that and comes after the others.
     NAMES = SHARE, HELD, DEMAND, SLACK, REFUSED, REFUSED_AT, REPORTED_AT = range(7)
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class _Table:
         self._free_rows, self._free_columns = list(range(16)), list(range(4))
 
     def new_row(self) -> int:
-        """The row of another limit: all 0."""
+        """Return a free row, with all values 0."""
         if not self._free_rows:
             num_rows = self.values.shape[1]
             self.values = np.concatenate([self.values, np.zeros_like(self.values)], axis=1)
@@ -89,7 +89,7 @@ class _Table:
         return self._free_rows.pop()
 
     def new_column(self) -> int:
-        """The column of another process: all 0."""
+        """Return a free column, with all values 0."""
         if not self._free_columns:
             num_columns = len(self.heard_at)
             self.values = np.concatenate([self.values, np.zeros_like(self.values)], axis=2)
@@ -98,22 +98,22 @@ class _Table:
         return self._free_columns.pop()
 
     def end_row(self, row: int) -> None:
-        """There is no such limit any more."""
+        """Free the row of a removed limit."""
         self.values[:, row] = 0.0
         self._free_rows.append(row)
 
     def end_column(self, column: int) -> None:
-        """There is no such process any more."""
+        """Free the column of a dead process."""
         self.values[:, :, column] = 0.0
         self._free_columns.append(column)
 
     def note(self, rows: Sequence[int], column: int, uses: Sequence[LimitUse], are_places: _Flags, *, slack: _Numbers,
              passed_s: float, now: float) -> None:  # fmt: skip
-        """A process reports of these limits."""
+        """Record a process's report of these limits."""
         share, held, wanted, refused = np.array(uses, dtype=np.float64).T
         before = self.values[:, rows, column]
         left = before[self.DEMAND] * np.exp((before[self.REPORTED_AT] - now) / _DEMAND_S)
-        # What is given back was not wanted after all.
+        # `wanted` is reduced by returned amounts, which were not needed.
         passed_s = max(passed_s, 1e-3)
         asked = left + (1 - math.exp(-passed_s / _DEMAND_S)) * wanted * 60 / passed_s
         demand = np.where(are_places, np.maximum(wanted, left), asked)
@@ -123,14 +123,14 @@ class _Table:
         self.values[:, rows, column] = (share, held, demand, slack, refused, refused_at, np.full(len(rows), now))
 
     def sums(self, rows: Sequence[int], column: int, most: _Numbers, are_places: _Flags, *, now: float) -> list[_Sums]:
-        """Of each of these limits, what one process has and what all have together. `most`: the limits."""
+        """Return for each limit the values of one process and the sums over all processes. `most`: the limits."""
         values = self.values[:, rows]
         share, held, slack = values[self.SHARE], values[self.HELD], values[self.SLACK]
-        # So long a process has reported, but nothing of this limit: nothing was asked of it.
+        # Time for which a process has sent reports without this limit, because it had no demand for the limit.
         silent_s = np.maximum(0.0, self.heard_at - values[self.REPORTED_AT])
         asks = values[self.DEMAND] * np.exp(-silent_s / _DEMAND_S)
         asks = np.maximum(asks, np.where(are_places[:, None], held, 0.0))
-        # The bucket of a process that nothing is asked of fills up.
+        # The bucket of a process without demand fills up.
         full = share * most[:, None]
         has = np.maximum(held, np.minimum(full, held + silent_s * full / 60))
         taken = np.maximum(share, held)
@@ -144,9 +144,9 @@ class _Table:
         return list(starmap(_Sums, np.array(columns).T.tolist()))
 
     def whole_places(self, row: int, column: int, sums: _Sums, most: int) -> int:
-        """Of the parts of all processes in whole numbers that are `most` together, that of one process.
+        """Return the slots of one process when all parts are rounded to whole numbers with the sum `most`.
 
-        The parts that are rounded off most get one more.
+        Each part is rounded down. The parts that lose most by this get one more slot (largest remainder method).
         """
         values = self.values[:, row]
         slack, silent_s = values[self.SLACK], np.maximum(0.0, self.heard_at - values[self.REPORTED_AT])
@@ -159,34 +159,34 @@ class _Table:
 
 
 def _of_others(values: _Numbers, column: int) -> _Numbers:
-    """The sums of rows without one column; without a difference, which would be rounded."""
+    """Return the sums of the rows without one column. A difference of sums would have a rounding error."""
     others: _Numbers = values[:, :column].sum(1) + values[:, column + 1 :].sum(1)
     return others
 
 
 class _Sums(NamedTuple):
-    """What one process has of a limit and is asked for, and what is known of all processes together."""
+    """One process's values of a limit, and the sums over all processes."""
 
     share: float
     held: float
     demand: float
-    asks: float  # what is asked of it now, in a minute; of PLACES at once, and at least those that are taken
+    asks: float  # the demand per minute, decayed to now; PLACES: slots, at least those in use
     slack: float
     refused: float
     held_by_all: float  # now
     shared_by_others: float
-    asked_of_sharing: float  # of the processes with some slack
+    asked_of_sharing: float  # demand on the processes with slack
     asked_of_all: float
     slack_of_all: float
-    taken_by_others: float  # of PLACES: a process that has more requests than places has them until they end
-    waiting_elsewhere: float  # of PLACES: requests that wait for one
+    taken_by_others: float  # PLACES: for each other process the larger of its part and its slots in use
+    waiting_elsewhere: float  # PLACES: waiting requests of other processes
 
     def part(self, most: float) -> float:
-        """The part of this process."""
+        """Return the part of this process, from 0 to 1."""
         return self.part_of(self.asks, self.slack, most)
 
     def part_of(self, asks: _NumberOrNumbers, slack: _NumberOrNumbers, most: float) -> _NumberOrNumbers:
-        """As much as is asked for, and of the rest by their slack. Those without any slack come last."""
+        """Return the part for the demand, plus a part of the rest by slack. Processes without slack come last."""
         sharing = asks / max(self.asked_of_sharing, most) + self.slack_part_of(slack, most)
         left = max(0.0, 1 - self.asked_of_sharing / most)
         last = left * asks / (max(self.asked_of_all - self.asked_of_sharing, left * most) or 1.0)
@@ -194,42 +194,42 @@ class _Sums(NamedTuple):
         return part
 
     def slack_part_of(self, slack: _NumberOrNumbers, most: float) -> _NumberOrNumbers:
-        """The part of what no process asks for."""
+        """Return the part by slack of the amount that no process asks for."""
         return max(0.0, 1 - self.asked_of_all / most) * slack / (self.slack_of_all or 1.0)
 
     def is_short(self, share: float, most: float, *, held: float) -> bool:
-        """Whether it may soon refuse what others have. One request alone does not move the parts of all others."""
+        """Whether the process may soon refuse requests though others have the amount. One request is not enough."""
         is_small = share < self.slack_part_of(self.slack, most) / 2
         return self.refused > 0 or is_small or held < self.demand * _AHEAD_S / 60
 
     def should_have(self, share: float, held: float, spare: float, most: float) -> float:
-        """How much of `held` + `spare`, which all have together, it should hold."""
+        """Return the part of `held` + `spare` (the amount of all processes) that this process should hold."""
         target = share * max(0.0, held + spare)
         at_once = min(self.refused, most * (1 - ROUNDING))
         if target < at_once and share < 1 - ROUNDING:
-            # It cannot get enough for its smallest refused request, so it leaves all of it to another process that can
-            # use it.
+            # The target is too small for the smallest refused request. The process gets the amount of that request, or
+            # leaves everything to other processes if the spare amount is too small.
             target = at_once if spare + self.held >= at_once else 0.0
         return target
 
 
 class Shares:
-    """The parts of all limits. For one thread."""
+    """The parts of all limits in the owner. For one thread."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._began_at: float | None = None  # with the first report
+        self._began_at: float | None = None  # time of the first report
         self._is_settled = False
-        self._processes: dict[str, _Process] = {}  # those that live
+        self._processes: dict[str, _Process] = {}  # the live processes
         self._num_expected = 0
         self._limits: dict[LimitId, _Limit] = {}
         self._table = _Table()
-        # By key and process, what running requests have reserved of budgets, where it is not nothing.
+        # By key and process, the amounts of budgets that running requests have reserved, without zeros.
         self._reserved: defaultdict[str, dict[str, BudgetTotals]] = defaultdict(dict)
-        self._moving: dict[LimitId, _Limit] = {}  # the first to end first
+        self._moving: dict[LimitId, _Limit] = {}  # limits whose parts are changing, in the order of `moves_until`
 
     def answer(self, report: UsageReport, answer: UsageAnswer) -> UsageAnswer:
-        """The ledger's answer to a report, with its parts of limits and what others have reserved."""
+        """Return the ledger's answer with the process's parts of limits and the reservations of other processes."""
         now, is_new = self._clock(), report.process not in self._processes
         process = self._hear(report, now)
         shares = self._exchange(report, process, answer.totals, now)
@@ -244,14 +244,14 @@ class Shares:
         )
 
     def _with_reserved(self, key: str, used: BudgetTotals, but: str | None = None) -> BudgetTotals:
-        """What is used of a key's budgets, and what running requests have reserved in all processes but one."""
+        """Return a key's usage plus the reservations of running requests in all processes except `but`."""
         reserved = self._reserved.get(key)
         if not reserved:
             return used
         return reduce(BudgetTotals.plus, (each for name, each in reserved.items() if name != but), used)
 
     def _hear(self, report: UsageReport, now: float) -> _Process:
-        """A process lives. One that has been silent for too long does not."""
+        """Record that a process lives, and remove the processes that have been silent for too long."""
         process = self._processes.get(report.process)
         if process is None:
             process = self._processes[report.process] = _Process(now, self._table.new_column())
@@ -278,16 +278,16 @@ class Shares:
     def _exchange(
         self, report: UsageReport, process: _Process, used: Mapping[str, BudgetTotals], now: float
     ) -> dict[LimitId, Share]:
-        """The parts of a process; none while others may have parts that are not known here.
+        """Return the parts of a process; empty while other processes may have parts that are unknown to this owner.
 
-        `used`: what the ledger has of each key with budgets.
+        `used`: the ledger's totals of each key with budgets.
         """
         name, uses = report.process, report.limits
         if self._began_at is None:
             self._began_at = now
         self._num_expected = max(self._num_expected, report.num_processes)
         if report.has_all_limits:
-            # Of keys that were removed or changed; all, where another process reports what this one has left.
+            # Leave the limits of removed or changed keys; all limits if another process reports for this dead process.
             self._leave(name, self._limits.keys() - uses.keys())
         limits = [self._limits.get(each) or self._new_limit(each, now) for each in uses]
         for limit in limits:
@@ -334,13 +334,13 @@ class Shares:
                 del self._limits[limit_id]
 
     def _move(self, limit_id: LimitId, limit: _Limit) -> None:
-        """The parts of a limit are to change. Without changes of its own no process would tell what it has."""
+        """Mark a limit whose parts will change, so that its members are asked for reports even without own changes."""
         limit.moves_until = self._clock() + _MOVING_S
         self._moving.pop(limit_id, None)
         self._moving[limit_id] = limit
 
     def _moving_keys(self, process: str, now: float) -> set[str]:
-        """Keys with such limits, as far as a process has them."""
+        """Return the keys of limits whose parts are changing and of which the process has a part."""
         for limit_id in list(takewhile(lambda each: now > self._moving[each].moves_until, self._moving)):
             del self._moving[limit_id]
         return {limit_id.key for limit_id, limit in self._moving.items() if process in limit.members}
@@ -362,38 +362,38 @@ class Shares:
         return _given_of_bucket(limit, sums, limit_id.limit, now)
 
     def _given_of_places(self, limit: _Limit, process: str, sums: _Sums, most: int) -> _Given:
-        """See `_given_of_bucket`. Free places go to requests that wait."""
+        """Divide slots; see `_given_of_bucket`. Free slots go to waiting requests."""
         part = most * sums.part(most)
         if math.floor(part) <= sums.share <= math.ceil(part):
             places = sums.share
         else:
             places = float(self._table.whole_places(limit.row, self._processes[process].column, sums, most))
         if places < sums.share <= (1 + _INDIFFERENT) * places:
-            places = sums.share  # places on their way to another are of use to none
+            places = sums.share  # a small change is not worth it: moving slots are useless to all processes
         needed = sums.held + sums.refused
         asked = needed if sums.waiting_elsewhere else max(places, needed)
         if sums.waiting_elsewhere and sums.held > places:
-            # Its own requests would take each place that becomes free, and those of others wait for ever: one by one,
-            # the places beyond its part go to others.
+            # Its own requests would take every slot that becomes free, and requests of other processes would wait for
+            # ever. So the slots beyond its part go to other processes one by one.
             asked = max(places, sums.held - 1)
         places = max(0.0, min(asked, most - sums.taken_by_others))
-        # A place that is taken from a process may be in use again: it goes to others once the next report shows it.
+        # A slot that is taken away may be in use again, so another process gets it only after the next report.
         share = Share(places, elsewhere=sums.waiting_elsewhere)
         return _Given(share, max(places, sums.share), sums.held, places < needed)
 
 
 class _Given(NamedTuple):
-    """The part of a process, and what the table has of it from now on."""
+    """The new part of a process, and the values to store in the table."""
 
     share: Share
     has_share: float
     has_held: float
-    is_short: bool  # it is less than what should be there, because other processes have the rest
+    is_short: bool  # the part is smaller than it should be, because other processes have the rest
 
 
 def _given_of_bucket(limit: _Limit, sums: _Sums, most: float, now: float) -> _Given:
     held = sums.held_by_all
-    if limit.spare is None:  # no process has a part yet; or an owner before this gave them, and what it kept is lost
+    if limit.spare is None:  # first report: no process has a part, or a previous owner gave parts and its spare is lost
         limit.spare = 0.0 if sums.share or sums.shared_by_others else float(most)
         limit.counted_at = now
     unshared = max(0.0, 1 - sums.shared_by_others - sums.share)
@@ -408,11 +408,11 @@ def _given_of_bucket(limit: _Limit, sums: _Sums, most: float, now: float) -> _Gi
 
 
 def _given_of_budget(sums: _Sums, left: float) -> _Given:
-    """`left`: of the budget, what is neither used nor reserved by running requests. See `_given_of_bucket`."""
+    """Divide a budget; see `_given_of_bucket`. `left`: the amount that is neither used nor reserved."""
     held = sums.held_by_all
     share = sums.part(left) if left > 0 else 0.0
     given = min(sums.should_have(share, held, left - held, left) - sums.held, left - held)
-    # What is taken from a process it may have reserved meanwhile: it goes to others once the next report shows it.
+    # The process may have reserved the amount that is taken away, so others get the amount only after the next report.
     has = sums.held + max(0.0, given)
     is_short = left > 0 and sums.is_short(has / left, left, held=has)
     return _Given(Share(share, given), sums.share, has, is_short)

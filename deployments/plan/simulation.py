@@ -1,7 +1,7 @@
-"""A trace through a fleet in simulated time: the real engine, scheduler and dispatch, and a model that only counts.
+"""Runs a trace through a fleet in simulated time, with the real engine, scheduler and dispatch.
 
-Only the clock and the model runner stand in for the real ones. Nothing here decides what a step holds or where a
-request goes.
+Only the clock and the model runner are simulated. The contents of a step and the replica of a request are decided by
+the real code.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from deployments.plan.step_cost import MeasuredReplica, StepCost, StepShape
 from deployments.plan.traces import Trace, TracedRequest
 
 HEARTBEAT_S = FailoverLimits(place_timeout_s=1, silence_s=ReplicasConfig().silence_timeout_s, step_s=1).heartbeat_s
-FETCHED_BYTES_PER_S = 0.7e9  # from another replica, as measured on one machine (docs/results/features.md)
-TOKEN_ID = 0  # that each step draws, where it does not end a request
+FETCHED_BYTES_PER_S = 0.7e9  # speed of a fetch from another replica, measured on one machine (docs/results/features.md)
+TOKEN_ID = 0  # the token that each step draws for a request that does not end
 
 
 @dataclass(slots=True)
 class SimulatedClock:
-    """Seconds, moved on by the model runner of one replica."""
+    """A clock in seconds that the model runner of one replica advances."""
 
     now: float = 0.0
 
@@ -52,40 +52,40 @@ class SimulatedClock:
 
 
 class _Noise:
-    """Numbers from 0 to 1, at random. Those that were drawn too early can be given back."""
+    """Random numbers from 0 to 1. Numbers that were drawn too early can be given back."""
 
     def __init__(self, seed: str) -> None:
         self._rng = random.Random(seed)
-        self._returned: list[float] = []  # the next one last
+        self._returned: list[float] = []  # numbers that were given back; the next one is last
 
     def draw(self) -> float:
         return self._returned.pop() if self._returned else self._rng.random()
 
     def give_back(self, drawn: Sequence[float]) -> None:
-        """These were the last ones."""
+        """Take back the numbers that were drawn last, in the order in which they were drawn."""
         self._returned.extend(reversed(drawn))
 
 
 class TimedRunner(ModelRunner):
-    """A model runner that computes nothing: it moves the clock on by a step's time and ends requests at their end."""
+    """A model runner that computes nothing. It advances the clock by the time of a step, and draws the end tokens."""
 
     def __init__(self, cost: StepCost, clock: SimulatedClock, *, eos_token_id: int, noise: _Noise | None) -> None:
-        """`noise` chooses of what the fit has left over; None: every step takes its mean time."""
+        """`noise` chooses the measured ratio of a step's time to its mean. None: every step takes its mean time."""
         self._cost = cost
         self._clock = clock
         self._eos_token_id = eos_token_id
         self._noise = noise
-        self.end_positions: dict[str, int] = {}  # of requests that end before their limit, by id: of the end token
+        self.end_positions: dict[str, int] = {}  # end token's position, by id of requests that end before their limit
 
     def run(self, batch: StepBatch) -> StepResult:
-        """The step's tokens: 0, or the end token where a request ends."""
+        """Advance the clock, and return the tokens of the step: `TOKEN_ID`, or the end token of an ending request."""
         cost, size = self._cost, StepShape.of(batch)
         self._clock.now += cost.seconds(size) if self._noise is None else cost.drawn_seconds(size, self._noise.draw())
         ends, eos = self.end_positions, self._eos_token_id
         return StepResult([eos if item.end == ends.get(item.request_id) else TOKEN_ID for item in batch.sampled])
 
     def decode_steps(self, running: Sequence[EngineSequence], number: int) -> DecodeSteps:
-        """So many next steps of these sequences, or fewer: before a step that draws an end token."""
+        """Return up to `number` next steps of these sequences. Stops before a step that draws an end token."""
         ends = [self.end_positions.get(each.request.request_id) for each in running]
         left = [end - each.num_tokens for end, each in zip(ends, running, strict=True) if end is not None]
         number = min([number, *left])
@@ -102,7 +102,7 @@ class TimedRunner(ModelRunner):
         return DecodeSteps([each.request.request_id for each in running], ends_at, drawn)
 
     def cut(self, steps: DecodeSteps, number: int) -> None:
-        """Keep the first so many of steps that are not computed."""
+        """Keep only the first `number` of steps that are not computed yet."""
         if self._noise is not None:
             self._noise.give_back(steps.drawn[number:])
             del steps.drawn[number:]
@@ -110,14 +110,14 @@ class TimedRunner(ModelRunner):
 
 
 class _PeerStore(BlockStore):
-    """The KV memory of other replicas: a fetch takes its time, and finds all that it should."""
+    """The KV memory of other replicas. A fetch takes the measured time, and finds all of its blocks."""
 
     namespace = b"simulated"
 
     def __init__(self, clock: SimulatedClock, block_s: float) -> None:
         self._clock = clock
         self._block_s = block_s
-        self._under_way: list[tuple[float, Fetch]] = []  # the first to end first
+        self._under_way: list[tuple[float, Fetch]] = []  # running fetches and their end times, in the order of the ends
 
     def lookup(self, names: Iterable[bytes], request: Request, *, num_before: int) -> int:
         at = request.prefix_at
@@ -131,31 +131,31 @@ class _PeerStore(BlockStore):
         self._under_way.append((begins_at + self._block_s * len(fetch.blocks), fetch))
 
     def advance(self) -> None:
-        """End the fetches that are due."""
+        """Finish the fetches that are due."""
         while self._under_way and self._under_way[0][0] <= self._clock.now:
             _, fetch = self._under_way.pop(0)
             fetch.num_filled, fetch.is_done = len(fetch.blocks), True
 
     def offer(self, prefix: Prefix) -> None:
-        """Nothing is kept."""
+        """Do nothing, because no blocks are stored."""
 
     def stats(self) -> StoreStats:
         return StoreStats()
 
     def settle(self, timeout_s: float) -> None:
-        """No simulated engine sleeps."""
+        """Do nothing, because simulated engines do not sleep."""
 
     def close(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
 
 class SimulatedScheduler(Scheduler):
-    """A scheduler that can compute many steps at once, where each only gives every running sequence one more token."""
+    """A scheduler that can compute many steps at once, if each step only adds one token to every running sequence."""
 
     def num_decode_steps(self) -> int:
-        """How many of the next steps decide nothing, if no drawn token ends a sequence.
+        """Return the number of next steps without scheduling decisions, if no drawn token ends a sequence.
 
-        0: the next step may have something to decide, or ends a sequence by its limit.
+        0: the next step may need a decision, or a sequence reaches its limit in the next step.
         """
         has_waiting = len(self._waiting) or len(self.fetches)
         is_plain = not (has_waiting or self._ended or self._policy.counts_steps or self.drafter)
@@ -170,13 +170,13 @@ class SimulatedScheduler(Scheduler):
         return max(0, number)
 
     def decode(self, ends_at: Sequence[float]) -> list[float]:
-        """Compute as many of these steps, which end at these times; returns how long each took.
+        """Compute the steps that end at these times, and return the duration of each step.
 
-        Changes what `schedule` and `update` would change step by step, but for `take_decision`. Blocks are taken, and
-        shared when they are full, in the order of these steps.
+        Has the same effects as `schedule` and `update` for each step, except for `take_decision`. Blocks are allocated,
+        and cached when they are full, in the order of the steps.
         """
         size, num_steps, running = self.pool.block_size, len(ends_at), self.running
-        changes: list[tuple[int, bool, int]] = []  # step, whether it is after the step, the sequence's place
+        changes: list[tuple[int, bool, int]] = []  # step, whether the change is after the step, index of the sequence
         for place, sequence in enumerate(running):
             computed = sequence.num_computed_tokens
             sequence.generated_token_ids.extend([TOKEN_ID] * num_steps)
@@ -208,14 +208,14 @@ def _decodes_plainly(sequence: EngineSequence) -> bool:
 
 
 class SimulatedEngine(Engine):
-    """An engine around a simulated scheduler."""
+    """An engine with a simulated scheduler."""
 
     def __init__(self, *, scheduler: SimulatedScheduler, **parts: Any) -> None:
         super().__init__(scheduler=scheduler, **parts)
         self._deciding = scheduler
 
     def num_decode_steps(self) -> int:
-        """See `SimulatedScheduler.num_decode_steps`; 0 where each step is recorded or may change the limits."""
+        """See `SimulatedScheduler.num_decode_steps`. Returns 0 if each step is recorded or may change the limits."""
         is_only_measured = len(self._observers) == 1
         return self._deciding.num_decode_steps() if is_only_measured else 0
 
@@ -227,15 +227,15 @@ class SimulatedEngine(Engine):
 
 @dataclass(slots=True)
 class DecodeSteps:
-    """Steps to come that give each running sequence another token and decide nothing."""
+    """Future steps that add one token to each running sequence and need no scheduling decision."""
 
     request_ids: Sequence[str]
     ends_at: list[float]
-    drawn: list[float]  # their noise
+    drawn: list[float]  # the noise of each step
 
 
 class _Replica:
-    """One engine, the requests that came while it computes a step, and that step's end."""
+    """One engine, the requests that have arrived during its current step, and the connections to ingresses."""
 
     def __init__(
         self, replica_id: str, scheduler: SchedulerConfig, cache: CacheConfig, measured: MeasuredReplica,
@@ -246,9 +246,9 @@ class _Replica:
         self.clock = SimulatedClock()
         self.store = _PeerStore(self.clock, measured.kv_bytes / FETCHED_BYTES_PER_S) if group else None
         self.is_computing = False
-        self.awaited = -1  # the number of its next event; others of it are stale
+        self.awaited = -1  # number of the replica's next event; its events with other numbers are stale
         self.entering: list[tuple[Request, float]] = []
-        self.coming: DecodeSteps | None = None  # that it computes now, one after the other
+        self.coming: DecodeSteps | None = None  # the steps that the replica computes now, one after the other
         self.runner = TimedRunner(
             measured.cost, self.clock, eos_token_id=(*measured.facts.eos_token_ids, -1)[0], noise=noise
         )
@@ -265,17 +265,17 @@ class _Replica:
         self.prompts = UncomputedPrompts()
         self._sessions: dict[ReplicaRegistry, _Session] = {}
         self._stats = engine.stats()  # at the end of the last step
-        self._num_new = 0  # requests that have come since then
+        self._num_new = 0  # requests that have arrived since the last step
         self._max_requests = scheduler.max_requests
 
     def enter(self) -> None:
-        """Hand over what came during the step, as the engine's thread does between two steps."""
+        """Add the requests that have arrived during the step, as the engine's thread does between two steps."""
         for request, arrived_at in self.entering:
             self.engine.add_checked(request, arrived_at=arrived_at)
         self.entering.clear()
 
     def begin_decode_steps(self) -> DecodeSteps | None:
-        """Begin the next steps if none of several has anything to decide."""
+        """Begin the next steps, if several steps need no scheduling decision. Returns None if they do."""
         number = self.engine.num_decode_steps()
         if number > 1:
             steps = self.runner.decode_steps(self.engine.running, number)
@@ -284,9 +284,9 @@ class _Replica:
         return self.coming
 
     def decode_until(self, now: float) -> list[float]:
-        """Compute the steps that have ended by now; when each of them did."""
+        """Compute the steps that have ended by now, and return their end times."""
         steps = self.coming
-        assert steps is not None, "it has begun such steps"
+        assert steps is not None, "the replica has begun decode steps"
         number = bisect_right(steps.ends_at, now)
         ended_at = steps.ends_at[:number]
         if number:
@@ -296,16 +296,16 @@ class _Replica:
         return ended_at
 
     def step(self) -> list[TokenDelta]:
-        """Compute a step; afterwards the clock shows its end."""
+        """Compute a step, and advance the clock to its end."""
         began_at = self.clock.now
         deltas = self.engine.step()
-        empty_step_s = 1e-5  # a step that computes nothing takes time, too: the clock must move on
+        empty_step_s = 1e-5  # the clock must advance even after a step that computes nothing
         if self.clock.now == began_at:
             self.clock.now += empty_step_s
         return deltas
 
     def note_in(self, registries: Sequence[ReplicaRegistry], *, to_all: bool = False) -> None:
-        """Send the frames of a step: to the ingresses that have requests here, and heartbeats to the others."""
+        """Send a step's frames to the ingresses with requests or news (or `to_all`), and heartbeats to the others."""
         self._stats, self._num_new = self.engine.stats(), len(self.entering)
         for registry in registries:
             session = self._session(registry)
@@ -341,7 +341,7 @@ class _Replica:
         return self._sessions.get(registry) or self._sessions.setdefault(registry, _Session(self, registry))
 
     def report(self, num_prompt_tokens_of_others: int) -> ReplicaReport:
-        """The report of this moment: the engine's numbers are those of the end of the last step."""
+        """Return the current report. The engine's numbers are from the end of the last step."""
         num_requests = self._stats.num_running + self._stats.num_waiting + self._num_new
         return report_of(
             self._stats, num_requests=num_requests, group=self.group, max_requests=self._max_requests, step_age_s=0.0,
@@ -357,7 +357,7 @@ class _Session:
         self._registry = registry
         self._prefixes = replica.prefixes.open()
         self.prompts = replica.prompts.open(self.tell)
-        self.num_open = 0  # requests of the ingress that have not ended
+        self.num_open = 0  # unfinished requests of the ingress
         self.has_news = True
         self.told_at = 0.0
 
@@ -368,21 +368,21 @@ class _Session:
         self._registry.note(self._replica.replica_id, report, self._prefixes.take())
 
     def close(self) -> None:
-        """Count nothing of the ingress any more."""
+        """Stop counting the ingress's prompts and prefixes."""
         self._prefixes.close()
         self.prompts.close()
 
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """What changes the number of replicas while a trace runs: `look` is called with the time, again and again."""
+    """Changes the number of replicas while a trace runs. `look` is called with the time, every `every_s` seconds."""
 
     look: Callable[[float], None]
     every_s: float
 
 
 class FleetSimulation:
-    """Replicas behind ingresses, each request through a random one; reports tell every ingress. One use."""
+    """Replicas behind ingresses, for one run. A request takes a random ingress; replicas report to all ingresses."""
 
     def __init__(
         self,
@@ -396,7 +396,7 @@ class FleetSimulation:
         seed: int | None = 1,
         recorders: Mapping[int, StepObserver] | None = None,
     ) -> None:
-        """`seed` of dispatch and of the steps' noise; None: no noise. `recorders` by the number of a replica."""
+        """`seed`: for dispatch and the noise of step times; None: no noise. `recorders`: by the number of a replica."""
         self._now = 0.0
         self._registries = [
             ReplicaRegistry(
@@ -409,9 +409,9 @@ class FleetSimulation:
         self._compares_loads = len(replicas) > 1 and not self._is_round_robin
         self._rng = random.Random(seed or 0)
         self._registry_of: list[ReplicaRegistry] = []  # by the number of the request
-        self._max_tokens: list[int] = []  # likewise
+        self._max_tokens: list[int] = []  # by the number of the request
         groups = [] if roles is None else groups_of_roles(prefill=roles.prefill, decode=roles.decode)
-        self._split: dict[str, Request] = {}  # that go on elsewhere after their prompt
+        self._split: dict[str, Request] = {}  # requests that move to a decode replica after their prefill
 
         def new(number: int) -> _Replica:
             return _Replica(
@@ -428,21 +428,21 @@ class FleetSimulation:
             registry.set_replicas(list(self._replicas))
         for replica in self._replicas.values():
             replica.note_in(self._registries)
-        # The next of the trace, and those that follow others.
+        # Heap of the trace's next request, and of later turns whose previous turns have ended.
         self._arrivals: list[tuple[float, int, TracedRequest, bool]] = []
-        self._following: dict[int, TracedRequest] = {}  # by the number of the request that they follow
-        self._numbers = count()  # of events at the same time: in the order in which they were made
-        self._events: list[tuple[float, int, _Replica | None, list[TokenDelta] | None]] = []  # None: the control's
+        self._following: dict[int, TracedRequest] = {}  # the next turn, by the number of the request that it follows
+        self._numbers = count()  # orders simultaneous events by their creation
+        self._events: list[tuple[float, int, _Replica | None, list[TokenDelta] | None]] = []  # no replica: `_control`
         self._control: Control | None = None
         self._run = SimulatedRun()
 
     @property
     def engines(self) -> list[Engine]:
-        """Of all replicas; for reading."""
+        """The engines of all replicas, for reading."""
         return [each.engine for each in self._replicas.values()]
 
     def start_replica(self) -> str:
-        """Another one takes requests from now on. It is another model runner's like the first ones, in turn."""
+        """Add a replica that takes requests from now on. It has the measurements of the first replicas in turn."""
         self._compares_loads = not self._is_round_robin
         replica = self._new(next(self._new_numbers))
         self._replicas[replica.replica_id] = replica
@@ -452,20 +452,20 @@ class FleetSimulation:
         return replica.replica_id
 
     def stop_replica(self, replica_id: str) -> None:
-        """It ends what it has and takes nothing more."""
+        """Stop sending requests to a replica. The replica finishes its requests."""
         for registry in self._registries:
             registry.set_replicas([each for each in registry.replica_ids if each != replica_id])
 
     def forget_replica(self, replica_id: str) -> None:
-        """One that was stopped and has ended what it had."""
+        """Remove a stopped replica that has finished its requests."""
         self._count(self._replicas.pop(replica_id).engine)
 
     def engine(self, replica_id: str) -> Engine:
-        """Of one replica; for reading."""
+        """Return the engine of one replica, for reading."""
         return self._replicas[replica_id].engine
 
     def run(self, trace: Trace, control: Control | None = None) -> SimulatedRun:
-        """All requests to their end, and those that follow them."""
+        """Run all requests of a trace, and the turns that follow them, to their end."""
         run, events, arrivals = self._run, self._events, self._arrivals
         if control is not None:
             self._control = control
@@ -530,7 +530,7 @@ class FleetSimulation:
         self._begin(replica, request, registry)
 
     def _begin(self, replica: _Replica, request: Request, registry: ReplicaRegistry) -> None:
-        """A registry sends a request to a replica."""
+        """Send a request from an ingress to a replica."""
         self._enter(replica, request)
         replica.begin(registry, request)
 
@@ -542,13 +542,13 @@ class FleetSimulation:
             self._go_on(replica)
 
     def _handle(self, at_s: float, number: int, replica: _Replica | None, deltas: list[TokenDelta] | None) -> None:
-        """The end of a step with its deltas, of several decode steps, or of a strategy's timer; or the control's."""
+        """Handle an event: the end of a step (with deltas), of decode steps or of a timer; or an event of a control."""
         if replica is None:
-            assert self._control is not None, "it has such an event"
+            assert self._control is not None, "only a control has events without a replica"
             self._look(at_s, self._control)
             return
         if replica.awaited != number:
-            return  # a request came before, and with it an earlier step
+            return  # stale: a new request has replaced this event by an earlier one
         self._now = at_s
         if replica.coming is not None:
             self._catch_up(replica, at_s)
@@ -561,7 +561,7 @@ class FleetSimulation:
         self._go_on(replica)
 
     def _catch_up(self, replica: _Replica, now: float) -> None:
-        """Deliver what decode steps gave that have ended by now, and report the last of them."""
+        """Deliver the tokens of the decode steps that have ended by now, and report the end of the last of them."""
         steps, began_at = replica.coming, replica.clock.now
         ended_at = replica.decode_until(now)
         if steps is None or not ended_at:
@@ -575,9 +575,9 @@ class FleetSimulation:
         replica.note_in(self._registries)
 
     def _stop_after_this_step(self, replica: _Replica) -> None:
-        """A request waits: the next step after the current one decides again."""
+        """End the decode steps after the current step, so that the scheduler can decide about a new request."""
         steps = replica.coming
-        assert steps is not None, "it computes decode steps"
+        assert steps is not None, "the replica computes decode steps"
         replica.runner.cut(steps, bisect_right(steps.ends_at, self._now) + 1)
         self._await(replica, steps.ends_at[-1], None)
 
@@ -604,7 +604,7 @@ class FleetSimulation:
                 self._expect(following, is_first=False, after_s=self._now)
 
     def _hand_over(self, before: _Replica, request: Request, registry: ReplicaRegistry) -> None:
-        """A request goes on at a decode replica, which fetches its KV memory. As `Fleet` does."""
+        """Move a request to a decode replica, which fetches its KV memory, as `Fleet` does."""
         before.engine.abort(request.request_id)
         before.end(registry, request.request_id)
         at = PrefixSource(Address("", 0, ""), ALL_BLOCKS)
@@ -612,7 +612,7 @@ class FleetSimulation:
         try:
             replica = self._replicas[registry.place(request, registry.replica_ids).replica_id]
         except Overloaded:
-            replica = before  # it waits there; the real one waits for room anywhere
+            replica = before  # the simulated request waits on its replica; a real one waits for room on any replica
         end = before.runner.end_positions.pop(request.request_id, None)
         if end is not None:
             replica.runner.end_positions[request.request_id] = end
@@ -640,7 +640,7 @@ class FleetSimulation:
         self._await(replica, replica.clock.now, deltas)
 
     def _await(self, replica: _Replica, at_s: float, deltas: list[TokenDelta] | None) -> None:
-        """The replica's next event; one that was awaited before does not come any more."""
+        """Set the replica's next event, which replaces the event that was awaited before."""
         replica.awaited = next(self._numbers)
         heapq.heappush(self._events, (at_s, replica.awaited, replica, deltas))
 
@@ -650,7 +650,7 @@ def simulate(
     *, num_replicas: int = 1, dispatch: str = "least_loaded", seed: int | None = 1,
     max_replicas: int | None = None, roles: RolesConfig | None = None,
 ) -> SimulatedRun:  # fmt: skip
-    """The trace through a new fleet. Of one with more than `max_replicas`, so many and their share of the requests."""
+    """Run a trace through a new fleet. At most `max_replicas` are simulated, with their share of the requests."""
     num_simulated = min(num_replicas, max_replicas or num_replicas)
     share = num_simulated / num_replicas
     fleet = FleetSimulation([measured] * num_simulated, scheduler, cache, dispatch=dispatch, seed=seed, roles=roles)

@@ -1,6 +1,6 @@
-"""HTTP/1 as uvicorn speaks it for Ray Serve, but for two kinds of requests that it does not answer as HTTP says.
+"""uvicorn's HTTP/1 protocol for Ray Serve, with corrections for two kinds of requests that uvicorn answers incorrectly.
 
-Responses can also be sent without waiting, all that one moment brings together (`ChunkedConnection`).
+`ChunkedConnection` also sends pieces of responses without waiting, and writes all pieces of one moment together.
 
 Serve has no setting for the protocol. No upstream issues are known.
 """
@@ -25,26 +25,26 @@ logger = logging.getLogger(__name__)
 
 
 class Protocol(HttpToolsProtocol):
-    """One connection. No request changes its protocol, and no chunks are sent to a client that does not know them.
+    """One connection. It ignores protocol upgrades, and sends no chunks to an HTTP/1.0 client.
 
-    A server may ignore `Upgrade` (RFC 9110, 7.8), and no route of ours has WebSockets. uvicorn takes an upgrade to a
-    WebSocket also from a POST, which gets no answer then. Of a request for any other upgrade, as the HTTP client of
-    Java sends it, httptools does not read the body.
+    A server may ignore `Upgrade` (RFC 9110, 7.8), and this service has no WebSocket routes. uvicorn accepts a WebSocket
+    upgrade even from a POST, which then gets no answer. For any other upgrade, such as one from Java's HTTP client,
+    httptools does not read the body of the request.
     """
 
     _data = b""
-    _running: RequestResponseCycle | None = None  # whose request is answered, or was the last one
+    _running: RequestResponseCycle | None = None  # the request that is being answered or was answered last
 
     def data_received(self, data: bytes) -> None:
         self._data = data
         super().data_received(data)
 
     def _should_upgrade(self) -> bool:
-        """Asked of a request that wants an upgrade, or to be a tunnel: such a request is handled below, not here."""
+        """Whether `handle_websocket_upgrade` handles a request for an upgrade or a tunnel: all methods but CONNECT."""
         return self.scope["method"] != "CONNECT"
 
     def handle_websocket_upgrade(self) -> None:
-        """Called where the parser has stopped behind the head: parse it again without `Upgrade`, and then the body."""
+        """Parse the head again without `Upgrade`, and then the body. Called when the parser has stopped at the head."""
         stopped = sys.exception()
         assert isinstance(stopped, httptools.HttpParserUpgrade), "uvicorn calls this when it catches that"
         rest = self._data[stopped.args[0] :]
@@ -61,7 +61,7 @@ class Protocol(HttpToolsProtocol):
         HttpToolsProtocol._start_asgi_task(self, cycle, partial(answer, cycle, app))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the request that runs, too: uvicorn tells the last one, which may wait behind it."""
+        """Also notify the running request. uvicorn notifies only the last one, which may be queued behind it."""
         super().connection_lost(exc)
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
@@ -70,10 +70,10 @@ class Protocol(HttpToolsProtocol):
 
 
 class ChunkedConnection:
-    """A `Connection` of `app.api.http.sse`: sends pieces of one response.
+    """Sends the pieces of one response. Implements `Connection` of `app.api.http.sse`.
 
-    Pieces of all connections go out together, after the work that makes them: while one follows the other, the proxy
-    that reads them is awake, and to wake a process takes several times as long as to send.
+    The pieces of all connections are sent together, after the work that makes them. The proxy that reads them then
+    stays awake between two pieces. To wake a process takes several times as long as to send a piece.
     """
 
     __slots__ = ("__weakref__", "_cycle", "_flow", "_outbox", "is_blocked", "loop", "sent_at")
@@ -87,24 +87,24 @@ class ChunkedConnection:
         self.sent_at = 0.0
 
     def may_send(self) -> bool:
-        """Whether it is not blocked, and the client has read enough."""
+        """Whether the connection is not blocked, and the client has read enough of the sent data."""
         return not (self.is_blocked or self._flow.write_paused)
 
     def send(self, data: bytes) -> None:
-        """Send a piece of the body at the end of what the event loop does now."""
+        """Send a piece of the body, after the callbacks that the event loop runs now."""
         if not self._outbox:
             self.loop.call_soon(_send_all, self._outbox, self.loop)
         self._outbox.append((self, data))
 
     def write(self, data: bytes, now: float) -> None:
-        """Write a piece to the socket, as a chunk. An empty one would end the response."""
+        """Write a piece to the socket as a chunk. An empty piece is left out, because it would end the response."""
         transport = self._cycle.transport
         if data and not (self._cycle.disconnected or transport.is_closing()):
             self.sent_at = now
             transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """In another process it is nothing: Serve's own proxy sends the scope of a request to an ingress."""
+        """Pickle as None: Serve's own proxy sends the scope of a request, with this object, to an ingress."""
         return type(None), ()
 
 
@@ -118,7 +118,7 @@ def _send_all(outbox: _Outbox, loop: asyncio.AbstractEventLoop) -> None:
     for connection, data in pieces:
         try:
             connection.write(data, now)
-        except Exception as error:  # the task of the stream finds out why when it sends the next event
+        except Exception as error:  # the stream's task gets the error when it sends the next event
             connection.is_blocked = True
             logger.warning("an event could not be sent: %s", described(error))
 
@@ -131,7 +131,7 @@ async def _answer_with_connection(
     receive: Receive,
     send: Send,
 ) -> None:
-    """Answer a request whose scope has a `ChunkedConnection`. Afterwards the two must not keep each other."""
+    """Answer a request with a `ChunkedConnection` in its scope, and break the reference cycle afterwards."""
     scope["extensions"] = {SEND_NOW: ChunkedConnection(cycle, loop)}
     try:
         await app(scope, receive, send)
@@ -142,7 +142,7 @@ async def _answer_with_connection(
 async def _answer_without_chunks(
     cycle: RequestResponseCycle, app: ASGIApp, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Answer a request so that the end of the connection ends an answer without a length."""
+    """Answer a request without chunks. If the answer has no length, the end of the connection marks its end."""
     has_length = False
 
     async def send_without_chunks(message: Message) -> None:

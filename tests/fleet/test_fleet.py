@@ -87,10 +87,10 @@ async def test_a_lost_replica_is_two_lines_of_the_log_however_many_requests_it_h
         await check(requests, answers)
     assert num_lost > 10
     with_it = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
-    assert [each for each in with_it if "go on elsewhere" in each] == [
-        f"replica {doomed.replica_id}: its {num_lost} requests go on elsewhere"
+    assert [each for each in with_it if "resume on other replicas" in each] == [
+        f"replica {doomed.replica_id}: its {num_lost} requests resume on other replicas"
     ]
-    assert len([each for each in with_it if "goes on elsewhere" in each]) == 0
+    assert len([each for each in with_it if "resumes on another replica" in each]) == 0
 
 
 async def test_nothing_is_kept_of_replicas_that_are_lost_with_requests_and_gone() -> None:
@@ -376,7 +376,7 @@ async def test_a_request_whose_last_replica_is_lost_waits_for_another_only_for_a
         [answer] = local.start(alike(1))
         await local.held(replica)
         replica.kill()
-        with pytest.raises(Unavailable, match=r"no replica was there .* for 0.6 s"):
+        with pytest.raises(Unavailable, match=r"no replica was available .* for 0.6 s"):
             await answer
         assert local.fleet.num_in_flight == 0
 
@@ -429,7 +429,7 @@ async def test_a_request_that_is_not_to_wait_is_served_by_a_replica_that_is_ther
     async with LocalFleet(1) as local:
         (await local.answer(requests[0])).check(requests[0])
         local.transport.leave("r0")
-        with pytest.raises(Overloaded, match="no replica is there now"):
+        with pytest.raises(Overloaded, match="no replica is available now"):
             await local.answer(requests[1])
 
 
@@ -831,7 +831,7 @@ async def test_a_request_whose_field_no_replica_knows_is_refused_with_the_name_o
         older = local.join_another()
         older.known_fields = OF_THE_VERSION_BEFORE
         await local.answer(make_request())
-        with pytest.raises(Unavailable, match=r"needs sampling\.min_p, which the replicas that are there do not know"):
+        with pytest.raises(Unavailable, match=r"needs sampling\.min_p, which the running replicas do not know yet"):
             await local.answer(make_request(min_p=0.5))
         with pytest.raises(Unavailable, match=r"needs sampling\.grammar\.kind=regex"):
             await local.answer(make_request(grammar=Grammar(GrammarKind.REGEX, "a")))

@@ -1,6 +1,6 @@
-"""What one key may use: requests and tokens a minute, requests and bytes of bodies at once, budgets of days and months.
+"""The limits of a key: requests and tokens a minute, concurrent requests and body bytes, daily and monthly budgets.
 
-All numbers are those of this process, by its clock.
+All counts are those of this process, and all times are by its clock.
 """
 
 from __future__ import annotations
@@ -21,49 +21,49 @@ from app.fair import SharedPool
 from app.usage import CallUsage, UsageCounter
 from app.usage.records import MONEY, PLACES, ROUNDING, BudgetTotals, LimitId, LimitUse, Share, next_day, next_month
 
-# How soon a place among the requests at once is free cannot be known, and a retry is cheap.
+# The time until a slot is free is unknown, and a retry is cheap.
 CONCURRENCY_RETRY_S = 1.0
-# Of bodies that arrive or are being checked. They take several times as much once they are parsed, one after the other.
+# Limit for bodies that are arriving or being checked. Parsed bodies take several times as much, but one at a time.
 MAX_BODY_BYTES_AT_ONCE = 512 * 1024 * 1024
-PLACE_WAIT_S = 0.5  # a request waits so long for a place that may come from another process
-SHARES_MOVE_S = 2.0  # after a refusal: the next report of each process and its answer
-# All processes together may use this part of a budget before the owner of the ledger has answered them, and after they
-# have lost the owner. The process of batches may owe the other part. So a budget is exceeded by at most both.
+PLACE_WAIT_S = 0.5  # how long a request waits for a slot that may come from another process
+SHARES_MOVE_S = 2.0  # time after a refusal until shares have moved: the next report of each process, and its answer
+# UNTOLD_PART: the part of a budget that all processes together may use before the owner of the ledger has answered and
+# after it is lost. OWED_PART: the part that the process of batches may owe. Both together limit the excess of a budget.
 UNTOLD_PART, OWED_PART = 0.05, 0.05
 
 
 class TokenBucket:
-    """An allowance for each minute, of which at most one minute's can be saved up (the leaky bucket as a meter).
+    """An allowance per minute. At most the allowance of one minute can be saved (the leaky bucket as a meter).
 
-    A balance below zero is filled up first. Where several processes share the limit, this is the part of one.
+    A negative balance is filled up first. If several processes share the limit, the bucket is the part of one process.
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float], *, share: float = 1.0) -> None:
         self.limit = per_minute
         self._clock = clock
         self._share = self._first_share = share
-        self._was_given = False  # a share, by the owner
-        self._is_led = False  # the owner answers
+        self._was_given = False  # whether the owner has given a share
+        self._is_led = False  # whether the owner answers
         self._balance = share * per_minute
         self._counted_at = clock()
-        self._elsewhere = 0.0  # what can come here from other processes
+        self._elsewhere = 0.0  # the amount that can come from other processes
         self._wanted = self._refused = 0.0  # since the last report
 
     @property
     def remaining(self) -> int:
-        """What could be taken now."""
+        """The amount that can be taken now."""
         return max(0, int(self._counted()))
 
     @property
     def reset_s(self) -> float:
-        """Seconds until it is full again, if nothing is taken."""
+        """Seconds until the bucket is full, if nothing is taken."""
         return max(0.0, self._share * self.limit - self._counted()) * 60 / self.limit
 
     def wait_s(self, amount: float, *, may_owe: bool = False) -> float:
-        """Seconds until so much could be taken; for more than a minute's worth, until the bucket is full.
+        """Return the seconds until the amount can be taken; for more than the limit, until the bucket is full.
 
-        What is asked for here comes here from other processes, as far as there is any. With `may_owe` the amount may be
-        taken before it has come.
+        Refused demand pulls unused allowance from other processes. With `may_owe`, the allowance of other processes may
+        be used before it has come.
         """
         if may_owe and min(amount, self.limit * (1 - ROUNDING)) <= self._counted() + self._elsewhere:
             return 0.0
@@ -74,17 +74,17 @@ class TokenBucket:
         return max(0.0, (min(amount, most) - self._counted()) * 60 / most)
 
     def take(self, amount: float) -> None:
-        """Take an amount, also beyond the balance; a negative amount is given back."""
+        """Take an amount, even one that exceeds the balance. A negative amount is given back."""
         self._balance = min(self._counted() - amount, self.limit)
         self._wanted += amount
 
     def refuse(self, amount: float) -> None:
-        """It was asked for more than there was."""
+        """Note a refused amount, which the owner takes into account."""
         self._wanted += amount
         self._refused = min(amount, self._refused or amount)
 
     def use(self) -> LimitUse:
-        """What is reported; what was asked for counts from here on."""
+        """Return the values for a report, and start a new count of demand."""
         given = 0.0 if self._was_given else self._first_share * self.limit
         share = self._share if self._was_given else 0.0
         use = LimitUse(share, self._counted() - given, self._wanted, self._refused)
@@ -92,7 +92,7 @@ class TokenBucket:
         return use
 
     def set_share(self, share: Share) -> bool:
-        """What the owner gives. Returns whether the owner has to be told what has come of it."""
+        """Apply the owner's share. Returns whether the owner must get a report of the result."""
         self._counted()
         self._balance += share.given - (0.0 if self._was_given else self._first_share * self.limit)
         self._share, self._elsewhere = share.share, share.elsewhere
@@ -100,7 +100,7 @@ class TokenBucket:
         return False
 
     def lose_owner(self, *, has_share: bool) -> None:
-        """The owner is silent. `has_share`: it cannot have given the share to others yet."""
+        """Note that the owner is silent. `has_share`: the owner cannot have given the share to others yet."""
         self._counted()
         self._is_led, self._elsewhere = False, 0.0
         if not has_share:
@@ -115,45 +115,44 @@ class TokenBucket:
 
 
 class Places:
-    """How many requests a key may have at once: all, or where several processes share the limit, the part of one.
+    """The slots for concurrent requests of a key. If several processes share the limit, the slots of one process.
 
-    A request that finds no free place here may wait for one from another process. While requests wait in any process,
-    each gives its free places back, and does so at once: where places are few, the next request seldom comes to the
-    process that has one.
+    A request that finds no free slot may wait for a slot from another process. While requests wait in any process, each
+    process gives back free slots at once: with few slots, the next request seldom arrives where a slot is free.
     """
 
     def __init__(
         self, limit: int, num_taken: Callable[[], int], *, share: float = 1.0, hurry: Callable[[], None] = lambda: None
     ) -> None:
-        """`hurry` is called when the owner should soon be told."""
+        """`hurry` is called when a report to the owner should be sent soon."""
         self.limit = limit
-        self._own = limit * share  # all processes together have no more than the limit
+        self._own = limit * share  # the sum over all processes does not exceed the limit
         self.num_here = int(self._own) or ceil(self._own)
         self._num_taken = num_taken
         self._hurry = hurry
         self._most_taken = self._num_refused = 0  # since the last report
-        self._is_led = False  # the owner answers
+        self._is_led = False  # whether the owner answers
         self._some_wait_elsewhere = False
         self._waiting: deque[Callable[[], None]] = deque()
 
     @property
     def may_come(self) -> bool:
-        """Whether none is free here, and a request may wait for one from another process."""
+        """Whether no slot is free in this process, and a request may wait for a slot from another process."""
         is_full = self._num_taken() >= self.num_here
         return is_full and self._is_led and self.num_here < self.limit and len(self._waiting) < self.limit
 
     def wait(self, on_free: Callable[[], None]) -> None:
-        """Call this when a place may be free. Until then, or until `leave`, the request counts as one that waits."""
+        """Call `on_free` when a slot may be free. Until then, or until `leave`, the request counts as waiting."""
         self._waiting.append(on_free)
         self._hurry()
 
     def leave(self, on_free: Callable[[], None]) -> None:
-        """The request waits no longer."""
+        """Stop waiting."""
         if on_free in self._waiting:
             self._waiting.remove(on_free)
 
     def note_end(self) -> None:
-        """A request has given its place back."""
+        """Note that a request has given its slot back."""
         self._wake()
         if self._some_wait_elsewhere and self._num_taken() < self.num_here:
             self._hurry()
@@ -163,7 +162,7 @@ class Places:
             self._waiting.popleft()()
 
     def check(self) -> None:
-        """Raises LimitReached when none is free."""
+        """Raise LimitReached if no slot is free."""
         num_taken, of_others = self._num_taken(), self.limit - self.num_here
         if num_taken < self.num_here:
             self._most_taken = max(self._most_taken, num_taken + 1)
@@ -177,7 +176,7 @@ class Places:
         )
 
     def use(self) -> LimitUse:
-        """What is reported; what was asked for counts from here on."""
+        """Return the values for a report, and start a new count of demand."""
         num_taken, num_waiting = self._num_taken(), len(self._waiting)
         wanted = max(self._most_taken, num_taken) + num_waiting + self._num_refused
         self._most_taken = self._num_refused = 0
@@ -186,32 +185,32 @@ class Places:
         return LimitUse(self.num_here, num_taken, wanted, num_waiting)
 
     def set_share(self, share: Share) -> bool:
-        """As of a bucket. Places that the owner takes back are another's when it has been told."""
+        """See `TokenBucket.set_share`. Slots that the owner takes back go to other processes after the next report."""
         before, self.num_here = self.num_here, int(share.share)
         self._is_led, self._some_wait_elsewhere = True, share.elsewhere > 0
         self._wake()
         return self.num_here < before
 
     def lose_owner(self, *, has_share: bool) -> None:
-        """As of a bucket."""
+        """See `TokenBucket.lose_owner`."""
         self._is_led = self._some_wait_elsewhere = False
-        if not has_share:  # it may have given all of its places back
+        if not has_share:  # this process may have given back all of its slots
             self.num_here = int(self._own) or min(self.num_here, ceil(self._own))
             self._wake()
 
 
 class BudgetPart:
-    """How much of a budget one process may still reserve. The owner of the ledger gives it, and takes it back."""
+    """The part of a budget that one process may still reserve. The owner of the ledger gives and takes it."""
 
     def __init__(self, budget: float, *, share: float) -> None:
-        """`share`: the process's part of UNTOLD_PART."""
+        """`share`: the process's share of `UNTOLD_PART`."""
         self.limit = budget
         self.left = self._first = share * UNTOLD_PART * budget
         self._was_given = False
         self._wanted = self._refused = 0.0  # since the last report
 
     def allows(self, amount: float, *, may_owe: bool = False) -> bool:
-        """Whether so much may be reserved. With `may_owe` other processes may still have OWED_PART of it."""
+        """Whether the amount may be reserved. With `may_owe`, it may exceed the part by `OWED_PART` of the budget."""
         return amount <= self.left + (OWED_PART if may_owe else ROUNDING) * self.limit
 
     def take(self, amount: float) -> None:
@@ -225,14 +224,14 @@ class BudgetPart:
         self._refused = min(amount, self._refused or amount)
 
     def use(self) -> LimitUse:
-        """What is reported. The sums of what was asked for begin anew."""
+        """Return the values for a report, and start a new count of demand."""
         use = LimitUse(0.0, self.left - (0.0 if self._was_given else self._first), self._wanted, self._refused)
         self._wanted = self._refused = 0.0
         return use
 
     def set_share(self, share: Share) -> bool:
-        """Add what the owner gives, or give up what it takes back. See `TokenBucket.set_share`."""
-        if self._was_given:  # requests may have reserved some of that since the report
+        """Add or give up the amount that the owner gives or takes. See `TokenBucket.set_share`."""
+        if self._was_given:  # requests may have reserved some of a taken amount since the report
             self.left += max(share.given, -max(0.0, self.left))
         else:
             self.left += share.given - self._first
@@ -249,51 +248,51 @@ SharedLimit = TokenBucket | Places | BudgetPart
 
 
 class SharedPools:
-    """The pools of one process, and the counter of what its requests use."""
+    """The pools of one process, and the usage counter of its requests."""
 
     def __init__(
         self, max_requests: int = sys.maxsize, *, first_share: float = 1.0, shares_budgets: bool = False
     ) -> None:
-        """`max_requests`: requests that the process serves at once; by default, any number.
+        """`max_requests`: requests that the process serves at once; unlimited by default.
 
-        `first_share`: its part of the limits of a key until it is given another. `shares_budgets`: whether the owner of
-        a ledger gives it parts of budgets; otherwise it keeps budgets by its own count alone.
+        `first_share`: its share of each key's limits until the owner gives a share. `shares_budgets`: whether the owner
+        of a ledger gives parts of budgets to the process. Otherwise, the process enforces budgets by its own count.
         """
         self.first_share = first_share
         self.shares_budgets = shares_budgets
         self.requests = SharedPool[Account](max_requests)
         self.body_bytes = SharedPool[Account](MAX_BODY_BYTES_AT_ONCE)
-        # Log-probabilities that the calls under way may have together: 16 bytes each until the answer is written, some
-        # 70 bytes while a client does not read its stream.
+        # Limit for the log-probabilities of all running calls. Each takes 16 bytes until the answer is written, and
+        # some 70 bytes while a client does not read its stream.
         max_logprobs_at_once = 8_000_000
         self.logprobs = SharedPool[Account](max_logprobs_at_once)
         self.usage = UsageCounter()
-        # The keys whose limits the owner has to be told of; None: all of them.
+        # The keys whose limits the next report must have; None: all keys.
         self.changed: set[str] | None = None
-        self.hurry: Callable[[], None] = lambda: None  # have it told soon
+        self.hurry: Callable[[], None] = lambda: None  # requests an early report to the owner
 
     def note_change(self, key: str) -> None:
-        """Something was asked of a key's limits."""
+        """Note that the limits of a key were used or asked for."""
         if self.changed is not None:
             self.changed.add(key)
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one key has used since this process has started, or has first known the key."""
+    """The usage of one key since this process has started, or has first known the key."""
 
-    num_requests: int = 0  # that came in, those that run too
-    num_refused: int = 0  # that were turned away for a limit of the key
+    num_requests: int = 0  # accepted requests, including running requests
+    num_refused: int = 0  # requests that a limit of the key has refused
     num_running: int = 0
-    num_tokens: int = 0  # of prompts and outputs of requests that have ended
+    num_tokens: int = 0  # prompt and output tokens of ended requests
 
     def __add__(self, other: Usage) -> Usage:
-        """Both together, as of two processes."""
+        """Return the sum, as for two processes."""
         return Usage(*map(add, astuple(self), astuple(other)))
 
 
 class Account:
-    """What one key has used. Lives as long as its key, and outlives a change of its limits."""
+    """The usage and the limits of one key. Lives as long as its key, and outlives a change of its limits."""
 
     def __init__(
         self,
@@ -303,20 +302,20 @@ class Account:
         *,
         may_administer: bool = False,
     ) -> None:
-        """Without a key it is the account of all requests where no keys are needed: it has no name and no limits.
+        """`key` is None for the account of all requests if no keys are needed. This account has no name and no limits.
 
-        `pools` are shared with all accounts of the process; by default, with none. `may_administer` says whether
-        requests without keys may use the admin routes; of a key, the key says so.
+        `pools` are shared with all accounts of the process. By default, the account has its own pools. `may_administer`
+        says whether requests without keys may use the admin routes. A key has its own setting for this.
         """
         self._clock = clock
         self.pools = pools or SharedPools()
         self._may_administer_without_key = may_administer
         self._num_requests = self._num_refused = self._num_tokens = 0
-        self.reserved = BudgetTotals()  # what requests that run may use
+        self.reserved = BudgetTotals()  # amounts that running requests may use
         self.set_limits(key)
 
     def set_limits(self, key: KeyConfig | None) -> None:
-        """Go on under these limits, with a new minute."""
+        """Replace the limits, and start with full buckets."""
         self.key = key
         self.name = key.name if key else ""
         self.may_administer = key.admin if key else self._may_administer_without_key
@@ -324,7 +323,7 @@ class Account:
         self.tokens = self._bucket(key.tokens_per_minute if key else None)
         at_once = key.max_concurrency if key else None
         taken = partial(self.pools.requests.held, self)
-        share, hurry = self.pools.first_share, lambda: self.pools.hurry()  # of later
+        share, hurry = self.pools.first_share, lambda: self.pools.hurry()  # `hurry` may be set later
         self.places = Places(at_once, taken, share=share, hurry=hurry) if at_once else None
         self.budgets = key.budgets if key else {}
         shared = self.budgets if self.pools.shares_budgets else {}
@@ -332,7 +331,7 @@ class Account:
         limits: dict[str, SharedLimit | None] = {
             "requests": self._requests, "tokens": self.tokens, PLACES: self.places, **self._budget_parts
         }  # fmt: skip
-        # Those that processes share.
+        # The limits that processes share.
         self.shared_limits = {LimitId(self.name, what, limit.limit): limit for what, limit in limits.items() if limit}
 
     @property
@@ -340,7 +339,7 @@ class Account:
         return Usage(self._num_requests, self._num_refused, self.pools.requests.held(self), self._num_tokens)
 
     async def wait_for_place(self) -> None:
-        """Before `reserve`: wait a moment if all places are taken here and one may come from another process."""
+        """Wait a moment if no slot is free here and one may come from another process. Call this before `reserve`."""
         places = self.places
         if places is None or not places.may_come:
             return
@@ -348,7 +347,7 @@ class Account:
         is_free = asyncio.Event()
         try:
             async with asyncio.timeout(PLACE_WAIT_S):
-                while places.may_come:  # another request may have come first
+                while places.may_come:  # another request may have taken the slot
                     is_free.clear()
                     places.wait(is_free.set)
                     await is_free.wait()
@@ -359,14 +358,14 @@ class Account:
 
     @contextmanager
     def reserve(self) -> Iterator[Reservation]:
-        """Around one HTTP request, from its first byte to its last. Raises LimitReached."""
+        """Hold a slot during one HTTP request, from its first byte to its last. Raises LimitReached."""
         self.pools.note_change(self.name)
         places, running = self.places, self.pools.requests
         try:
             if places is None and not running.allows(self, 1):
                 raise LimitReached(
-                    f"{running.held(self):,} requests {self.of_sender} are under way, and of the {running.size:,} "
-                    f"places for them no more are free; wait for one of them",
+                    f"{running.held(self):,} requests {self.of_sender} are running, and one more would exceed one "
+                    f"sender's current share of this server's {running.size:,} slots; wait for one of them",
                     retry_after_s=CONCURRENCY_RETRY_S,
                 )
             if places is not None:
@@ -382,7 +381,7 @@ class Account:
         reservation = Reservation(self)
         try:
             yield reservation
-        except LimitReached:  # the request needed more tokens than there were
+        except LimitReached:  # the request needed more tokens than were left
             self._num_requests -= 1
             self._num_refused += 1
             raise
@@ -394,9 +393,9 @@ class Account:
 
     @contextmanager
     def reserve_kept(self) -> Iterator[Reservation]:
-        """Around a response that is kept, which was counted as a request where it came in.
+        """Reserve for a stored response, which was counted as a request in the process where it arrived.
 
-        It came in at another process, which has the tokens for it, so it does not wait until they are here.
+        That process has the tokens for the response, so this process may use them before they have moved.
         """
         reservation = Reservation(self, may_owe=True)
         try:
@@ -421,7 +420,7 @@ class Account:
 
     @contextmanager
     def reserve_item(self) -> Iterator[Reservation]:
-        """Around one item of a batch, which counts as a request. An item that LimitReached ends has used nothing."""
+        """Reserve for one item of a batch, which counts as a request. LimitReached undoes the use of the item."""
         with self.reserve() as reservation:
             try:
                 yield reservation
@@ -431,7 +430,7 @@ class Account:
                 raise
 
     def check_model(self, name: str) -> None:
-        """Raises NotPermitted when the key is not for this model."""
+        """Raise NotPermitted if the key is not for this model."""
         if not self.may_use(name):
             raise NotPermitted(f"this API key is not for the model {name!r}; ask for another key", param="model")
 
@@ -440,14 +439,14 @@ class Account:
         return self.key is None or not self.key.models or model_name in self.key.models
 
     def max_tokens(self, asked: int | None, param: str) -> int | None:
-        """The longest output this key may have; None: any. Raises InvalidRequest when more was asked for in `param`."""
+        """Return the key's output limit in tokens or None. Raises InvalidRequest if `asked` (in `param`) exceeds it."""
         cap = self.key.max_tokens if self.key else None
         if cap is not None and asked is not None and asked > cap:
             raise InvalidRequest(f"{param} is {asked:,}; this API key may ask for at most {cap:,}", param=param)
         return cap
 
     def check_priority(self, asked: int) -> None:
-        """Raises InvalidRequest when the key may not go before others by so much."""
+        """Raise InvalidRequest if the key may not use a priority this high (a number this low)."""
         if self.key is not None and asked < self.key.min_priority:
             raise InvalidRequest(
                 f"priority is {asked}; this API key may ask for {self.key.min_priority} or more (a lower number goes "
@@ -456,9 +455,9 @@ class Account:
             )
 
     def check_budgets(self, num_tokens: int, cost: float, *, may_owe: bool = False) -> None:
-        """Raises BudgetSpent when a request may use more than a day's or a month's budget has left.
+        """Raise BudgetSpent or MoneySpent if a request may use more than a daily or monthly budget has left.
 
-        Raises LimitReached when other processes have what it needs of that.
+        Raises LimitReached if the budget has enough, but other processes hold the amount that the request needs.
         """
         counter = self.pools.usage
         totals, end_of_month = counter.totals(self.name).plus(self.reserved), next_month(counter.today)
@@ -482,13 +481,13 @@ class Account:
                 part.refuse(needed)
                 raise LimitReached(
                     f"{name} of this API key is {amount(budget)}; {amount(used)} are used or reserved. This request "
-                    f"needs up to {amount(needed)}, and this process may give {amount(max(0, part.left))} now, "
-                    f"as other processes have the rest; try again in {SHARES_MOVE_S:.0f} s, or ask for fewer tokens",
+                    f"needs up to {amount(needed)}, and this process may give {amount(max(0, part.left))} now; other "
+                    f"processes hold the rest. Try again in {SHARES_MOVE_S:.0f} s, or ask for fewer tokens",
                     retry_after_s=SHARES_MOVE_S,
                 )
 
     def reserve_of_budgets(self, num_tokens: int, cost: float) -> None:
-        """A request that runs may use so much."""
+        """Reserve the largest amounts that a running request may use."""
         self.reserved = self.reserved.plus(BudgetTotals(num_tokens, num_tokens, cost))
         self._take_of_budgets(num_tokens, cost)
 
@@ -497,7 +496,7 @@ class Account:
             part.take(cost if name == MONEY else num_tokens)
 
     def headers(self) -> dict[str, str]:
-        """`x-ratelimit-…`, as OpenAI's, for the limits that there are."""
+        """Return OpenAI's `x-ratelimit-…` headers for the limits that the key has."""
         headers: dict[str, str] = {}
         for what, bucket in (("requests", self._requests), ("tokens", self.tokens)):
             if bucket:
@@ -511,7 +510,7 @@ class Account:
 
     @property
     def of_sender(self) -> str:
-        """The sender of a request, in errors."""
+        """The sender of a request, for error messages."""
         return "of this API key" if self.key else "without a key"
 
 
@@ -532,20 +531,20 @@ def _check(bucket: TokenBucket, amount: int, what: str, *, may_owe: bool = False
 
 @dataclass(slots=True)
 class Reservation:
-    """One HTTP request on an account: the tokens that it has reserved and has used, what it holds of the memory."""
+    """One HTTP request on an account: its reserved and used tokens, and the memory that it holds."""
 
     account: Account
-    may_owe: bool = False  # it may take what other processes still have
+    may_owe: bool = False  # whether the request may use amounts that other processes still have
     num_reserved: int = 0
     cost_reserved: float = 0.0
     num_body_bytes: int = 0
     num_logprobs: int = 0
-    usages: list[Callable[[], CallUsage]] = field(default_factory=list)  # what was used, at the end
+    usages: list[Callable[[], CallUsage]] = field(default_factory=list)  # called at the end for the usage
 
     def reserve(self, num_tokens: int, *, num_logprobs: int = 0, cost: float = 0.0) -> None:
-        """Reserve what a request may need at most. Its end settles the tokens and gives the log-probabilities back.
+        """Reserve the maximum that a request may need. At its end, the difference to the real usage is returned.
 
-        Raises LimitReached.
+        Raises LimitReached, and the errors of `Account.check_budgets`.
         """
         account = self.account
         account.pools.note_change(account.name)
@@ -560,38 +559,39 @@ class Reservation:
         account.reserve_of_budgets(num_tokens, cost)
 
     def hold_logprobs(self, num_logprobs: int) -> None:
-        """Count log-probabilities that an answer may have in memory, until its end. Raises LimitReached."""
+        """Reserve memory for the log-probabilities of an answer until its end. Raises LimitReached."""
         account, pool = self.account, self.account.pools.logprobs
         if num_logprobs:
             if not pool.allows(account, num_logprobs):
                 raise LimitReached(
-                    f"this answer may have {num_logprobs:,} log-probabilities; others under way {account.of_sender} "
-                    f"may have {pool.held(account):,}, and of the {pool.size:,} that this server holds at once not so "
-                    f"many more are free; wait for one of them, or ask for fewer tokens",
+                    f"this answer may have {num_logprobs:,} log-probabilities; other running answers "
+                    f"{account.of_sender} may have {pool.held(account):,}. The sum exceeds one sender's current share "
+                    f"of the {pool.size:,} that this server holds at once; wait for them, or ask for fewer tokens",
                     retry_after_s=CONCURRENCY_RETRY_S,
                 )
             pool.take(account, num_logprobs)
             self.num_logprobs += num_logprobs
 
     def hold_body(self, num_bytes: int) -> None:
-        """Count bytes of the body that have come, until `release_body` or the end. Raises LimitReached."""
+        """Count received bytes of the body until `release_body` or the end. Raises LimitReached."""
         account, pool = self.account, self.account.pools.body_bytes
         if not pool.allows(account, num_bytes):
             raise LimitReached(
-                f"{pool.held(account):,} bytes of other bodies {account.of_sender} are being read, and of the "
-                f"{pool.size:,} that this server reads at once no more are free; send fewer at once",
+                f"{pool.held(account):,} bytes of other bodies {account.of_sender} are being read, and more would "
+                f"exceed one sender's current share of the {pool.size:,} that this server reads at once; send fewer "
+                f"at once",
                 retry_after_s=CONCURRENCY_RETRY_S,
             )
         pool.take(account, num_bytes)
         self.num_body_bytes += num_bytes
 
     def release_body(self) -> None:
-        """The body is not in memory any more."""
+        """Stop counting the body, which is no longer in memory."""
         self.account.pools.body_bytes.take(self.account, -self.num_body_bytes)
         self.num_body_bytes = 0
 
 
 def rate_limit_headers(state: Mapping[str, object]) -> dict[str, str]:
-    """Of the account that a request's state names, once it is known."""
+    """Return the rate limit headers of the account in a request's state; empty before the account is known."""
     account = state.get("account")
     return account.headers() if isinstance(account, Account) else {}

@@ -1,4 +1,4 @@
-"""Which replica a request goes to: pure rules over what is known of each replica. No Ray, no engine, no clock."""
+"""Chooses the replica of a request, by pure rules over the known state of each replica. No Ray, no engine, no clock."""
 
 from app.fleet.dispatch.affinity import PrefixChanges, PrefixIndex, Sessions, is_indexed
 from app.fleet.dispatch.decision import Candidate, Decision, RequestSize

@@ -1,4 +1,4 @@
-"""Where a request finds its beginning cached: the prefixes that each replica has, and the sessions that it was sent."""
+"""Finds the replicas that have cached the prefix of a request: the prefixes and the sessions of each replica."""
 
 from __future__ import annotations
 
@@ -13,50 +13,50 @@ import msgspec
 
 
 class PrefixChanges(msgspec.Struct, frozen=True, array_like=True):
-    """What is new about the prefixes that a replica has cached: their digests, 8 bytes each.
+    """The changes of the prefixes that a replica has cached, as digests of 8 bytes each.
 
-    It crosses processes by position: new fields go to the end and need a default.
+    Fields are encoded by position: new fields go to the end and need a default.
     """
 
-    held: bytes
+    held: bytes  # new prefixes
     gone: bytes = b""
-    is_all: bool = False  # `held` is all that there is
-    # With all: host, port and secret, from where other replicas may fetch them.
+    is_all: bool = False  # `held` has all prefixes of the replica
+    # Host, port and secret for fetches by other replicas. Only set with `is_all`.
     address: tuple[str, int, str] | None = None
 
 
 _FEW_BLOCKS = 4
-_FORGOTTEN_AT_ONCE = 64  # prefixes of replicas that are gone, with each report of another: a rack has half a million
-_MIN_PREFIXES = 1_500  # of a replica that are kept, however many replicas there are
+_FORGOTTEN_AT_ONCE = 64  # prefixes of lost replicas to remove with each report: a rack may have half a million
+_MIN_PREFIXES = 1_500  # prefixes to store for each replica, however many replicas there are
 
 
 def is_indexed(num_blocks: int) -> bool:
-    """Whether ingresses know the prefixes with so many blocks: all short ones, and every fourth of the longer ones."""
+    """Whether prefixes of this length are indexed: all lengths up to four blocks, then every fourth length."""
     return num_blocks <= _FEW_BLOCKS or num_blocks % _FEW_BLOCKS == 0
 
 
 @lru_cache(maxsize=256)
 def _indexed_numbers(most: int) -> tuple[int, ...]:
-    """The numbers of blocks, from 1 to `most`, with which prefixes are indexed."""
+    """Return the lengths in blocks, from 1 to `most`, at which prefixes are indexed."""
     return tuple(filter(is_indexed, range(1, most + 1)))
 
 
 class PrefixIndex:
-    """The prefixes that each replica has cached: the reported ones, and those of requests under way to the replica.
+    """The prefixes that each replica has cached: the reported prefixes, and the prefixes of its in-flight requests.
 
-    Every ingress knows the same prefixes a moment after they change. A replica of an older version reports none; the
-    index has only the prefixes of its requests. Two prompts with equal digests cost time and never content, because the
-    replica compares the tokens.
+    Every ingress knows the same prefixes a moment after they change. A replica of an older version reports no prefixes,
+    so the index has only the prefixes of its requests. A collision of digests costs time but never returns wrong
+    content, because the replica compares the tokens.
 
-    A chain is a prompt in the form of `block_pool.digests_of`: for each whole block, the digest of all tokens up to its
-    end. The index keeps the prefixes of a chain for which `is_indexed` is true.
+    A chain is a prompt in the form of `block_pool.digests_of`: for each whole block, the digest of all tokens up to the
+    end of the block. The index stores the prefixes of a chain for which `is_indexed` is true.
     """
 
     def __init__(self, *, block_size: int, max_matches: int = 32, max_prefixes: int = 2_000_000) -> None:
-        """max_matches: the number of replicas, at most about, that `match` finds for a chain.
+        """max_matches: approximate limit of the replicas that `match` finds for a chain.
 
-        max_prefixes: the number of prefixes of all replicas, at most about; each takes 100 bytes. A replica with more
-        prefixes than its share gets a new prefix into the index when an old one is gone.
+        max_prefixes: approximate limit of the prefixes of all replicas; each takes 100 bytes. If a replica has reached
+        its share of the limit, a new prefix is added only after an old prefix is gone.
         """
         self._block_size = block_size
         self._max_matches = max_matches
@@ -64,14 +64,14 @@ class PrefixIndex:
         self._random = random.Random()
         self._held = _Holders()
         self._of_replica: dict[str, _Noted] = {}
-        self._gone: dict[str, array[int]] = {}  # what replicas that are gone have left in `_held`
-        self.addresses: dict[str, tuple[str, int, str]] = {}  # of the replicas that give others what they have
-        self._sent = _Holders()  # requests under way
-        self._under_way: dict[str, tuple[str, Sequence[int]]] = {}  # by request: its replica, its indexed prefixes
-        self._num_under_way: Counter[str] = Counter()  # by replica
+        self._gone: dict[str, array[int]] = {}  # digests that lost replicas still have in `_held`
+        self.addresses: dict[str, tuple[str, int, str]] = {}  # addresses of the replicas that serve their prefixes
+        self._sent = _Holders()  # prefixes of in-flight requests
+        self._under_way: dict[str, tuple[str, Sequence[int]]] = {}  # replica and indexed prefixes by request id
+        self._num_under_way: Counter[str] = Counter()  # number of in-flight requests by replica
 
     def note(self, replica_id: str, changes: PrefixChanges) -> None:
-        """A replica says what is new."""
+        """Record the changes that a replica reports."""
         if self._gone:
             self._forget_some(replica_id)
         if changes.is_all:
@@ -93,8 +93,8 @@ class PrefixIndex:
             noted.digests = array("q", {each for each in noted.digests if self._held.has(each, replica_id)})
 
     def add(self, request_id: str, replica_id: str, chain: Sequence[int]) -> None:
-        """A request with this chain goes to a replica."""
-        if request_id in self._under_way:  # it goes on elsewhere
+        """Add the prefixes of a request that is sent to a replica."""
+        if request_id in self._under_way:  # the request moves to this replica
             self.end(request_id)
         indexed = [chain[num_blocks - 1] for num_blocks in _indexed_numbers(len(chain))]
         self._under_way[request_id] = replica_id, indexed
@@ -103,7 +103,7 @@ class PrefixIndex:
             self._sent.add(digest, replica_id)
 
     def end(self, request_id: str) -> None:
-        """What a request has left behind its replica has said by now."""
+        """Remove the prefixes of an ended request. Its replica has reported the prefixes that stay cached."""
         replica_id, indexed = self._under_way.pop(request_id, ("", ()))
         if not replica_id:
             return
@@ -114,9 +114,9 @@ class PrefixIndex:
             self._sent.remove(digest, replica_id)
 
     def match(self, chain: Sequence[int]) -> dict[str, int]:
-        """The number of tokens of a prompt that each replica should have cached; the replica with the most is first.
+        """Return the number of prompt tokens that each replica should have cached; the longest match is first.
 
-        Replicas with few tokens may be missing. Of many replicas with the same number, some are chosen at random.
+        Replicas with short matches may be missing. If many replicas have the same match, a random sample is returned.
         """
         most = len(self._of_replica) + len(self._num_under_way)
         if most <= self._max_matches:
@@ -137,11 +137,11 @@ class PrefixIndex:
         return found
 
     def keep_only(self, replica_ids: Collection[str]) -> None:
-        """Forget the replicas that are gone: at once for `match`, and in pieces for the memory."""
+        """Forget all other replicas. `match` ignores them at once, and their memory is freed in pieces."""
         gone = (self._of_replica.keys() | self._num_under_way.keys()).difference(replica_ids)
         for replica_id in gone & self._of_replica.keys():
             self._gone[replica_id] = self._of_replica.pop(replica_id).digests
-        if not self._of_replica:  # no report comes any more
+        if not self._of_replica:  # no more reports will come, with which the pieces could be removed
             self._held = _Holders()
             self._gone.clear()
         if gone & self._num_under_way.keys():
@@ -151,7 +151,7 @@ class PrefixIndex:
             del self.addresses[replica_id]
 
     def _forget_some(self, replica_id: str) -> None:
-        """Remove some prefixes of a replica that is gone, and all that this replica had when it was gone."""
+        """Remove some prefixes of one lost replica, and all prefixes that this replica had before it was lost."""
         for digest in self._gone.pop(replica_id, ()):
             self._held.remove(digest, replica_id)
         if self._gone:
@@ -175,12 +175,12 @@ class _Noted:
 
     digests: array[int] = field(
         default_factory=lambda: array("q")
-    )  # of all prefixes that are held, and of some that are gone
-    number: int = 0  # of prefixes that are held
+    )  # digests of all cached prefixes, and of some that are gone
+    number: int = 0  # number of cached prefixes
 
 
 class _Holders:
-    """The replicas of each digest, and how many times each has the digest. One replica, once, takes little memory."""
+    """The replicas of each digest, with counts. The usual case (one replica with count one) takes little memory."""
 
     def __init__(self) -> None:
         self._of: dict[int, str | dict[str, int]] = {}
@@ -206,7 +206,7 @@ class _Holders:
             found[replica_id] = found.get(replica_id, 0) + 1
 
     def remove(self, digest: int, replica_id: str) -> bool:
-        """Once less. Returns whether the replica had the digest."""
+        """Decrease a replica's count of a digest. Returns whether the replica had the digest."""
         found = self._of.get(digest)
         if isinstance(found, str):
             if found == replica_id:
@@ -225,19 +225,19 @@ class _Holders:
 
 
 class Sessions:
-    """The replica of each session, in bounded memory: the longest unused are forgotten first."""
+    """The replica of each session, in bounded memory. The least recently used sessions are forgotten first."""
 
     def __init__(self, *, max_sessions: int = 100_000) -> None:
         self._max_sessions = max_sessions
         self._replica_ids: OrderedDict[str, str] = OrderedDict()
 
     def place(self, session: str, replica_id: str) -> None:
-        """A request of this session has gone to this replica."""
+        """Record that a request of this session was sent to this replica."""
         self._replica_ids[session] = replica_id
         self._replica_ids.move_to_end(session)
         if len(self._replica_ids) > self._max_sessions:
             self._replica_ids.popitem(last=False)
 
     def replica_of(self, session: str) -> str | None:
-        """The replica that has the session; None for an unknown one."""
+        """Return the replica of a session; None for an unknown session."""
         return self._replica_ids.get(session)

@@ -1,4 +1,4 @@
-"""Groups of replicas, for A/B trials and for roles: which group a request belongs to, and which replicas are that's."""
+"""Groups of replicas, for A/B trials and for roles: chooses the group of a request and the group of a replica."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from itertools import accumulate
 from app.errors import InvalidRequest
 from app.fleet.dispatch.decision import Candidate
 
-# The groups of a model with `replicas.roles`.
+# The groups of a model that sets `replicas.roles`.
 PREFILL, DECODE = "prefill", "decode"
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One arm of a trial, or a role. Shares are weights: they need not add up to anything."""
+    """One arm of a trial, or a role. Shares are weights, and their sum is arbitrary."""
 
     name: str
     share: float
-    preset: str = ""  # of the settings of its replicas
+    preset: str = ""  # preset of the settings of the group's replicas
 
 
 class GroupChooser:
-    """The group of each request: the one that it names, or by share, of all or of those with a preset."""
+    """Chooses the group of a request: the group that it names, or one by share among all or a preset's groups."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._names = [group.name for group in groups]
@@ -35,13 +35,13 @@ class GroupChooser:
         }
 
     def choose(self, key: str, *, asked: str = "", preset: str = "") -> str:
-        """The group for `key`, a session or request id; "" when there are no groups.
+        """Return the group for `key`, a session or request id; "" if there are no groups.
 
-        A function of the key and the groups alone: a session stays in its group, on every ingress and after a restart.
-        `asked`: the group that the caller names, which goes before the `preset` that it names.
+        The result depends only on the key and the groups, so a session stays in its group on every ingress and after a
+        restart. `asked`: the group that the caller names. It takes precedence over the caller's `preset`.
 
         Raises:
-            InvalidRequest: the caller names a group, or a preset of one, that there is not; the parameter is `group`
+            InvalidRequest: no group has the name `asked`, or no group has the preset; the error's parameter is `group`
                 or `preset`.
         """
         if asked:
@@ -54,7 +54,7 @@ class GroupChooser:
 
 
 class _Shares:
-    """Several groups and the part of the keys that each has."""
+    """Several groups and the share of the keys that each group gets."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         total = sum(group.share for group in groups)
@@ -62,7 +62,7 @@ class _Shares:
         self._names = [group.name for group in groups]
 
     def choose(self, key: str) -> str:
-        """The name of one. There must be one."""
+        """Return the name of the group for a key. There must be at least one group."""
         place = int.from_bytes(blake2b(key.encode(), digest_size=8).digest()) / 2**64
         return next(
             (name for name, end in zip(self._names, self._upper_ends, strict=True) if place < end), self._names[-1]
@@ -76,15 +76,15 @@ def _check(asked: str, names: Collection[str], *, param: str, what: str = "") ->
 
 
 def groups_of_roles(*, prefill: int, decode: int) -> list[Group]:
-    """The two roles, with so many replicas each."""
+    """Return the groups of the two roles, with these numbers of replicas as shares."""
     return [Group(PREFILL, prefill), Group(DECODE, decode)]
 
 
 def group_of_rank(rank: int, groups: Sequence[Group]) -> str:
-    """The group of the replica with this rank (0, 1, 2, …); "" when there are no groups.
+    """Return the group of the replica with this rank (0, 1, 2, …); "" if there are no groups.
 
-    The first ranks go to the groups in turn, so that each has a replica. Every later one goes to the group that is the
-    furthest behind its share (Sainte-Laguë's method). A replica keeps its group when others join.
+    The first ranks go to the groups in turn, so that each group has a replica. Each later rank goes to the group that
+    is furthest behind its share (Sainte-Laguë's method). A replica keeps its group when other replicas join.
     """
     if not groups:
         return ""
@@ -97,6 +97,6 @@ def group_of_rank(rank: int, groups: Sequence[Group]) -> str:
 
 
 def of_group(candidates: Sequence[Candidate], group: str) -> list[Candidate]:
-    """The replicas of a group; all replicas when it has none, and for the group ""."""
+    """Return the replicas of a group; all replicas if the group has none, and for the group ""."""
     members = [each for each in candidates if each.group == group] if group else []
     return members or list(candidates)

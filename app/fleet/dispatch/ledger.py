@@ -1,4 +1,4 @@
-"""What one ingress knows of each replica: its own outstanding work there, and what the replica reports beyond it."""
+"""The outstanding work on each replica as one ingress knows it: its own requests, and the rest by the reports."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from msgspec import Meta
 from app.fleet.dispatch.decision import Candidate
 
 AWAKE = "awake"
-REPORT_LIFE_S = 5.0  # the work of other ingresses on a replica is forgotten when no report of it came for so long
-# The speed of a replica without work is forgotten after this: a replica that was slow for a while is tried again.
+REPORT_LIFE_S = 5.0  # the work of other ingresses on a replica is forgotten after this time without a report
+# The speed of a replica without work is forgotten after this time, so that a slow replica is tried again.
 SPEED_LIFE_S = 30.0
-# Numbers that a report may have: not negative, and no infinity or NaN. A number that is not in its range makes a frame
-# invalid, for one NaN among the scores of replicas leaves them in no order.
+# The numbers of a report are not negative, not infinite and not NaN. A number out of range makes the frame invalid,
+# because one NaN among the scores of replicas would leave them without an order.
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 Amount = Annotated[float, Meta(ge=0, le=1e15)]
 Name = Annotated[str, Meta(max_length=256)]
@@ -26,56 +26,56 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class ReplicaReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """One replica at one moment, with the work of all ingresses. It comes with every frame, so dispatch never polls.
+    """The state of one replica at one moment, with the work of all ingresses.
 
-    It crosses processes by position: new fields go to the end and need a default, for replicas of an older version.
+    Every frame has a report, so dispatch never polls. Fields are encoded by position: new fields go to the end and need
+    a default, for replicas of an older version.
     """
 
-    group: Name  # of an A/B trial; "" for none
+    group: Name  # group of an A/B trial; "" for no group
     num_requests: Count  # running and waiting
-    num_background: Count  # of these, background requests
-    num_unpreemptible_background: Count  # of these, background requests that are not preempted for others
-    max_requests: Count  # more are refused, not counting background requests that can be preempted
-    max_running: Count  # computed at once; the others wait
+    num_background: Count  # the background requests among num_requests
+    num_unpreemptible_background: Count  # the background requests that are not preempted for other requests
+    max_requests: Count  # more requests are refused; background requests that can be preempted do not count
+    max_running: Count  # requests that are computed at once; more requests wait
     num_waiting_tokens: Count  # prompt tokens of waiting requests
-    num_kv_tokens: Count  # that fit into its KV memory
-    tokens_per_s: Amount  # in steps of one size, the same on all replicas; 0 while not known
+    num_kv_tokens: Count  # tokens that fit into the KV memory
+    tokens_per_s: Amount  # speed in steps whose size is the same on all replicas; 0 while unknown
     ended_per_s: Amount  # requests that end in a second of computing
     step_age_s: Amount  # how long the current step has been running
-    weights: int = 0  # a digest of the model's files; 0 while not known
-    sends_views: bool = False  # it understands WatchEngine
-    num_own: Count | None = None  # of num_requests, those of the ingress that gets this report; None: not known
-    # Digests of the adapters that it has loaded; None: it computes with none, or is of a version that knows none.
+    weights: int = 0  # a digest of the model's files; 0 while unknown
+    sends_views: bool = False  # whether the replica understands WatchEngine
+    num_own: Count | None = None  # the requests of the ingress that gets this report; None if unknown
+    # Digests of the loaded adapters; None if the replica or its version does not support adapters.
     adapters: Annotated[tuple[Name, ...], Meta(max_length=10_000)] | None = None
-    state: Name = AWAKE  # of `app.engine.stats.SleepState`
-    wake_s: Amount = 0.0  # how long it should take until it computes; 0: it is awake
-    num_free_kv_tokens: Count = 0  # of num_kv_tokens, those that no request has, as far as is known
-    is_short_of_memory: bool = False  # it has fewer free blocks than running requests
-    backend: Name = ""  # the code that computes on a GPU; empty on a CPU
-    # What has failed before it, each with the reason
+    state: Name = AWAKE  # a value of `app.engine.stats.SleepState`
+    wake_s: Amount = 0.0  # expected time until the replica computes; 0 if it is awake
+    num_free_kv_tokens: Count = 0  # the part of num_kv_tokens that no request has
+    is_short_of_memory: bool = False  # the replica has fewer free blocks than running requests
+    backend: Name = ""  # name of the GPU backend; empty on a CPU
+    # Backends that were tried and failed before `backend` was taken, with the reasons.
     backends_failed: Annotated[dict[Name, str], Meta(max_length=64)] = {}
-    sends_metrics: bool = False  # it understands AskMetrics
-    # Prompt tokens that the requests of other ingresses than the one that gets this report are still to have computed;
-    # None: not known.
+    sends_metrics: bool = False  # whether the replica understands AskMetrics
+    # Uncomputed prompt tokens of requests from ingresses other than the one that gets this report; None if unknown.
     num_prompt_tokens_of_others: Count | None = None
 
 
 class Ledger:
-    """The outstanding work on each replica. One thread, no locks.
+    """The outstanding work on each replica. For one thread, without locks.
 
-    The work of this ingress is counted at once and exactly, so requests placed in the same moment see each other. Of
-    the work that a replica reports, only what exceeds that share is added: it belongs to other ingresses. `now` is in
-    seconds of any one clock.
+    The ledger counts the work of this ingress at once and exactly, so requests that are placed together see each other.
+    From a replica's report, the ledger adds only the work that exceeds this ingress's own work, because the excess
+    belongs to other ingresses. All `now` arguments are seconds of the same clock.
     """
 
     def __init__(self) -> None:
         self._placed: dict[str, _Placed] = {}  # by request id
         self._replicas: defaultdict[str, ReplicaState] = defaultdict(ReplicaState)  # by replica id
         self._num_placed = 0
-        self._usual_decode_tokens = 0.0  # left to generate of one request; a moving average
+        self._usual_decode_tokens = 0.0  # moving average of the tokens that one request still has to generate
 
     def replica(self, replica_id: str) -> ReplicaState:
-        """What is known of a replica; a new entry for a new one."""
+        """Return the state of a replica; creates the state of a new replica."""
         return self._replicas[replica_id]
 
     def place(
@@ -87,10 +87,10 @@ class Ledger:
         num_expected_tokens: int,
         is_background: bool = False,
     ) -> None:
-        """A request goes to a replica and leaves the one that had it.
+        """Count a request on a replica, and no longer on the replica that had it before.
 
-        `num_prompt_tokens`: to be computed there, so without those that it should have cached, and with those that
-        another replica had generated already. `num_expected_tokens`: to be generated from here on.
+        `num_prompt_tokens`: tokens to prefill on this replica. This excludes tokens that the replica should have cached
+        and includes tokens that another replica has generated. `num_expected_tokens`: tokens still to generate.
         """
         if request_id in self._placed:
             self.end(request_id)
@@ -100,18 +100,18 @@ class Ledger:
             replica_id, ours, num_prompt_tokens, left, num_expected_tokens, is_background
         )
         ours.add(1, is_background, num_prompt_tokens, left)
-        # Seen at any moment, half of a request is left on average.
-        # The first weigh more: an ingress that has just started soon knows how much work the requests of others are.
+        # On average, half of a running request's output is still to come. The first requests weigh more, so that a new
+        # ingress soon has an estimate of the work of other ingresses' requests.
         self._num_placed += 1
         weight = max(0.05, 1 / (self._num_placed + 3))
         self._usual_decode_tokens += weight * (num_expected_tokens / 2 - self._usual_decode_tokens)
 
     def progress(self, request_id: str, num_new_tokens: int) -> None:
-        """Tokens of a request have come; with the first, its prompt is known to be computed."""
+        """Count new tokens of a request. After its first token, its prompt counts as computed."""
         placed = self._placed.get(request_id)
         if placed is None:
-            return  # it has ended; these were on their way
-        # Only the differences: this is called for every token.
+            return  # the request ended while these tokens were on their way
+        # The sums are updated by differences, because this method is called for every token.
         ours = placed.work
         if placed.num_prefill_tokens:
             ours.num_prefill_tokens -= placed.num_prefill_tokens
@@ -123,11 +123,11 @@ class Ledger:
         placed.num_decode_tokens = left
 
     def num_prefill_tokens(self, request_id: str) -> int:
-        """The prompt tokens of a placed request that its replica is expected to compute still."""
+        """Return the prompt tokens of a placed request that its replica has not computed."""
         return self._placed[request_id].num_prefill_tokens
 
     def end(self, request_id: str) -> str | None:
-        """A request has ended, in whatever way, or was placed nowhere. Returns the replica that had it."""
+        """Stop counting an ended request. Returns its replica; None if the request was not placed."""
         placed = self._placed.pop(request_id, None)
         if placed is None:
             return None
@@ -135,7 +135,7 @@ class Ledger:
         return placed.replica_id
 
     def note(self, replica_id: str, report: ReplicaReport, *, now: float) -> None:
-        """Take in a replica's report."""
+        """Record a replica's report."""
         self._replicas[replica_id].note(report, now=now, usual_decode_tokens=self._usual_decode_tokens)
 
     def candidates(
@@ -147,9 +147,9 @@ class Ledger:
         num_cached_tokens: Mapping[str, int] = _NONE,
         session_replica_id: str | None = None,
     ) -> list[Candidate]:
-        """These replicas in their order, with what is known of one request there. `num_cached_tokens` by replica id."""
+        """Return the candidates for one request, in the order of the ids. `num_cached_tokens` is by replica id."""
         states = {replica_id: self._replicas.get(replica_id) or ReplicaState() for replica_id in replica_ids}
-        # One that has not reported yet accepts as many requests as the others.
+        # A replica without a report is assumed to accept as many requests as the replicas with reports.
         max_requests = max([each.report.max_requests for each in states.values() if each.report], default=None)
         return [
             state.candidate(
@@ -160,7 +160,7 @@ class Ledger:
         ]  # fmt: skip
 
     def keep_only(self, replica_ids: Collection[str]) -> None:
-        """Forget the replicas that are gone, with all they had."""
+        """Forget all other replicas and their requests."""
         gone = self._replicas.keys() - set(replica_ids)
         if not gone:
             return
@@ -194,38 +194,38 @@ class _Work:
 
 @dataclass(slots=True)
 class _Placed:
-    """One request and what is left of it."""
+    """One request and its remaining work."""
 
     replica_id: str
-    work: _Work  # of its replica, where it is counted
+    work: _Work  # the work of its replica, in which this request is counted
     num_prefill_tokens: int
-    num_decode_tokens: int  # expected still to come, at least 1
-    num_unused_tokens: int  # the expected tokens less the generated ones; below 1 when it is longer than expected
+    num_decode_tokens: int  # expected tokens still to generate, at least 1
+    num_unused_tokens: int  # expected minus generated tokens; below 1 if the output is longer than expected
     is_background: bool
 
 
 class ReplicaState:
-    """One replica as one ingress knows it."""
+    """The state of one replica as one ingress knows it."""
 
     def __init__(self) -> None:
-        self.report: ReplicaReport | None = None  # the last one
-        self.is_suspect = False  # its stream broke or is silent
-        self.ours = _Work()  # sent by this ingress
-        self._others = _Work()  # of other ingresses, by the last report
+        self.report: ReplicaReport | None = None  # the last report
+        self.is_suspect = False  # the replica's stream broke or is silent
+        self.ours = _Work()  # work from this ingress
+        self._others = _Work()  # work from other ingresses, by the last report
         self._reported_at = float("-inf")
-        self._worked_at = float("-inf")  # when a report last had requests
+        self._worked_at = float("-inf")  # time of the last report that had requests
 
     def note(self, report: ReplicaReport, *, now: float, usual_decode_tokens: float) -> None:
-        """Take in a report. `usual_decode_tokens`: left to generate of a request of which nothing is known."""
+        """Record a report. `usual_decode_tokens`: assumed tokens to generate for each request of other ingresses."""
         ours = self.ours
-        # As the replica counts them: some of ours may have ended since, or be on their way there.
+        # The replica's count of our requests, because some may have ended since, or may still be on their way.
         num_own = ours.num_requests if report.num_own is None else report.num_own
         num_requests = max(0, report.num_requests - num_own)
         num_background = min(num_requests, max(0, report.num_background - ours.num_background))
         num_prefill_tokens = report.num_prompt_tokens_of_others
         if num_prefill_tokens is None:  # a replica of an older version
             num_prefill_tokens = max(0, report.num_waiting_tokens - ours.num_prefill_tokens)
-        # A replica does not know either how long its outputs will be.
+        # The lengths of the other ingresses' outputs are unknown, also to the replica.
         self._others = _Work(
             num_requests, num_background, num_prefill_tokens, round(num_requests * usual_decode_tokens)
         )
@@ -245,12 +245,12 @@ class ReplicaState:
         num_cached_tokens: int,
         holds_session: bool,
     ) -> Candidate:
-        """This replica for one request. More than `max_requests` are refused."""
+        """Return this replica as a candidate for one request. The replica is full at `max_requests` requests."""
         others, report = self._others, self.report
         is_known = (others.num_requests or others.num_prefill_tokens) and now - self._reported_at <= REPORT_LIFE_S
         work = self.ours + others if is_known else self.ours
         knows_speed = report is not None and now - self._worked_at <= SPEED_LIFE_S
-        # Requests that are computed before this one; before a foreground one, no background work that gives way.
+        # Requests that are computed before this one. Background requests that can be preempted give way to foreground.
         num_before = work.num_requests
         if not is_background:
             num_staying = 0 if report is None else report.num_unpreemptible_background

@@ -1,4 +1,4 @@
-"""The dispatch policies: each orders the replicas for one request. The request goes to the first that accepts it."""
+"""The dispatch policies. A policy orders the replicas for one request; the request goes to the first replica."""
 
 from __future__ import annotations
 
@@ -9,43 +9,44 @@ from typing import Protocol
 
 from app.fleet.dispatch.decision import Candidate, Decision, RequestSize, Scoring
 
-# At most so many outstanding (weighed) tokens more than the least loaded replica has are accepted for a cached prefix,
-# a session or an adapter: about the work of one long conversation. With fewer, two requests in a row could end the
-# affinity of a session; with more, one replica is filled while others are idle.
+# A replica with a cached prefix, a session or an adapter is preferred only while its outstanding work exceeds that of
+# the least loaded replica by at most this many tokens (scaled by speed). This is about the work of one long
+# conversation. With a lower limit, two requests in a row could end a session's affinity. With a higher limit, one
+# replica fills up while others are idle.
 MAX_IMBALANCE_TOKENS = 4096
-# A cached token is worth so many outstanding ones. A prompt that is computed again is more work for the fleet, and more
-# work in one place is not. With 1 replicas compute more; with 4 the first replicas that have a prompt which many
-# conversations share have most of the work (docs/results/scale.md).
+# A cached token is worth this many outstanding tokens, because a prompt that is computed again adds work to the fleet
+# and an uneven load does not. With 1, the replicas compute more. With 4, the first replicas that cache a prompt of many
+# conversations get most of the work (docs/results/scale.md).
 _WORTH_OF_CACHED = 3
 
 
 def near_adapter(candidates: Sequence[Candidate], size: RequestSize, loaded_on: Collection[str]) -> list[Candidate]:
-    """The candidates for a request whose adapter these replicas have: those, unless they have much more to do."""
+    """Return the candidates that have loaded the request's adapter and are not overloaded; all if there are none."""
     balanced = _balanced(candidates, Scoring.of(candidates, size), MAX_IMBALANCE_TOKENS)
     return [each for each in balanced if each.replica_id in loaded_on] or list(candidates)
 
 
 def _balanced(candidates: Sequence[Candidate], scoring: Scoring, max_imbalance_tokens: int) -> list[Candidate]:
-    """Those that are not full and have at most so much more to do than the least loaded of them."""
+    """Return the candidates that are not full and within `max_imbalance_tokens` of the least loaded candidate."""
     free = [each for each in candidates if not each.is_full]
     least = min((scoring.outstanding(each) for each in free), default=0.0)
     return [each for each in free if scoring.outstanding(each) <= least + max_imbalance_tokens]
 
 
 class DispatchPolicy(Protocol):
-    """Orders replicas for one request: at least one. Called on one thread, once for each time a request is placed."""
+    """Orders the replicas for one request. Called on one thread, once each time that a request is placed."""
 
     def some(self, replica_ids: Sequence[str], number: int) -> list[str]:
-        """So many replicas of a large fleet that `decide` should look at. The ids are sorted."""
+        """Return up to `number` replicas of a large fleet for `decide` to look at. The ids are sorted."""
         ...
 
     def decide(self, candidates: Sequence[Candidate], size: RequestSize) -> Decision:
-        """All candidates, most preferred first; those that are full come last."""
+        """Return all candidates, most preferred first and full ones last. There must be at least one candidate."""
         ...
 
 
 def make_policy(name: str, rng: random.Random) -> DispatchPolicy:
-    """A new policy by its name in `replicas.dispatch`."""
+    """Return a new policy by its name in `replicas.dispatch`."""
     policies: dict[str, Callable[[random.Random], DispatchPolicy]] = {
         "round_robin": lambda rng: RoundRobin(),
         "least_loaded": LeastLoaded,
@@ -55,13 +56,13 @@ def make_policy(name: str, rng: random.Random) -> DispatchPolicy:
 
 
 class RoundRobin:
-    """Each in turn, whatever its load. A replica that joins or leaves does not make another lose or repeat its turn."""
+    """Chooses the replicas in turn, whatever their loads. No replica loses or repeats a turn when the fleet changes."""
 
     def __init__(self) -> None:
-        self._last = ""  # sorts before every id: the first turn goes to the lowest
+        self._last = ""  # sorts before every id, so the first turn goes to the lowest id
 
     def some(self, replica_ids: Sequence[str], number: int) -> list[str]:
-        """Those whose turn is next."""
+        """Return the replicas whose turn is next."""
         at = bisect_right(replica_ids, self._last)
         after = replica_ids[at : at + number]
         return [*after, *replica_ids[: min(at, number - len(after))]]
@@ -74,20 +75,20 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """The replica that has the fewest tokens to compute until this request would have ended, by its speed.
+    """Prefers the replica with the least work until this request would end, relative to the replica's speed.
 
-    The wait for a free slot counts as work, and all work is divided by the replica's speed. So an idle slow replica
-    gets a request only when the fast ones would end it later (shortest expected delay), and where all have queues each
-    gets its share by speed. Equal replicas come in random order: several ingresses with the same knowledge would
-    otherwise all choose the same one.
+    The wait for a free slot counts as work, and all work is divided by the replica's speed. An idle slow replica
+    therefore gets a request only if the fast replicas would end the request later (shortest expected delay). If all
+    replicas have queues, each gets a share by its speed. Equal replicas are in random order, because several ingresses
+    with equal knowledge would otherwise all choose the same replica.
     """
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
     def some(self, replica_ids: Sequence[str], number: int) -> list[str]:
-        """Any. The least loaded of a few at random is nearly as good as the least loaded of all, and what is known of a
-        replica is never new: of all, many requests would choose the same one (Mitzenmacher, The Power of Two Choices).
+        """Return random replicas. The least loaded of a few is nearly as good as the least loaded of all, and reports
+        are never new, so many requests would choose the same one of all (Mitzenmacher, The Power of Two Choices).
         """
         return self._rng.sample(replica_ids, min(number, len(replica_ids)))
 
@@ -97,20 +98,19 @@ class LeastLoaded:
         return Decision(policy="least_loaded", rule="the least work", candidates=ranked, scoring=scoring)
 
     def ranked(self, candidates: Sequence[Candidate], scoring: Scoring) -> list[Candidate]:
-        """The candidates, the least loaded first."""
+        """Return the candidates with the least loaded first and the full ones last."""
         return sorted(candidates, key=lambda each: (each.is_full, scoring.score(each), self._rng.random()))
 
 
 class PrefixAffinity:
-    """The least work, where each cached token of the prompt makes up for three; or the session's replica.
+    """Prefers the replica with the least work, where each cached prompt token offsets three tokens of work.
 
-    So a prefix that many requests share comes to more replicas the more requests there are, and a conversation moves
-    away only if its replica has much more to do than others. Where all have queues, the longest match is first. A
-    replica with `max_imbalance_tokens` more outstanding (weighed) tokens than the least loaded one is passed over,
-    whatever it has cached. A session counts where no prefix is known to be cached. Without any match the least loaded
-    is first.
-    The idea of a bound on imbalance is that of SGLang's cache-aware router; Preble (arXiv 2407.00023) has both sides
-    of the trade.
+    A prefix that many requests share therefore spreads to more replicas as the number of requests grows, and a
+    conversation moves only if its replica has much more work than others. If all replicas have queues, the longest
+    match is first. A replica with over `max_imbalance_tokens` more outstanding tokens (scaled by speed) than the least
+    loaded one is passed over, whatever it has cached. If no prefix is cached, the session's replica is first; without a
+    session, the least loaded. The bound on imbalance comes from SGLang's cache-aware router; Preble (arXiv 2407.00023)
+    describes both sides of the trade.
     """
 
     def __init__(self, rng: random.Random, *, max_imbalance_tokens: int = MAX_IMBALANCE_TOKENS) -> None:
@@ -118,16 +118,16 @@ class PrefixAffinity:
         self._max_imbalance_tokens = max_imbalance_tokens
 
     def some(self, replica_ids: Sequence[str], number: int) -> list[str]:
-        """As for the least loaded. Those with a cached prefix or the session are looked at anyway."""
+        """Return random replicas. The caller adds replicas that have the prefix or the session."""
         return self._least_loaded.some(replica_ids, number)
 
     def decide(self, candidates: Sequence[Candidate], size: RequestSize) -> Decision:
         scoring = Scoring.of(candidates, size)
         ranked = self._least_loaded.ranked(candidates, scoring)
         near = _balanced(ranked, scoring, self._max_imbalance_tokens)
-        # The sorts are stable: of equal candidates the least loaded stays first.
+        # The sorts are stable, so the least loaded of equal candidates stays first.
         near.sort(key=lambda each: not each.holds_session)
-        if all(each.num_ahead for each in near):  # all have queues: no place is lost by waiting, only by computing more
+        if all(each.num_ahead for each in near):  # all have queues: waiting wastes no slot, extra prefill does
             near.sort(key=lambda each: -each.num_cached_tokens)
         elif any(each.num_cached_tokens for each in near):
             near.sort(key=lambda each: _work_beyond_cached(each, scoring))
@@ -142,7 +142,7 @@ class PrefixAffinity:
         if first.holds_session:
             return "the session's replica"
         if any((each.num_cached_tokens or each.holds_session) and not each.is_full for each in others):
-            return "the least work, the matching have too much more"
+            return "the least work, the matching replicas have too much more"
         return "the least work, no match"
 
 

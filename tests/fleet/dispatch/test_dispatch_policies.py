@@ -151,7 +151,7 @@ def test_prefix_affinity_passes_over_a_match_beyond_the_bound_and_says_so() -> N
     matching = load("matching", num_cached_tokens=64, num_prefill_tokens=1, num_decode_tokens=1000)
     decision = prefix_affinity().decide([matching, load("idle")], SIZE)
     assert ids(decision) == ["idle", "matching"]
-    assert "the matching have too much more" in decision.reason
+    assert "the matching replicas have too much more" in decision.reason
 
 
 def test_prefix_affinity_takes_the_second_best_match_when_the_best_is_too_loaded() -> None:
@@ -176,8 +176,8 @@ def test_a_decision_is_told_in_one_line_with_its_numbers() -> None:
     decision = least_loaded().decide([idle, busy], SIZE)
     assert decision.reason == "least_loaded: a, the least work"
     assert decision.explain_loads() == (
-        "a (1,200 prompt + 300 output + 150 own tokens at speed 1.33 = 1,238); "
-        "b (0 prompt + 0 output + 150 own tokens at speed 0.67 = 225, full)"
+        "a (1,200 prompt + 300 output + 150 of this request at speed 1.33 = 1,238 tokens); "
+        "b (0 prompt + 0 output + 150 of this request at speed 0.67 = 225 tokens, full)"
     )
 
 
