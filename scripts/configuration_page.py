@@ -32,7 +32,7 @@ The `args` of the application in the Serve config file (`deployments/serve.yaml`
 stops the start, with its path and the fix. `[]` marks a list. One file with most of what an operator sets, to copy:
 [docs/examples/complete.yaml](../examples/complete.yaml), with [its keys](../examples/keys.yaml).
 
-A strategy or a policy ([what each does](../guide/planning.md#strategies-and-policies)) is a name (`strategy: static`),
+A strategy or a policy ([list](../guide/deployment.md#strategies-and-policies)) is a name (`strategy: static`),
 or a name with its parameters (`strategy: {name: static, batch_size: 8}`). A pipeline's step
 ([kinds](../guide/pipelines.md#pipelines)) has a `kind` instead.
 """

@@ -57,7 +57,7 @@ def redis(password: str, folder: str) -> Iterator[int]:
 
 
 def head_command(password: str) -> list[str]:
-    """Return the command from docs/guide/cluster.md, without `--temp-dir`. Its environment must contain `IN_REDIS`."""
+    """Return the command from docs/guide/deployment.md without `--temp-dir`. Its environment must set `IN_REDIS`."""
     return [
         sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--log-style", "record",
         "--port", str(_GCS_PORT), "--node-ip-address", HERE, "--redis-password", password,

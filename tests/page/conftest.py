@@ -1,6 +1,6 @@
 """A real Chromium: `apt-get install chromium` and `pip install carousel[browser]`; tests are skipped without them.
 
-`pytest tests/page --pictures docs/pictures` renews the pictures of docs/guide/page.md.
+`pytest tests/page --pictures docs/pictures` renews the pictures of docs/operate/monitoring.md.
 """
 
 from __future__ import annotations
