@@ -43,8 +43,8 @@ def freeze_loaded() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
-    # Python's default of 700 makes the collector visit the objects of requests in flight. A request that has ended leaves
-    # no cycles, except for a small one of Ray Serve's if its client has gone.
+    # Python's default of 700 makes the collector visit the objects of requests in flight. A request that has ended
+    # leaves no cycles, except for a small one of Ray Serve's if its client has gone.
     allocations_between = 5_000
     gc.set_threshold(allocations_between)
 
