@@ -24,7 +24,8 @@ from app.fleet.dispatch import PrefixChanges
 from app.fleet.replica_registry import ReplicaRegistry
 from benchmarks.harness.command import command_parser, positive, run_command, tell
 from benchmarks.make_workload import make_workload
-from deployments.plan.simulation import TOKEN_ID, FleetSimulation
+from deployments.plan.simulated_replica import TOKEN_ID
+from deployments.plan.simulation import FleetSimulation
 from deployments.plan.step_cost import MeasuredReplica, StepCost
 from deployments.plan.traces import Trace, TracedRequest
 

@@ -17,8 +17,9 @@ from app.engine.request import Request, SamplingParams
 from app.engine.trace.entries import Arrival, Entry, StepRecord, to_line
 from app.engine.trace.recorder import StepRecorder
 from app.engine.trace.step_log import log_header
+from deployments.plan.simulated_replica import SimulatedClock, SimulatedReplica
 from deployments.plan.simulated_run import SimulatedRun
-from deployments.plan.simulation import Control, FleetSimulation, SimulatedClock, _Replica, simulate
+from deployments.plan.simulation import Control, FleetSimulation, simulate
 from deployments.plan.step_cost import MeasuredReplica, StepCost, StepShape
 from deployments.plan.traces import Trace, TracedRequest, read_trace
 from tests.deployments.plan.measured import measured_replica, step_cost, trace_of
@@ -186,12 +187,12 @@ def test_many_decode_steps_at_once_are_the_same_as_one_after_the_other(
     assert slow.num_preemptions > 0
 
 
-def replica_of(**settings: object) -> _Replica:
+def replica_of(**settings: object) -> SimulatedReplica:
     scheduler = SchedulerConfig.model_validate(settings)
-    return _Replica("", scheduler, CACHE, measured_replica(), noise=None, recorder=None, tells_prefixes=True)
+    return SimulatedReplica("", scheduler, CACHE, measured_replica(), noise=None, recorder=None, tells_prefixes=True)
 
 
-def enter(replica: _Replica, *sizes: tuple[int, int]) -> None:
+def enter(replica: SimulatedReplica, *sizes: tuple[int, int]) -> None:
     """Requests by prompt and output tokens."""
     for length, max_tokens in sizes:
         replica.engine.add(make_request(tuple(range(2, 2 + length)), max_tokens=max_tokens))
