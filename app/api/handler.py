@@ -184,7 +184,7 @@ class RequestHandler:
             if prepared is None:
                 work = partial(endpoint.prepare, parsed, model, context)
                 prepared = await self.threads.encode(reservation.account.name, parsed.encoded_size(size), work)
-            if reserves:
+            if reserves and (reservation.account.is_limited or prepared.num_logprobs):
                 num_prompt = prepared.num_prompt_tokens
                 num_output = sum(each.sampling.max_tokens for each in prepared.requests)
                 reservation.reserve(
