@@ -132,14 +132,6 @@ def task_name() -> str:
     return "" if task is None else task.get_name()
 
 
-def name_task(method: str, path: str) -> None:
-    """Give the running task the name of the request that it answers."""
-    task = asyncio.current_task()
-    max_name_length = 100  # paths of requests are as long as clients make them
-    if task is not None:
-        task.set_name(f"{method} {path[:max_name_length]}")
-
-
 def _running_task(loop: asyncio.AbstractEventLoop) -> str:
     task = asyncio.current_task(loop)
     # A client's path may have line ends.
