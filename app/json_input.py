@@ -8,8 +8,8 @@ from typing import Any
 from pydantic_core import from_json
 
 _DIGITS = bytes(ord("0") if chr(byte).isdecimal() else byte for byte in range(128)) + bytes(range(128, 256))
-_EXPONENTS = (b"0e0", b"0E0", b"0e+0", b"0E+0")
-_MANY_DIGITS = b"0" * 309  # a number below the largest float has 309 digits at most
+# Exponents, and many digits: a number below the largest float has 309 digits at most.
+_MARKS_OF_LARGE = (b"0e0", b"0E0", b"0e+0", b"0E+0", b"0" * 309)
 _MAX_INTEGER = 2**1024  # all integers from here on are beyond the largest float
 
 
@@ -19,19 +19,12 @@ def read_json(text: bytes | bytearray) -> Any:
     Raises ValueError, with the place, if the text is not JSON or has NaN, Infinity, half of a surrogate pair, too deep
     nesting, or a number beyond the largest float. Such a number would become infinite, which JSON cannot express.
     """
-    value = from_json(text, allow_inf_nan=False)
-    if _may_be_beyond_float(text) and (place := _place_beyond_float(value)) is not None:
+    value, digits = from_json(text, allow_inf_nan=False), text.translate(_DIGITS)
+    # Only a number with an exponent, or with many digits in a row, can be beyond. A string with either looks like one.
+    # This check is cheap. Looking at every value takes several times as long as parsing, and few texts need that.
+    if any(mark in digits for mark in _MARKS_OF_LARGE) and (place := _place_beyond_float(value)) is not None:
         raise ValueError(f"the number at {place or 'the top'} is beyond the largest float, about 1.8e308")
     return value
-
-
-def _may_be_beyond_float(text: bytes | bytearray) -> bool:
-    """Return whether the text has a number with an exponent, or many digits in a row, in a number or in a string.
-
-    This check is cheap. Looking at every value takes several times as long as parsing, and few texts need that.
-    """
-    digits = text.translate(_DIGITS)
-    return any(exponent in digits for exponent in _EXPONENTS) or _MANY_DIGITS in digits
 
 
 def _place_beyond_float(value: Any) -> str | None:

@@ -40,20 +40,20 @@ MAX_LONGER_TEXT = 1_000_000
 MAX_CALL_TOKENS = 1_000_000  # in all prompts of a call, or two contexts if that is more; a token takes 36 bytes
 
 
-def check_generates(model: ServedModel) -> None:
-    """Raise InvalidRequest for a model that generates no text."""
-    if not model.facts.generates:
-        ranks = "/v1/rerank or /v1/score"
-        at = "/v1/classify" if model.facts.labels else ranks if model.facts.scores_pairs else f"/v1/embeddings, {ranks}"
-        raise InvalidRequest(
-            f"the model {model.name!r} is an encoder and generates no text; choose another model, or use {at}",
-            param="model",
-        )
+def generates_nothing(model: ServedModel) -> InvalidRequest:
+    """Return the error for a request for text to a model that generates none."""
+    ranks = "/v1/rerank or /v1/score"
+    at = "/v1/classify" if model.facts.labels else ranks if model.facts.scores_pairs else f"/v1/embeddings, {ranks}"
+    return InvalidRequest(
+        f"the model {model.name!r} is an encoder and generates no text; choose another model, or use {at}",
+        param="model",
+    )
 
 
 def check_limits(body: GenerationRequest, model: ServedModel, limits: RequestLimits) -> None:
     """Check everything that depends only on the body, the limits and the model info. Raises InvalidRequest."""
-    check_generates(model)
+    if not model.facts.generates:
+        raise generates_nothing(model)
     for param, asked, most in (
         ("n", body.n, limits.max_choices),
         ("best_of", body.num_samples, limits.max_choices),
@@ -84,7 +84,10 @@ def shared_fields(body: GenerationRequest, model: ServedModel, context: RequestC
     if model.name in context.shared:
         return context.shared[model.name]
     check_limits(body, model, context.limits)
-    tools = tools_of(body, model) if isinstance(body, ChatRequest) else None
+    tools, predicted, ignored = None, None, ()
+    if isinstance(body, ChatRequest):
+        tools = tool_use(body, model.tokenizer, model.tool_format) if body.tools else None
+        predicted, ignored = body.prediction, _ignored_reasoning_fields(body, model)
     details = TokenDetailOptions(
         logprobs=body.asked_logprobs[1],
         names_are_ids=body.return_tokens_as_token_ids,
@@ -112,9 +115,7 @@ def shared_fields(body: GenerationRequest, model: ServedModel, context: RequestC
         "bad_words": _bad_words(body.bad_words, model.tokenizer) if body.bad_words else (),
         "logprobs": 0 if details.logprobs is None and details.choose_best else details.logprobs,
     }
-    predicted = body.prediction if isinstance(body, ChatRequest) else None
     prediction = () if predicted is None else _encode_prediction(predicted.content, model)
-    ignored = _ignored_reasoning_fields(body, model) if isinstance(body, ChatRequest) else ()
     if context.is_strict:
         refuse_passed_over(ignored)
     options = None if details == TokenDetailOptions() else details
@@ -130,11 +131,6 @@ def _ignored_reasoning_fields(body: ChatRequest, model: ServedModel) -> tuple[st
     if by_effort and not any(map(model.tokenizer.has_in_template, ("enable_thinking", "reasoning_effort"))):
         names.append(body.effort_param)
     return tuple(names)
-
-
-def tools_of(body: ChatRequest, model: ServedModel) -> ToolUse | None:
-    """Return the tools that a chat offers to a model, or None if it offers no tools. Raises InvalidRequest."""
-    return tool_use(body, model.tokenizer, model.tool_format) if body.tools else None
 
 
 def _encode_prediction(text: str, model: ServedModel) -> tuple[int, ...]:
@@ -444,7 +440,8 @@ def _scored_logprobs(details: TokenDetailOptions, *, is_first: bool) -> int | No
 
 def chat_prompt(body: ChatRequest, model: ServedModel) -> tuple[int, ...]:
     """Return the token ids of a chat's prompt, even if the prompt is too long for the model. Raises InvalidRequest."""
-    return truncated(encode_chat(body, model, tools_of(body, model), is_cut_or_counted=True), body, model)
+    tools = tool_use(body, model.tokenizer, model.tool_format) if body.tools else None
+    return truncated(encode_chat(body, model, tools, is_cut_or_counted=True), body, model)
 
 
 def truncated(prompt: tuple[int, ...], body: GenerationRequest, model: ServedModel) -> tuple[int, ...]:

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from starlette.types import Scope
-
 from app.api.auth.limits import Reservation
 from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel, SharedFields
 from app.api.request_trace import RequestTrace
@@ -20,6 +18,7 @@ from app.api.schemas.requests import QueuedRequest
 from app.engine.request import MAX_SESSION_LENGTH
 from app.errors import InvalidRequest
 
+DEADLINE_HEADER = "x-carousel-deadline-s"
 GROUP_HEADER = "x-carousel-group"
 PRESET_HEADER = "x-carousel-preset"
 EXPLAIN_HEADER = "x-carousel-explain"
@@ -92,29 +91,19 @@ class RequestContext:
         }
 
 
-def headers_of(scope: Scope) -> Mapping[str, str]:
-    """Return the headers of a request by their names in lower case. The first of repeated headers counts."""
-    headers: dict[str, str] | None = scope["state"].get("headers")
-    if headers is None:
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])}
-        scope["state"]["headers"] = headers
-    return headers
-
-
 def with_deadline(body: dict[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
     """Return the body with the deadline from the header, for clients that cannot change bodies.
 
     A deadline in the body takes precedence over the header. Raises InvalidRequest if the header is not a number.
     """
-    deadline_header = "x-carousel-deadline-s"
-    header = headers.get(deadline_header)
+    header = headers.get(DEADLINE_HEADER)
     if header is None or body.get("deadline_s") is not None:
         return body
     try:
         return body | {"deadline_s": float(header)}
     except ValueError:
         raise InvalidRequest(
-            f"the header {deadline_header} should be a number of seconds; got {header[:40]!r}", param="deadline_s"
+            f"the header {DEADLINE_HEADER} should be a number of seconds; got {header[:40]!r}", param="deadline_s"
         ) from None
 
 

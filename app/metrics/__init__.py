@@ -1,6 +1,6 @@
 """The service's own measurements, as Prometheus text. No Ray, no torch."""
 
-from app.metrics.event_loop import LoopMonitor, LoopSnapshot, name_task, task_name
+from app.metrics.event_loop import LoopMonitor, LoopSnapshot, task_name
 from app.metrics.exposition import CONTENT_TYPE, Scrape, exposition, pieces, replica_metrics
 from app.metrics.reports import (
     EngineCounts,
@@ -36,7 +36,6 @@ __all__ = [
     "decoded",
     "encoded",
     "exposition",
-    "name_task",
     "num_counted",
     "pieces",
     "replica_metrics",

@@ -132,14 +132,6 @@ def task_name() -> str:
     return "" if task is None else task.get_name()
 
 
-def name_task(method: str, path: str) -> None:
-    """Name the running task after the HTTP request that it answers."""
-    task = asyncio.current_task()
-    max_name_length = 100  # the length of a path is up to the client
-    if task is not None:
-        task.set_name(f"{method} {path[:max_name_length]}")
-
-
 def _running_task(loop: asyncio.AbstractEventLoop) -> str:
     task = asyncio.current_task(loop)
     # `ascii` escapes line ends, which a client's path may have.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import TracebackType
@@ -34,7 +34,8 @@ BOUNDS = {
 
 # Reasons for which a request resumes on another replica (`ReplicaLost` of app/fleet).
 LOSSES = ("broken", "ended", "engine_failed", "gap", "silent", "stuck")
-Kind = tuple[str, str]  # kind of a request: the group of its replica, and "foreground" or "background"
+_FOREGROUND, _BACKGROUND = "foreground", "background"
+Kind = tuple[str, str]  # kind of a request: the group of its replica, and `_FOREGROUND` or `_BACKGROUND`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,21 +154,14 @@ class ModelMetrics:
         self.num_in_flight = 0
         self.num_generated_tokens = 0
         self.finished = Counter({reason.value: 0 for reason in FinishReason})
-        self._latencies: dict[Kind, _LatencyHistograms] = {}
-        self.latencies("", is_background=False)
+        self.latencies = defaultdict[Kind, _LatencyHistograms](_LatencyHistograms)
+        _ = self.latencies["", _FOREGROUND]  # has its zeros from the start
         self.histograms = {name: Histogram(bounds) for name, bounds in BOUNDS.items()}
         # The counters of alerts start at 0, because Prometheus sees no rise in a counter that starts at 1.
         self._refused = Counter(dict.fromkeys(_SERVICE_REASONS, 0))
         self._failed = Counter(dict.fromkeys(_SERVICE_REASONS, 0))
         self._dispatched: Counter[str] = Counter()
         self._resumed = Counter(dict.fromkeys(LOSSES, 0))
-
-    def latencies(self, group: str, *, is_background: bool) -> _LatencyHistograms:
-        """Return the histograms of one kind of requests; creates them for a new kind."""
-        kind = (group, "background" if is_background else "foreground")
-        if kind not in self._latencies:
-            self._latencies[kind] = _LatencyHistograms()
-        return self._latencies[kind]
 
     def refused(self, error: Exception, *, is_background: bool = False) -> None:
         """Count a call with an error before its first token. A background call's overload counts as `NO_IDLE_SLOT`."""
@@ -200,7 +194,7 @@ class ModelMetrics:
             failed=dict(self._failed),
             dispatched=dict(self._dispatched),
             resumed=dict(self._resumed),
-            latencies={kind: each.snapshot() for kind, each in self._latencies.items()},
+            latencies={kind: each.snapshot() for kind, each in self.latencies.items()},
             **{name: histogram.snapshot() for name, histogram in self.histograms.items()},
         )
 
@@ -212,7 +206,7 @@ class CallMetrics:
     """
 
     __slots__ = (
-        "_arrived_at", "_clock", "_ended_at", "_first_at", "_is_background", "_model", "_num_open", "_requests",
+        "_arrived_at", "_class", "_clock", "_ended_at", "_first_at", "_model", "_num_open", "_requests",
     )  # fmt: skip
 
     def __init__(
@@ -220,10 +214,10 @@ class CallMetrics:
     ) -> None:
         """`prompt_tokens` has the prompt length of each request of the call."""
         self._model = model
-        self._is_background = is_background
         self._clock = model.clock
         self._arrived_at = arrived_at
-        latencies = model.latencies("", is_background=is_background)
+        self._class = _BACKGROUND if is_background else _FOREGROUND
+        latencies = model.latencies["", self._class]
         self._requests = [_RequestTimes(num_tokens, latencies) for num_tokens in prompt_tokens]
         self._num_open = len(self._requests)
         self._first_at: float | None = None  # time of the call's first token
@@ -251,7 +245,7 @@ class CallMetrics:
     def placed(self, index: int, group: str) -> None:
         """Note that a replica of this group has one of the requests. The request then counts for this group."""
         if group and not self._requests[index].num_tokens:
-            self._requests[index].latencies = self._model.latencies(group, is_background=self._is_background)
+            self._requests[index].latencies = self._model.latencies[group, self._class]
 
     def left_queue(self, index: int, queue_s: float) -> None:
         """Record how long one of the requests waited in its replica's queue. Ignored after the first token."""
@@ -307,7 +301,7 @@ class CallMetrics:
             self._model.failed(error)
             self._left(open_requests, FinishReason.ERROR)
         else:
-            self._model.refused(error, is_background=self._is_background)
+            self._model.refused(error, is_background=self._class == _BACKGROUND)
             self._model.num_in_flight -= len(open_requests)
 
     def _left(self, open_requests: Sequence[_RequestTimes], reason: FinishReason) -> None:

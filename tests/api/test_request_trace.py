@@ -30,6 +30,7 @@ class KeptTraces:
 def traced(tokenizer: Tokenizer, script: Script, body: dict[str, object], **headers: str) -> RequestTrace:
     service, kept = Service(tokenizer, script), KeptTraces()
     service.handler.tracer = kept
+    service.app = service.built()
     service.call("POST", "/v1/completions", body, headers)
     [trace] = kept.traces
     return trace

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from app.metrics import LoopMonitor, LoopSnapshot, name_task
+from app.metrics import LoopMonitor, LoopSnapshot
 from tests.waiting import until
 
 
@@ -60,12 +60,11 @@ def test_the_warning_names_the_route_and_the_function_and_no_value(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def answer(monitor: LoopMonitor) -> None:
-        name_task("POST", "/v1/completions\nforged line")
         compute(0.3, "a secret prompt")
 
     async def stalled() -> None:
         async with monitored() as monitor:
-            await asyncio.create_task(answer(monitor))
+            await asyncio.create_task(answer(monitor), name="POST /v1/completions\nforged line")
             await until(monitor.snapshot, lambda snapshot: snapshot.num_stalls > 0)
 
     monkeypatch.setattr("app.metrics.event_loop._OUR_PACKAGES", (__name__,))

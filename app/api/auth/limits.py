@@ -333,6 +333,7 @@ class Account:
         }  # fmt: skip
         # The limits that processes share.
         self.shared_limits = {LimitId(self.name, what, limit.limit): limit for what, limit in limits.items() if limit}
+        self.is_limited = bool(self.shared_limits or self.budgets)  # by more than the pools of the process
 
     @property
     def usage(self) -> Usage:
@@ -359,8 +360,9 @@ class Account:
     @contextmanager
     def reserve(self) -> Iterator[Reservation]:
         """Hold a slot during one HTTP request, from its first byte to its last. Raises LimitReached."""
-        self.pools.note_change(self.name)
         places, running = self.places, self.pools.requests
+        if self.is_limited:
+            self.pools.note_change(self.name)
         try:
             if places is None and not running.allows(self, 1):
                 raise LimitReached(
@@ -404,18 +406,20 @@ class Account:
             self._settle(reservation)
 
     def _settle(self, reservation: Reservation) -> None:
-        self.pools.note_change(self.name)
         reservation.release_body()
         self.pools.logprobs.take(self, -reservation.num_logprobs)
-        num_reserved, cost = reservation.num_reserved, reservation.cost_reserved
-        self.reserved = self.reserved.plus(BudgetTotals(-num_reserved, -num_reserved, -cost))
         calls = [call for usage in reservation.usages if (call := usage()).used.num_requests]
         reservation.usages.clear()  # they refer to the answers, and the server may keep the scope with the reservation
         for call in calls:
             self.pools.usage.add(self.name, call)
         num_used = sum(call.used.num_tokens for call in calls)
-        self._take_of_budgets(num_used - num_reserved, sum(call.used.cost for call in calls) - cost)
         self._num_tokens += num_used
+        num_reserved, cost = reservation.num_reserved, reservation.cost_reserved
+        if not self.is_limited and not num_reserved:
+            return
+        self.pools.note_change(self.name)
+        self.reserved = self.reserved.plus(BudgetTotals(-num_reserved, -num_reserved, -cost))
+        self._take_of_budgets(num_used - num_reserved, sum(call.used.cost for call in calls) - cost)
         if self.tokens:
             self.tokens.take(num_used - num_reserved)
 

@@ -11,7 +11,7 @@ from app.api.request_context import RequestContext
 from app.api.schemas.fields import ReasoningEffort
 from app.api.schemas.requests import ChatRequest
 from app.engine.request import Grammar, GrammarKind, Thought
-from app.text import Reasoning
+from app.text import Reasoning, ReasoningMarks
 
 # The share of the output that reasoning may take, by its effort. The numbers are OpenRouter's.
 _EFFORTS: dict[ReasoningEffort, float] = {
@@ -24,9 +24,13 @@ def prepare_chat(
 ) -> PreparedRequest:
     """Check and tokenize a chat. Raises InvalidRequest."""
     shared = shared_fields(body, model, context)
-    whole = encode_chat(body, model, shared.tools, is_cut_or_counted=body.truncate_prompt_tokens is not None)
-    reasoning, prompt = _reasoning(body, model, whole), truncated(whole, body, model)
-    form = None if reasoning is None else partial(_with_thought, shared.grammar, reasoning, body, model, prompt)
+    is_cut, reasoning, form = body.truncate_prompt_tokens is not None, None, None
+    whole = prompt = encode_chat(body, model, shared.tools, is_cut_or_counted=is_cut)
+    if is_cut:
+        prompt = truncated(whole, body, model)
+    if model.reasoning_marks is not None:
+        reasoning = _reasoning(body, model, model.reasoning_marks, whole)
+        form = partial(_with_thought, shared.grammar, reasoning, body, model, prompt)
     return prepare_generation(prefix, body, model, context, [prompt], shared, reasoning=reasoning, form=form)
 
 
@@ -53,11 +57,8 @@ def _budget(body: ChatRequest, max_tokens: int) -> int | None:
     return int(max_tokens * _EFFORTS[body.reasoning_effort])
 
 
-def _reasoning(body: ChatRequest, model: ServedModel, prompt: tuple[int, ...]) -> Reasoning | None:
+def _reasoning(body: ChatRequest, model: ServedModel, marks: ReasoningMarks, prompt: tuple[int, ...]) -> Reasoning:
     """Return how reasoning is found in the output. The template or a continued final message may already begin it."""
-    marks = model.reasoning_marks
-    if marks is None:
-        return None
     if body.continue_final_message:
         return Reasoning(marks=marks, is_open=marks.are_open(body.messages[-1].content or ""))
     return Reasoning(marks=marks, is_open=_ends_with(prompt, model, marks.begin))

@@ -15,7 +15,7 @@ from string import ascii_uppercase, digits
 from types import MappingProxyType
 from typing import ClassVar
 
-from app.api.generation import check_call_tokens, check_generates, encode_prompts, prepare_prompts
+from app.api.generation import check_call_tokens, encode_prompts, generates_nothing, prepare_prompts
 from app.api.output.choices import ChoiceDelta
 from app.api.output.response_state import ResponseState, Writer
 from app.api.prepared_request import PreparedRequest, ServedModel, TokenDetailOptions
@@ -38,7 +38,8 @@ _Labels = Mapping[str, int]  # the token of each label of a question, in the ord
 
 def prepare_decisions(body: DecisionsRequest, model: ServedModel, context: RequestContext) -> PreparedRequest:
     """Check and tokenize the questions. Raises InvalidRequest."""
-    check_generates(model)
+    if not model.facts.generates:
+        raise generates_nothing(model)
     if not model.tokenizer.has_chat_template:
         raise InvalidRequest(f"the model {model.name!r} has no chat template; choose another model", param="model")
     frame = _Frame.around(body.input, model)

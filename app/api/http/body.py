@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from app.api.auth.limits import Reservation
 from app.api.http.errors import ClientGone
-from app.api.http.guard import reservation_of
 from app.api.json_structure import check_structure
 from app.api.prepared_request import RequestLimits
-from app.api.request_context import headers_of
 from app.api.threads import MAX_SMALL_SIZE, BodyThreads
 from app.errors import BodyTooLarge, BodyTooSlow, InvalidRequest, UnsupportedMediaType
 from app.json_input import read_json
@@ -34,7 +32,7 @@ async def read_json_object(
     its size is certain, BodyTooSlow if it does not arrive in time, InvalidRequest if it is not a JSON object or has too
     many values, and LimitReached if the bodies in memory have too many bytes.
     """
-    headers = headers_of(request.scope)
+    headers: Mapping[str, str] = request.scope["state"]["headers"]
     declared, encoding = headers.get("content-type", ""), headers.get("content-encoding", "").strip().lower()
     json_media_type = "application/json"
     # Browsers send form content types, or none, to any address without a CORS preflight. JSON needs a preflight.
@@ -45,21 +43,26 @@ async def read_json_object(
         )
     if encoding:
         check_encoding(encoding, _ENCODINGS)
-    reservation, max_bytes = reservation_of(request), limits.max_body_bytes
-    body: bytes | bytearray = await _read(request, reservation, max_bytes=max_bytes, timeout_s=limits.body_timeout_s)
+    reservation: Reservation = request.scope["state"]["reservation"]
+    max_bytes, length = limits.max_body_bytes, headers.get("content-length", "")
+    body: bytes | bytearray = await _read(
+        request, reservation, length, max_bytes=max_bytes, timeout_s=limits.body_timeout_s
+    )
     if encoding in _ENCODINGS:
         unpack = partial(_unpacked, body, encoding, max_bytes)
         tenant = reservation.account.name
         body = unpack() if threads is None else await threads.encode(tenant, len(body), unpack)
         reservation.hold_body(len(body))
-    if threads is None or len(body) <= MAX_SMALL_SIZE:
-        return _object_of(body)
-
-    def read() -> dict[str, Any]:
-        check_structure([body], "the body")
-        return _object_of(body)
-
-    return await threads.read(reservation.account.name, len(body), read)
+    try:
+        if threads is None or len(body) <= MAX_SMALL_SIZE:
+            value = read_json(body)
+        else:
+            value = await threads.read(reservation.account.name, partial(_read_large, body))
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("the body should be a JSON object", code="invalid_json")
+    return value
 
 
 def check_encoding(encoding: str, accepted: Sequence[str] = ()) -> None:
@@ -87,18 +90,14 @@ def _unpacked(packed: bytes | bytearray, encoding: str, max_bytes: int) -> bytes
     return body
 
 
-def _object_of(body: bytes | bytearray) -> dict[str, Any]:
-    try:
-        value = read_json(body)
-    except ValueError as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
-    if not isinstance(value, dict):
-        raise InvalidRequest("the body should be a JSON object", code="invalid_json")
-    return value
+def _read_large(body: bytes | bytearray) -> Any:
+    check_structure([body], "the body")
+    return read_json(body)
 
 
-async def _read(request: Request, reservation: Reservation, *, max_bytes: int, timeout_s: float) -> bytearray:
-    declared = headers_of(request.scope).get("content-length", "")
+async def _read(
+    request: Request, reservation: Reservation, declared: str, *, max_bytes: int, timeout_s: float
+) -> bytearray:
     if declared.isdecimal() and len(declared) > 18:
         raise _too_large(declared[:18] + "...", max_bytes)
     if declared.isdecimal() and int(declared) > max_bytes:
@@ -107,8 +106,13 @@ async def _read(request: Request, reservation: Reservation, *, max_bytes: int, t
     began_at, allowed_s, num_allowed_for = loop.time(), min(timeout_s, PATIENCE_S), 0
     try:
         async with asyncio.timeout(allowed_s) as timeout:
-            async for chunk in request.stream():
-                if not chunk:  # the last one
+            has_more = True
+            while has_more:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                chunk, has_more = message.get("body", b""), message.get("more_body", False)
+                if not chunk:
                     continue
                 if len(body) + len(chunk) > max_bytes:
                     raise _too_large(f"more than {max_bytes:,}", max_bytes)
@@ -118,8 +122,6 @@ async def _read(request: Request, reservation: Reservation, *, max_bytes: int, t
                     num_allowed_for = len(body)
                     allowed_s = min(timeout_s, PATIENCE_S + num_allowed_for / MIN_BYTES_PER_S)
                     timeout.reschedule(began_at + allowed_s)
-    except ClientDisconnect:
-        raise ClientGone from None
     except TimeoutError:
         raise BodyTooSlow(
             f"only {len(body):,} bytes of the body arrived within {allowed_s:.3g} s; send at least "

@@ -40,14 +40,14 @@ from app.api.http.openapi import openapi_document
 from app.api.http.operations import RouteGroup
 from app.api.http.origins import OriginPolicy
 from app.api.http.sse import EventStream, WhileConnected, connection_of
-from app.api.request_context import EXPLAIN_HEADER, asks_for, headers_of, with_deadline
-from app.api.request_trace import RequestTrace
+from app.api.request_context import DEADLINE_HEADER, EXPLAIN_HEADER, asks_for, with_deadline
+from app.api.request_trace import RequestTrace, Tracer
 from app.api.schemas.parameters import STRICT_HEADER
 from app.api.stored_answers import KEPT_AT
 from app.batches import RESPONSES_PATH, BatchService
-from app.errors import Failure
+from app.errors import CarouselError, Failure
 from app.json_pieces import Json
-from app.metrics import name_task
+from app.metrics import NO_MODEL
 from app.usage import Owner
 
 
@@ -89,12 +89,9 @@ def build_app(
         of_batches = [FileRoutes(batches), BatchRoutes(batches), ShortBatchRoutes(batches, handler), kept]
     for_keys = [
         *(
-            Route(
-                path,
-                ReplicaEndpoint(endpoint, handler, running, kept if endpoint.path in KEPT_AT else None),
-                methods=["POST"],
-            )
+            Route(path, app if handler.tracer is None else TracedEndpoint(app, handler.tracer), methods=["POST"])
             for endpoint in ENDPOINTS.values()
+            for app in [ReplicaEndpoint(endpoint, handler, running, kept if endpoint.path in KEPT_AT else None)]
             for path in (endpoint.path, *endpoint.aliases)
         ),
         *_routes_of(TokenizationRoutes(handler), ServiceRoutes(handler, openapi)),
@@ -125,44 +122,32 @@ class ReplicaEndpoint:
     def __init__(
         self, endpoint: Endpoint, handler: RequestHandler, running: RunningCalls, kept: KeptResponseRoutes | None
     ) -> None:
+        self.path = endpoint.path
         self._kept = kept
         self._endpoint = endpoint
         self._handler = handler
         self._running = running
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        tracer = self._handler.tracer
-        if tracer is None:
-            await self._answer(scope, receive, send, None)
-            return
-        trace, error = RequestTrace(f"POST {self._endpoint.path}", headers_of(scope)), None
-        try:
-            await self._answer(scope, receive, send, trace)
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
-            trace.attributes["carousel.request_id"] = scope["state"]["request_id"]
-            trace.end(error)
-            tracer.record(trace)
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, trace: RequestTrace | None) -> None:
-        handler, scope_state, headers = self._handler, scope["state"], headers_of(scope)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send, trace: RequestTrace | None = None) -> None:
+        handler, state, headers = self._handler, scope["state"], scope["state"]["headers"]
         context = handler.context(
-            scope_state["reservation"],
-            scope_state["request_id"],
+            state["reservation"],
+            state["request_id"],
             has_own_id="x-request-id" in headers,
             headers=headers,
             is_strict=asks_for(headers, STRICT_HEADER),
             trace=trace,
             may_store=self._kept is not None,
         )
-        with handler.counting_refusals():
-            body = with_deadline(
-                await read_json_object(Request(scope, receive), handler.limits, handler.threads), headers
-            )
+        try:
+            body = await read_json_object(Request(scope, receive), handler.limits, handler.threads)
+            if DEADLINE_HEADER in headers:
+                body = with_deadline(body, headers)
+        except CarouselError as error:
+            handler.metrics.model(NO_MODEL).refused(error)
+            raise
         if self._kept is not None:
-            path = self._endpoint.path
+            path = self.path
             if headers.get(LAST_EVENT_HEADER):
                 await self._kept.go_on(path, context, scope, receive, send)
                 return
@@ -177,7 +162,7 @@ class ReplicaEndpoint:
                 try:
                     response = await handler.handle(self._endpoint, body, context)
                 finally:
-                    scope_state["request_id"] = context.request_id
+                    state["request_id"] = context.request_id
                 del body  # otherwise the body would stay in memory until the last token
                 context.reservation.release_body()
                 response_headers = partial(response.headers, explain=asks_for(headers, EXPLAIN_HEADER))
@@ -201,6 +186,26 @@ class ReplicaEndpoint:
             self._running.contexts.remove(context)
 
 
+class TracedEndpoint:
+    """Records a trace of each request to an endpoint."""
+
+    def __init__(self, app: ReplicaEndpoint, tracer: Tracer) -> None:
+        self._app = app
+        self._tracer = tracer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        trace, error = RequestTrace(f"POST {self._app.path}", scope["state"]["headers"]), None
+        try:
+            await self._app(scope, receive, send, trace)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            trace.attributes["carousel.request_id"] = scope["state"]["request_id"]
+            trace.end(error)
+            self._tracer.record(trace)
+
+
 class Application:
     """The outermost ASGI layer, which adds a request id and rate limits to responses, and answers errors."""
 
@@ -218,11 +223,15 @@ class Application:
             await self.router(scope, receive, send)
             return
         state = scope.setdefault("state", {})
-        request_headers = headers_of(scope)
+        # By their names in lower case. The first of repeated headers counts.
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])}
+        state["headers"] = headers
         # The client's own id is used if it is printable.
-        given = request_headers.get("x-request-id", "")
+        given = headers.get("x-request-id", "")
         state["request_id"] = given if _PRINTABLE.fullmatch(given) else uuid.uuid4().hex
-        name_task(scope["method"], scope["path"])
+        if (task := asyncio.current_task()) is not None:  # a warning about a held event loop names the task
+            max_path_length = 100  # paths of requests are as long as clients make them
+            task.set_name(f"{scope['method']} {scope['path'][:max_path_length]}")
         has_started = False
 
         async def send_with_id(message: Message) -> None:
@@ -230,7 +239,7 @@ class Application:
             if message["type"] == "http.response.start":
                 has_started = True
                 added = {"x-request-id": state["request_id"]} | rate_limit_headers(state)
-                added |= self._origins.response_headers(request_headers)
+                added |= self._origins.response_headers(headers)
                 if is_anthropic(scope["path"]):
                     added["request-id"] = state["request_id"]  # the header that the anthropic package reads
                 message["headers"] += [(name.encode(), value.encode()) for name, value in added.items()]
@@ -245,7 +254,7 @@ class Application:
                 return {"type": "http.disconnect"}
 
         try:
-            answer = self._origins.preflight(scope["method"], request_headers) or self.router
+            answer = self._origins.preflight(scope["method"], headers) or self.router
             await answer(scope, receive_to_end, send_with_id)
         except asyncio.CancelledError as error:
             # Ray Serve cancels the request of a client that has gone, and keeps this error in a reference cycle. The

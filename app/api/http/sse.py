@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
@@ -20,6 +21,7 @@ UNREAD_S = 60.0
 SEND_NOW = "carousel.send_now"  # an ASGI extension; its value in the scope is a `Connection`
 
 
+@dataclass(eq=False)
 class WhileConnected:
     """Async context manager that cancels its block and raises ClientGone when the client disconnects.
 
@@ -27,9 +29,8 @@ class WhileConnected:
     current task, as under `asyncio.timeout`.
     """
 
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._is_gone = False
+    receive: Receive
+    is_gone: bool = False
 
     async def __aenter__(self) -> None:
         task = asyncio.current_task()
@@ -45,19 +46,19 @@ class WhileConnected:
         try:
             await asyncio.wait({self._watcher})
         except asyncio.CancelledError:
-            if not self._is_gone:
+            if not self.is_gone:
                 raise
         finally:
             # The watcher's traceback refers to this object. The cycle would keep the request in memory until the
             # garbage collector runs.
             del self._watcher
-        if self._is_gone and self._task.uncancel() <= self._num_cancelled:  # nothing else cancelled the task
+        if self.is_gone and self._task.uncancel() <= self._num_cancelled:  # nothing else cancelled the task
             raise ClientGone from None
 
     async def _watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
+        while (await self.receive())["type"] != "http.disconnect":
             pass
-        self._is_gone = True
+        self.is_gone = True
         self._task.cancel()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 
 from msgspec import Struct, structs
@@ -110,6 +111,11 @@ def _join(last: ChoiceDelta, delta: ChoiceDelta) -> None:
     last.details = delta.details if last.details is None else last.details.joined(delta.details)
 
 
+def _ignore(piece: ChoiceDelta) -> tuple[()]:
+    return ()
+
+
+@dataclass(slots=True, eq=False)
 class DirectPath:
     """Sends the middle of an answer to its client in one call, from the frame of a replica to the connection.
 
@@ -117,12 +123,9 @@ class DirectPath:
     sends the first and the last events, and all events while the client's connection accepts no more.
     """
 
-    __slots__ = ("_add", "_connection", "_write")
-
-    def __init__(self) -> None:
-        self._connection: Connection | None = None
-        self._add: Callable[[ChoiceDelta], object] = _ignore
-        self._write: Callable[[ChoiceDelta], Iterable[bytes]] = _ignore
+    _connection: Connection | None = None
+    _add: Callable[[ChoiceDelta], object] = _ignore
+    _write: Callable[[ChoiceDelta], Iterable[bytes]] = _ignore
 
     def open(
         self,
@@ -147,10 +150,6 @@ class DirectPath:
         self._add(piece)
         for written in self._write(piece):
             self._connection.send(written)
-
-
-def _ignore(piece: ChoiceDelta) -> tuple[()]:
-    return ()
 
 
 def generate_choices(prepared: PreparedRequest, direct: DirectPath | None = None) -> AsyncGenerator[ChoiceDelta, None]:

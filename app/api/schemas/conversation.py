@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
-    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -258,6 +257,9 @@ ToolChoiceObject = Annotated[
 ]
 
 
+_joined_content = joined_text({"text": "text", "refusal": "refusal"})
+
+
 class Message(Schema):
     """One turn of a conversation."""
 
@@ -271,13 +273,7 @@ class Message(Schema):
     )
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[
-        str | None,
-        BeforeValidator(
-            joined_text({"text": "text", "refusal": "refusal"}),
-            json_schema_input_type=str | list[TextPart | RefusalPart] | None,
-        ),
-    ] = Field(None, validate_default=True)
+    content: str | None = Field(None, validate_default=True)
     refusal: str | None = None  # the assistant's refusal in an earlier turn, in place of its content
     reasoning_content: str | None = None  # the reasoning of an earlier turn, for templates that read it
     reasoning: str | None = None  # another name for `reasoning_content`
@@ -293,12 +289,14 @@ class Message(Schema):
             raise ValueError("is not supported; send tool_calls instead")
         return value
 
-    @field_validator("content")
+    @field_validator("content", mode="before", json_schema_input_type=str | list[TextPart | RefusalPart] | None)
     @classmethod
-    def _content_is_given(cls, value: str | None, info: ValidationInfo) -> str | None:
+    def _content_is_text(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, str):
+            return value
         if value is None and info.data.get("role") not in ("assistant", None):
             raise ValueError(f"is required in a message of role {info.data['role']!r}")
-        return value
+        return _joined_content(value)
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -57,7 +57,9 @@ def _unless_false(value: Any) -> Any:
 
 def _unless_unlimited(value: Any) -> Any:
     """Convert `max_tokens` of a chat: -1 asks for all tokens that fit, which is the default."""
-    return None if as_int(value) == -1 else value
+    if value == -1:
+        return None
+    return as_int(value) if type(value) is float else value
 
 
 def _some_are_kept(value: int | None) -> int | None:
@@ -213,7 +215,8 @@ KeptTokens = Annotated[
     Field(json_schema_extra={"not": {"const": 0}}),
 ]
 LengthOfChat = Annotated[
-    NumTokens | None, BeforeValidator(_unless_unlimited, json_schema_input_type=NumTokens | Literal[-1] | None)
+    Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None,
+    BeforeValidator(_unless_unlimited, json_schema_input_type=NumTokens | Literal[-1] | None),
 ]
 TokenBudget = Annotated[int, Field(ge=0, le=MAX_TOKENS), AsInt]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]  # OpenAI's names

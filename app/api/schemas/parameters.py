@@ -341,7 +341,7 @@ def ignored_fields(body: Mapping[str, Any], parsed: Schema) -> tuple[str, ...]:
     for name, value in body.items():
         if value is not None and name not in known:
             names.append(name)
-        elif value is not None and name in schema.model_fields and name not in _CONVERSATIONS:
+        elif isinstance(value, dict | list) and name in schema.model_fields and name not in _CONVERSATIONS:
             names += (_INDEX.sub("", path) for path in _unknown(value, schema.model_fields[name].annotation, name))
     if isinstance(parsed, ModelRequest):
         names += parsed.ignored_names

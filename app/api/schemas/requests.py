@@ -236,9 +236,10 @@ class GenerationRequest(QueuedRequest):
     def _fields_agree(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream: true; send both or neither", param="stream_options")
-        if self.num_samples < self.n:
+        num_samples = self.num_samples
+        if num_samples < self.n:
             raise InvalidRequest(f"best_of is {self.best_of}, which is less than n: {self.n}", param="best_of")
-        if self.num_samples > self.n and self.stream:
+        if num_samples > self.n and self.stream:
             raise InvalidRequest(
                 f"best_of is {self.best_of} and n is {self.n}: the best choices are only known at the end, so they "
                 f"cannot be streamed; leave out stream or best_of",

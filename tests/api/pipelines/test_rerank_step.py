@@ -145,6 +145,7 @@ def test_a_key_without_enough_tokens_for_the_answer_pays_for_the_ranking(tokeniz
 def test_a_trace_has_a_span_for_each_step(tokenizer: Tokenizer) -> None:
     service, kept = rag(tokenizer), KeptTraces()
     service.handler.tracer = kept
+    service.app = service.built()
     ask(service)
     [trace] = kept.traces
     [check], [ranking], [answering] = (named(trace, each) for each in ("check", "rerank rag[0]", "generate rag[1]"))

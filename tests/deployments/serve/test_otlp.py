@@ -55,6 +55,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
 def service(demo_path: Path, tracer: OtlpTracer) -> Service:
     made = Service(Tokenizer.load(str(demo_path)), resumed)
     made.handler.tracer = tracer
+    made.app = made.built()
     return made
 
 
