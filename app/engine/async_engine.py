@@ -475,11 +475,11 @@ class AsyncEngine:
             self._engine.add_checked(request, arrived_at=arrived_at, matcher=matcher, adapter=adapter)
         except Exception as error:
             failure = error if isinstance(error, CarouselError) else Failure("the engine could not take this request")
-            self._fail([request.request_id], failure)
             # The scheduler holds nothing of a request that the engine refused, and another request may have its id.
             was_queued = failure is not error and self._engine.abort(request.request_id) is not None
             if adapter is not None and not was_queued:
                 adapter.release()
+            self._fail([request.request_id], failure)  # last: its caller may want the place of the adapter again
             raise
 
     def _reconfigure(self, config: SchedulerConfig) -> None:

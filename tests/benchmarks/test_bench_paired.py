@@ -59,5 +59,5 @@ def test_turns_alternate_and_ratios_are_of_the_same_round() -> None:
 
 def test_output_without_a_json_object_at_its_end_is_an_error() -> None:
     for stdout in ("", "no json\n", "[1]\n", '{"seconds": 1}\ndone\n'):
-        with pytest.raises(paired.BenchmarkError, match="no JSON object"):
+        with pytest.raises(paired.BenchmarkError, match="not a JSON object"):
             last_object(stdout)

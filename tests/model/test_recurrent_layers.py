@@ -72,7 +72,7 @@ def test_a_draft_model_with_recurrent_layers_is_refused(tmp_path: Path) -> None:
     path = save_random_model(tmp_path / "model", "llama")
     draft = save_random_model(tmp_path / "draft", "lfm2", **HYBRIDS["lfm2"])
     speculation = {"method": "draft_model", "model": str(draft)}
-    with pytest.raises(InvalidSetup, match=r"method is draft_model, and the draft model .*/draft has recurrent layers"):
+    with pytest.raises(InvalidSetup, match=r"method is draft_model, but the draft model .*/draft has recurrent layers"):
         build_sync_engine(config_of(path, speculation=speculation))
 
 

@@ -240,7 +240,7 @@ def test_positions_that_follow_the_length_are_those_of_transformers_code(
     items = (piece(tuple(range(3, 17)), 0, [3, 1, 4, 5]),)
     with caplog.at_level(logging.INFO):
         model = load(tmp_path)
-    assert "positions of one of 256 tokens" in caplog.text
+    assert "positions of a sequence of 256 tokens" in caplog.text
     assert isinstance(model, CudaModel)
     assert len(model.weights.rotary) == 256
     theirs = predict(load_transformers(tmp_path), *items).logits
