@@ -111,10 +111,6 @@ def _join(last: ChoiceDelta, delta: ChoiceDelta) -> None:
     last.details = delta.details if last.details is None else last.details.joined(delta.details)
 
 
-def _ignore(piece: ChoiceDelta) -> tuple[()]:
-    return ()
-
-
 @dataclass(slots=True, eq=False)
 class DirectPath:
     """Sends the middle of an answer to its client in one call, from the frame of a replica to the connection.
@@ -123,33 +119,25 @@ class DirectPath:
     sends the first and the last events, and all events while the client's connection accepts no more.
     """
 
-    _connection: Connection | None = None
-    _add: Callable[[ChoiceDelta], object] = _ignore
-    _write: Callable[[ChoiceDelta], Iterable[bytes]] = _ignore
-
-    def open(
-        self,
-        connection: Connection,
-        add: Callable[[ChoiceDelta], object],
-        write: Callable[[ChoiceDelta], Iterable[bytes]],
-    ) -> None:
-        """Pass each following delta to `add`, and send the events that `write` makes of the delta to `connection`."""
-        self._connection, self._add, self._write = connection, add, write
+    connection: Connection | None  # None: closed
+    add: Callable[[ChoiceDelta], object]
+    write: Callable[[ChoiceDelta], Iterable[bytes]]
 
     def close(self) -> None:
         """Accept no more deltas, and drop all references to the answer."""
-        self._connection, self._add, self._write = None, _ignore, _ignore
+        self.connection = None
+        del self.add, self.write
 
     def may_take(self) -> bool:
         """Return whether the client's connection accepts an event now."""
-        return self._connection is not None and self._connection.may_send()
+        return self.connection is not None and self.connection.may_send()
 
     def take(self, piece: ChoiceDelta) -> None:
         """Send the events of a delta. `may_take()` must be true."""
-        assert self._connection is not None
-        self._add(piece)
-        for written in self._write(piece):
-            self._connection.send(written)
+        assert self.connection is not None
+        self.add(piece)
+        for written in self.write(piece):
+            self.connection.send(written)
 
 
 def generate_choices(prepared: PreparedRequest, direct: DirectPath | None = None) -> AsyncGenerator[ChoiceDelta, None]:
