@@ -10,7 +10,7 @@ from typing import Protocol
 from urllib.parse import quote
 
 from app.api.endpoints.table import Endpoint
-from app.api.output.choices import DeltaBuffer, token_deltas
+from app.api.output.choices import DeltaBuffer, close
 from app.api.output.response_state import ResponseState
 from app.api.output.token_details import LEAST_LOGPROB
 from app.api.prepared_request import PreparedRequest, ServedModel
@@ -315,11 +315,14 @@ class Confidence:
         """Call the model's `generate`, with log-probabilities even if the request asks for none."""
         if request.sampling.logprobs is None:
             request = replace(request, sampling=replace(request.sampling, logprobs=0))
-        async with token_deltas(self._generate, request) as deltas:
+        deltas = self._generate(request)
+        try:
             async for delta in deltas:
                 self._sum += sum([max(each.logprob, LEAST_LOGPROB) for each in delta.logprobs])
                 self._num_tokens += len(delta.logprobs)
                 yield delta
+        finally:
+            await close(deltas)
 
 
 def _document_ids(kept: Sequence[Json]) -> str:
