@@ -84,8 +84,12 @@ def shared_fields(body: GenerationRequest, model: ServedModel, context: RequestC
     if model.name in context.shared:
         return context.shared[model.name]
     check_limits(body, model, context.limits)
+<<<<<<< HEAD
     tools, predicted = None, None
     ignored: tuple[str, ...] = ()
+=======
+    tools, predicted, ignored = None, None, tuple[str, ...]()
+>>>>>>> path
     if isinstance(body, ChatRequest):
         tools = tool_use(body, model.tokenizer, model.tool_format) if body.tools else None
         predicted, ignored = body.prediction, _ignored_reasoning_fields(body, model)
@@ -212,12 +216,15 @@ def encode_chat(
             param="messages",
             max_values=MAX_STRUCTURE,
         )
+    effort, variables = body.reasoning_effort, body.chat_template_kwargs
+    if effort is not None:
+        variables = {"enable_thinking": effort != "none", "reasoning_effort": effort} | variables
     text = model.tokenizer.render_chat(
         template_messages(body.messages),
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
         continue_final_message=body.continue_final_message,
         tools=None if tools is None else template_tools(body.tools),
-        template_variables=body.template_variables,
+        template_variables=variables,
     )
     _check_text(text, model, "messages", is_cut_or_counted=is_cut_or_counted)
     most = max(2 * model.facts.max_model_len, MAX_LONGER_TEXT)

@@ -88,8 +88,8 @@ class RecordedAnswer:
             return
         try:
             with state.metrics:
-                async with aclosing(state.pieces):
-                    async for piece in state.pieces:
+                async with aclosing(state.pieces(None)) as pieces:
+                    async for piece in pieces:
                         state.add(piece, keep_text=False)
                         rest = repetition.rest(piece)
                         if rest is not None:

@@ -17,7 +17,7 @@ from app.errors import InvalidRequest, LimitReached, NotPermitted, Overloaded
 from app.fair import SharedPool
 from app.text import Tokenizer
 from app.usage import CallUsage, Used
-from app.usage.records import PLACES, LimitUse, Share
+from app.usage.records import PLACES, BudgetTotals, LimitUse, Share
 from tests.kit.engine import FakeClock
 from tests.kit.service import KEY, OTHER_KEY, WAIT, Answer, Connection, Service, bearer, entry, say
 from tests.waiting import TimelessLoop, until
@@ -482,6 +482,19 @@ def test_without_a_limit_of_its_own_a_key_may_have_half_of_the_places_and_others
     assert pools.requests.allows(alice, 8), "all are given back"
 
 
+def test_a_request_that_began_without_limits_owes_nothing_to_new_ones_and_old_ones_get_theirs_back() -> None:
+    changing = Account(KeyConfig.model_validate(entry()), FakeClock(), SharedPools())
+    assert not changing.is_limited
+    with changing.reserve(), ExitStack() as running:
+        changing.set_limits(KeyConfig.model_validate(entry(tokens_per_day=1000)))
+        assert changing.is_limited
+        running.enter_context(changing.reserve()).reserve(80)
+        assert changing.reserved.tokens_today == 80
+        changing.set_limits(KeyConfig.model_validate(entry()))
+    assert changing.reserved == BudgetTotals()
+    assert changing.usage.num_requests == 2
+
+
 def test_a_limit_of_its_own_goes_before_the_places_that_are_free() -> None:
     key = KeyConfig.model_validate(entry(max_concurrency=3))
     account = Account(key, FakeClock(), SharedPools(max_requests=2))
@@ -529,6 +542,7 @@ async def test_bodies_in_arrival_share_what_a_process_reads_at_once(
         assert answers[0].headers["retry-after"] == "1"
         assert "500,000 bytes of other bodies of this API key are being read" in answers[0].error["message"]
         assert await status_of(b'{"prompt": "Hi"}', bearer(OTHER_KEY)) == 200
+        assert await status_of(b'{"prompt": "Hi"}', bearer()) == 200, "a small whole body needs no room"
         assert await status_of(b'{"prompt": "Hi"}' + b" " * 200_000, bearer(OTHER_KEY)) == 200
         for hog in hogs:
             hog.hang_up()

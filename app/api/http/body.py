@@ -14,7 +14,7 @@ from app.api.auth.limits import Reservation
 from app.api.http.errors import ClientGone
 from app.api.json_structure import check_structure
 from app.api.prepared_request import RequestLimits
-from app.api.threads import MAX_SMALL_SIZE, BodyThreads
+from app.api.threads import MAX_SIZE_ON_THE_LOOP, MAX_SMALL_SIZE, BodyThreads
 from app.errors import BodyTooLarge, BodyTooSlow, InvalidRequest, UnsupportedMediaType
 from app.json_input import read_json
 
@@ -116,7 +116,8 @@ async def _read(
                     continue
                 if len(body) + len(chunk) > max_bytes:
                     raise _too_large(f"more than {max_bytes:,}", max_bytes)
-                reservation.hold_body(len(chunk))
+                if body or has_more or len(chunk) > MAX_SIZE_ON_THE_LOOP:  # a small whole body is checked at once
+                    reservation.hold_body(len(chunk))
                 body += chunk
                 if len(body) - num_allowed_for >= MIN_BYTES_PER_S:
                     num_allowed_for = len(body)

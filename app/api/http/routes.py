@@ -164,7 +164,8 @@ class ReplicaEndpoint:
                 finally:
                     state["request_id"] = context.request_id
                 del body  # otherwise the body would stay in memory until the last token
-                context.reservation.release_body()
+                if context.reservation.num_body_bytes:
+                    context.reservation.release_body()
                 response_headers = partial(response.headers, explain=asks_for(headers, EXPLAIN_HEADER))
                 if response.is_streamed:
                     connection = connection_of(scope)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
 
@@ -85,35 +85,30 @@ def connection_of(scope: Scope) -> Connection | None:
     return connection if connection is not None and connection.loop is asyncio.get_running_loop() else None
 
 
+@dataclass(kw_only=True, eq=False)
 class EventStream:
-    """A response that sends each server-sent event as soon as the event exists."""
+    """A response that sends each server-sent event as soon as the event exists.
 
-    def __init__(
-        self,
-        events: AsyncGenerator[bytes, None],
-        *,
-        headers: Callable[[], Mapping[str, str]],
-        heartbeat_s: float,
-        may_begin: Callable[[], bool],
-        connection: Connection | None = None,
-    ) -> None:
-        """Send no byte before the first event, so that an earlier error can still set the status of the response.
+    It sends no byte before the first event, so that an earlier error can still set the status of the response.
 
-        After `heartbeat_s` without an event, the stream begins early if `may_begin()`, for example when the request is
-        queued. Otherwise the client or a proxy would close the silent connection. After that, the stream sends a
-        comment whenever it has sent nothing for `heartbeat_s`. Comments also detect clients that have vanished.
-        `headers` is called when the stream begins. A client that accepts no message for `UNREAD_S` counts as gone.
-        `connection` may send events while the stream waits for the next of `events`.
-        """
-        self._events = events
-        self._headers = headers
-        self._heartbeat_s = heartbeat_s
-        self._may_begin = may_begin
-        self._connection = connection
-        self._has_begun = False
-        self._sent_at = 0.0  # when the last message was passed to the server, by the event loop's clock
-        self._is_taken = True  # the server has accepted that message, so the client has read enough earlier messages
-        self._is_unread = False  # the client has not read for `UNREAD_S`
+    After `heartbeat_s` without an event, the stream begins early if `may_begin()`, for example when the request is
+    queued. Otherwise the client or a proxy would close the silent connection. After that, the stream sends a comment
+    whenever it has sent nothing for `heartbeat_s`. Comments also detect clients that have vanished. `headers` is called
+    when the stream begins. A client that accepts no message for `UNREAD_S` counts as gone. `connection` may send events
+    while the stream waits for the next of `events`.
+    """
+
+    events: AsyncGenerator[bytes, None] = field(kw_only=False)
+    headers: Callable[[], Mapping[str, str]]
+    heartbeat_s: float
+    may_begin: Callable[[], bool]
+    connection: Connection | None = None
+    _has_begun: bool = field(default=False, init=False)
+    # When the last message was passed to the server, by the event loop's clock.
+    _sent_at: float = field(default=0.0, init=False)
+    # The server has accepted that message, so the client has read enough earlier messages.
+    _is_taken: bool = field(default=True, init=False)
+    _is_unread: bool = field(default=False, init=False)  # the client has not read for `UNREAD_S`
 
     async def send_to(self, send: Send) -> None:
         """Send all events. Raises ClientGone if the client stops reading, and any error that the events raise."""
@@ -122,7 +117,7 @@ class EventStream:
         self._sent_at = loop.time()
         self._send = send
         self._beating: asyncio.Task[None] | None = None
-        self._timer = loop.call_later(self._heartbeat_s, self._beat)
+        self._timer = loop.call_later(self.heartbeat_s, self._beat)
         try:
             # Resuming a task re-enters every awaiting coroutine. In the caller's task that would be about twenty
             # coroutines of the HTTP server, Serve and the routers, twice for each event. A separate task avoids them.
@@ -148,8 +143,8 @@ class EventStream:
 
     async def _send_all(self) -> None:
         clock = asyncio.get_running_loop().time
-        async with aclosing(self._events):
-            async for data in self._events:
+        async with aclosing(self.events):
+            async for data in self.events:
                 if not self._has_begun:
                     await self._begin()
                 else:
@@ -171,7 +166,7 @@ class EventStream:
             "content-type": "text/event-stream; charset=utf-8",
             "cache-control": "no-cache",
             "x-accel-buffering": "no",
-            **self._headers(),
+            **self.headers(),
         }
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": 200, "headers": raw})
@@ -182,8 +177,8 @@ class EventStream:
         return self._beating is not None and not self._beating.done()
 
     def _block_connection(self, is_blocked: bool) -> None:
-        if self._connection is not None:
-            self._connection.is_blocked = is_blocked
+        if self.connection is not None:
+            self.connection.is_blocked = is_blocked
 
     def _beat(self) -> None:
         """Send a comment if nothing was sent for `heartbeat_s`. Events do not restart the timer, to save timers."""
@@ -192,11 +187,11 @@ class EventStream:
             self._is_unread = True
             self._sending.cancel()
             return
-        sent_at = max(self._sent_at, 0.0 if self._connection is None else self._connection.sent_at)
-        wait_s = sent_at + self._heartbeat_s - loop.time()
+        sent_at = max(self._sent_at, 0.0 if self.connection is None else self.connection.sent_at)
+        wait_s = sent_at + self.heartbeat_s - loop.time()
         if wait_s <= 0:
-            wait_s = self._heartbeat_s
-            if self._is_taken and (self._has_begun or self._may_begin()):
+            wait_s = self.heartbeat_s
+            if self._is_taken and (self._has_begun or self.may_begin()):
                 self._sent_at, self._is_taken = loop.time(), False
                 self._block_connection(True)
                 self._beating = asyncio.create_task(self._send_heartbeat())

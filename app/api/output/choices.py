@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +14,7 @@ from app.api.http.sse import Connection
 from app.api.output.token_details import LogprobsCollector, TokenDetails
 from app.api.output.tool_calls import ToolCallDelta, ToolUse
 from app.api.prepared_request import PreparedRequest
-from app.engine.request import EngineTimes, FinishReason, Generate, Queued, Request, TokenDelta
+from app.engine.request import EngineTimes, FinishReason, Queued, Request, TokenDelta
 from app.errors import Failure, Unavailable
 from app.metrics import task_name
 from app.text import GeneratedText, TextDelta
@@ -111,10 +111,6 @@ def _join(last: ChoiceDelta, delta: ChoiceDelta) -> None:
     last.details = delta.details if last.details is None else last.details.joined(delta.details)
 
 
-def _ignore(piece: ChoiceDelta) -> tuple[()]:
-    return ()
-
-
 @dataclass(slots=True, eq=False)
 class DirectPath:
     """Sends the middle of an answer to its client in one call, from the frame of a replica to the connection.
@@ -123,33 +119,25 @@ class DirectPath:
     sends the first and the last events, and all events while the client's connection accepts no more.
     """
 
-    _connection: Connection | None = None
-    _add: Callable[[ChoiceDelta], object] = _ignore
-    _write: Callable[[ChoiceDelta], Iterable[bytes]] = _ignore
-
-    def open(
-        self,
-        connection: Connection,
-        add: Callable[[ChoiceDelta], object],
-        write: Callable[[ChoiceDelta], Iterable[bytes]],
-    ) -> None:
-        """Pass each following delta to `add`, and send the events that `write` makes of the delta to `connection`."""
-        self._connection, self._add, self._write = connection, add, write
+    connection: Connection | None  # None: closed
+    add: Callable[[ChoiceDelta], object]
+    write: Callable[[ChoiceDelta], Iterable[bytes]]
 
     def close(self) -> None:
         """Accept no more deltas, and drop all references to the answer."""
-        self._connection, self._add, self._write = None, _ignore, _ignore
+        self.connection = None
+        del self.add, self.write
 
     def may_take(self) -> bool:
         """Return whether the client's connection accepts an event now."""
-        return self._connection is not None and self._connection.may_send()
+        return self.connection is not None and self.connection.may_send()
 
     def take(self, piece: ChoiceDelta) -> None:
         """Send the events of a delta. `may_take()` must be true."""
-        assert self._connection is not None
-        self._add(piece)
-        for written in self._write(piece):
-            self._connection.send(written)
+        assert self.connection is not None
+        self.add(piece)
+        for written in self.write(piece):
+            self.connection.send(written)
 
 
 def generate_choices(prepared: PreparedRequest, direct: DirectPath | None = None) -> AsyncGenerator[ChoiceDelta, None]:
@@ -174,7 +162,8 @@ async def _choice_pieces(
     prepared: PreparedRequest, index: int, direct: DirectPath | None = None
 ) -> AsyncGenerator[ChoiceDelta, None]:
     choice = _Choice(prepared, index)
-    async with token_deltas(prepared.model.generate, choice.request) as deltas:
+    deltas = prepared.model.generate(choice.request)
+    try:
         # Only the streams of a fleet can deliver deltas directly. The deltas of other iterators are all read here.
         deliver_to = getattr(deltas, "deliver_to", None)
         if direct is not None and deliver_to is not None and not choice.text.may_end_itself:
@@ -190,6 +179,14 @@ async def _choice_pieces(
                 yield piece
                 if is_last:
                     return
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        # Only the generation was cancelled, not this task. The client must see a failure.
+        raise Unavailable("this generation was cancelled by the server; try again") from None
+    finally:
+        await close(deltas)
     raise Failure(f"the token stream of {choice.request.request_id} ended without a finish reason")
 
 
@@ -307,27 +304,11 @@ def _in_parts(piece: ChoiceDelta, parts: Sequence[tuple[str, tuple[ToolCallDelta
         yield piece
 
 
-@asynccontextmanager
-async def token_deltas(generate: Generate, request: Request) -> AsyncGenerator[AsyncIterator[TokenDelta], None]:
-    """Return the deltas of `generate` and close them at the end of the block.
-
-    A cancellation inside `generate` is raised as Unavailable. This is a context manager around the loop, because
-    another generator inside the loop would cost time for every token.
-    """
-    deltas = generate(request)
-    try:
-        yield deltas
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        # Only the generation was cancelled, not this task. The client must see a failure.
-        raise Unavailable("this generation was cancelled by the server; try again") from None
-    finally:
-        # Iterators without `aclose` need not be closed.
-        aclose = getattr(deltas, "aclose", None)
-        if aclose is not None:
-            await aclose()
+async def close(deltas: AsyncIterator[TokenDelta]) -> None:
+    """Close the deltas of a request. Iterators without `aclose` need not be closed."""
+    aclose = getattr(deltas, "aclose", None)
+    if aclose is not None:
+        await aclose()
 
 
 async def _merge(

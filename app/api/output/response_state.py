@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import ClassVar, Protocol
 
@@ -32,8 +33,7 @@ class ResponseState(Answer):
 
     prepared: PreparedRequest
     metrics: CallMetrics
-    pieces: AsyncGenerator[ChoiceDelta, None]
-    direct: DirectPath = field(default_factory=DirectPath)  # takes some of the pieces while it is open
+    pieces: Callable[[DirectPath | None], AsyncGenerator[ChoiceDelta, None]]  # the path takes some of them
     queued: Queued | None = None  # the queue position of the first request
     times: EngineTimes | None = None  # the times of the request with the first token
     extra_usage: Callable[[], Json] = dict  # returns additional fields of `usage`
@@ -64,7 +64,6 @@ class ResponseState(Answer):
             arrived_at=context.arrived_at,
             is_background=prepared.requests[0].is_background,
         )
-        is_new, direct = pieces is None, DirectPath()
         state = cls(
             facts=prepared.facts(),
             outputs=[ChoiceOutput() for _ in prepared.requests],
@@ -72,11 +71,10 @@ class ResponseState(Answer):
             prepared=prepared,
             request_id=context.request_id,
             metrics=of_call,
-            pieces=generate_choices(prepared, direct) if pieces is None else pieces,
-            direct=direct,
-            trace=context.trace if is_new else None,
+            pieces=partial(generate_choices, prepared) if pieces is None else lambda _: pieces,
+            trace=context.trace if pieces is None else None,
         )
-        if not is_new:
+        if pieces is not None:
             return state
         context.reservation.usages.append(state.used)
         context.begun.append(prepared)
@@ -97,12 +95,11 @@ class ResponseState(Answer):
         """
         assert self.writer is not None, "a client sees this response"
         writer = self.writer.event_writer(self)
-        if connection is not None:
-            self.direct.open(connection, self.add, writer.write)
+        direct = None if connection is None else DirectPath(connection, self.add, writer.write)
         try:
             with self.metrics:
-                async with aclosing(self.pieces):
-                    async for piece in self.pieces:
+                async with aclosing(self.pieces(direct)) as pieces:
+                    async for piece in pieces:
                         self.add(piece)
                         for written in writer.write(piece):
                             yield written
@@ -116,7 +113,8 @@ class ResponseState(Answer):
                 self.trace.error = error
             last = writer.fail(error)
         finally:
-            self.direct.close()  # drop its references to this response
+            if direct is not None:
+                direct.close()
         for written in last:
             yield written
 
@@ -171,8 +169,8 @@ class ResponseState(Answer):
     async def read(self, take: Callable[[ChoiceDelta], object], *, keep_text: bool = False) -> None:
         """Add all deltas and pass each to `take`."""
         with self.metrics:
-            async with aclosing(self.pieces):
-                async for piece in self.pieces:
+            async with aclosing(self.pieces(None)) as pieces:
+                async for piece in pieces:
                     self.add(piece, keep_text=keep_text)
                     take(piece)
 

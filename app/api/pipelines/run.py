@@ -10,8 +10,12 @@ from typing import Protocol
 from urllib.parse import quote
 
 from app.api.endpoints.table import Endpoint
+<<<<<<< HEAD
 from app.api.output.answer import ChoiceOutput
 from app.api.output.choices import DeltaBuffer, token_deltas
+=======
+from app.api.output.choices import DeltaBuffer, close
+>>>>>>> path
 from app.api.output.response_state import ResponseState
 from app.api.output.token_details import LEAST_LOGPROB
 from app.api.prepared_request import PreparedRequest, ServedModel
@@ -317,11 +321,14 @@ class Confidence:
         """Call the model's `generate`, with log-probabilities even if the request asks for none."""
         if request.sampling.logprobs is None:
             request = replace(request, sampling=replace(request.sampling, logprobs=0))
-        async with token_deltas(self._generate, request) as deltas:
+        deltas = self._generate(request)
+        try:
             async for delta in deltas:
                 self._sum += sum([max(each.logprob, LEAST_LOGPROB) for each in delta.logprobs])
                 self._num_tokens += len(delta.logprobs)
                 yield delta
+        finally:
+            await close(deltas)
 
 
 def _usage_of(name: str, reports: Iterable[StepReport]) -> Json:

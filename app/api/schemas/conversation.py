@@ -341,9 +341,4 @@ class Conversation(Schema):
     tools: Annotated[ListOf[AnyTool], not_larger(MAX_TOOLS_SIZE)] = Field(default_factory=list, max_length=MAX_TOOLS)
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
-    chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
-
-    @property
-    def template_variables(self) -> dict[str, Any]:
-        """Additional variables for the chat template."""
-        return self.chat_template_kwargs
+    chat_template_kwargs: TemplateVariables = Field(default_factory=dict)  # they override `reasoning_effort`

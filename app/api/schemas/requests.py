@@ -315,13 +315,6 @@ class ChatRequest(Conversation, GenerationRequest):
     thinking_token_budget: TokenBudget | None = None  # the end of reasoning is forced after this number of tokens
     reasoning_effort: ReasoningEffort | None = None  # a budget as a fraction of the maximum output length
 
-    @property
-    def template_variables(self) -> dict[str, Any]:
-        """The variables for the chat template. The variables in the body override `reasoning_effort`."""
-        effort = self.reasoning_effort
-        asked = {} if effort is None else {"enable_thinking": effort != "none", "reasoning_effort": effort}
-        return asked | self.chat_template_kwargs
-
     @model_validator(mode="after")
     def _chat_fields_agree(self) -> ChatRequest:
         choice = self.tool_choice
