@@ -84,12 +84,7 @@ def shared_fields(body: GenerationRequest, model: ServedModel, context: RequestC
     if model.name in context.shared:
         return context.shared[model.name]
     check_limits(body, model, context.limits)
-<<<<<<< HEAD
-    tools, predicted = None, None
-    ignored: tuple[str, ...] = ()
-=======
     tools, predicted, ignored = None, None, tuple[str, ...]()
->>>>>>> path
     if isinstance(body, ChatRequest):
         tools = tool_use(body, model.tokenizer, model.tool_format) if body.tools else None
         predicted, ignored = body.prediction, _ignored_reasoning_fields(body, model)

@@ -290,6 +290,8 @@ class _Connection(asyncio.Protocol):
         self.is_writable = False
 
     def resume_writing(self) -> None:
+        if self._transport.is_closing():
+            return
         self.is_writable = True
         if self.session is not None:
             self.session.flush()

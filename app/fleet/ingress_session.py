@@ -151,19 +151,19 @@ class IngressSession:
         )
 
     def _report_prompts(self) -> None:
-        """Report how many prompt tokens other ingresses have sent, at least a short pause after the last frame.
+        """Report soon how many prompt tokens other ingresses have sent: in the next turn of the event loop or later.
 
         The number changes all the time on a replica with many short requests, and an ingress treats a replica that
-        sends too many frames as broken.
+        sends too much without deltas as broken (`FrameReader`). Reports that name many adapters are therefore rarer.
         """
-        if self._prompts_timer is not None:
-            self._prompts_timer.cancel()
-        loop, pause_s = asyncio.get_running_loop(), 0.01
-        wait_s = self._sent_at + pause_s - loop.time()
-        if wait_s <= 0:
-            self.flush(even_without_deltas=True)
-        else:
-            self._prompts_timer = loop.call_later(wait_s, lambda: self.flush(even_without_deltas=True))
+        if self._prompts_timer is None:
+            loop, pause_s = asyncio.get_running_loop(), 0.01 * (1 + self._num_adapters / 64)
+            wait_s = max(0.0, self._sent_at + pause_s - loop.time())
+            self._prompts_timer = loop.call_later(wait_s, self._flush_report)
+
+    def _flush_report(self) -> None:
+        self._prompts_timer = None
+        self.flush(even_without_deltas=True)
 
     def put_all(self, deltas: Iterable[TokenDelta]) -> None:
         """Send these deltas of the ingress's requests, or store them while the ingress is slow."""
@@ -235,6 +235,8 @@ class IngressSession:
         self._next_number += 1
         if self._prompts_timer is not None:
             self._prompts_timer.cancel()
+            self._prompts_timer = None
+        self._num_adapters = len(report.adapters or ())
         self._sent_at = asyncio.get_running_loop().time()
         self._stream.send(frame)
 

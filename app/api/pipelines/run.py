@@ -10,12 +10,8 @@ from typing import Protocol
 from urllib.parse import quote
 
 from app.api.endpoints.table import Endpoint
-<<<<<<< HEAD
 from app.api.output.answer import ChoiceOutput
-from app.api.output.choices import DeltaBuffer, token_deltas
-=======
 from app.api.output.choices import DeltaBuffer, close
->>>>>>> path
 from app.api.output.response_state import ResponseState
 from app.api.output.token_details import LEAST_LOGPROB
 from app.api.prepared_request import PreparedRequest, ServedModel
