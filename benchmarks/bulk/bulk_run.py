@@ -27,7 +27,7 @@ class BulkRun:
     """A bulk run into one output folder. A killed run is started again as a new process."""
 
     def __init__(self, out: Path, arguments: Sequence[str], *, program: Sequence[str]) -> None:
-        """`program` are the interpreter's arguments that name the program; `arguments` exclude `--output`."""
+        """`program`: arguments of the interpreter, such as `-m NAME`. `arguments`: those of the program itself."""
         self._out = out
         self._command = [sys.executable, *program, "--output", str(out), *arguments]
         self._process: subprocess.Popen[bytes] | None = None

@@ -324,8 +324,7 @@ class Prefixes:
 
     def num_explained(self, asked: Question, prompt_ids: Sequence[int]) -> int:
         """Return the number of tokens that earlier requests explain as cached. Call `add` with this request before."""
-        # These kinds can hit their own prefix: "n" and "batch" send equal prefixes at once, and a stored response
-        # is computed again after its process has died.
+        # Its own prefix explains "n" and "batch" (equal prefixes at once) and a stored response (computed again).
         num_own = 0 if asked.kind in ("n", "batch") or asked.is_kept else 1
         seen = [self._seen[owner] for owner in self._owners(asked)]
         explained = [

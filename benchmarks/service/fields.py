@@ -3,11 +3,11 @@
     python -m benchmarks.service.fields --only /v1/chat
 
 Starts the service as `make serve` does and reads the fields from its OpenAPI document (`field_bodies.py`). Lists and
-texts of embeddings and rankings also go to a simulated model with vectors of 4,096 numbers, and lists and texts of
-prompts also go to nested pipelines. The largest answer is also streamed to a client that does not read for some
-seconds. A body over a target is sent again up to twice, unless it took long, and its lowest figures count, because
-other processes of the machine cause pauses too. Progress and a table of the bodies over a target go to stderr; the last
-line of stdout is one JSON object. Figures from `stall_ms` to `grown_mib` are the largest of all bodies:
+texts of embeddings and rankings also go to a simulated model with vectors of 4,096 numbers, those of prompts to nested
+pipelines. The largest answer is also streamed to a client that does not read for some seconds. A body over a target is
+sent again up to twice, unless it took long, and its lowest figures count: other processes cause pauses too. Progress
+and a table of bodies over a target go to stderr. The last line of stdout is one JSON object. Its `stall_ms` to
+`grown_mib` are the largest of all bodies:
 
     calm          the longest pause of the honest stream and the longest step while only ordinary long prompts run
     statuses      the number of answers by status
@@ -19,8 +19,8 @@ line of stdout is one JSON object. Figures from `stall_ms` to `grown_mib` are th
     over          the bodies over a target, with their figures
     grown_at_end_mib   the growth of the memory of each process over all bodies
 
-Targets: no stall (50 ms), pauses of 100 ms, steps of 1.5 times the calm ones, 100 MiB. Exits with 1 if a body is over
-a target or an answer has a status of 500 or above.
+Targets: no stall (50 ms), pauses of 100 ms, steps of 1.5 times the calm ones, 100 MiB; a status of 500 or above fails.
+Exits with 1 if a body is over a target.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class Sweep:
         return _of_all(costs, max)
 
     async def least_cost(self, sent: SentBody, calm: Cost) -> Cost:
-        """Return the lowest cost of several tries if the first exceeds a target. Memory is that of the first try."""
+        """Return the lowest figures of several tries if the first exceeds a target; memory is that of the first try."""
         costs = [await self.cost(sent)]
         while (
             costs[-1].over(calm) not in ([], ["grown_mib"]) and len(costs) < _NUM_TRIES and costs[0].seconds < _LONG_S

@@ -34,7 +34,7 @@ HOT_TOKENS = 1_000
 # Made-up values: adapters in all, adapters loaded by one replica at most, and seconds of one load.
 NUM_ADAPTERS, MAX_LOADED, ADAPTER_LOAD_S = 200, 8, 0.3
 _DISPATCH = "prefix_affinity"
-_SINCE_S = (0, 1, 2, 5, 10, 1_000)  # bounds of intervals, in seconds since the start of an ingress
+_SINCE_S = (0, 1, 2, 5, 10, 1_000)  # bounds of intervals after the start of an ingress
 _TURN_S = 7.0  # approximate time between two turns of a conversation: a pause of 5 s and the answer
 
 
