@@ -272,7 +272,7 @@ def _blocks(document: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
 def _listen_to_usage(found: Heard, document: Mapping[str, Any]) -> None:
     usage = document.get("usage") or (document.get("response") or {}).get("usage") or {}
     if usage:
-        # The total over a list of prompts excludes pipeline steps whose answer was not used.
+        # The total over a list of prompts leaves out pipeline steps that did not give the answer.
         answers = [result["response"] for result in document.get("results", ()) if result.get("response")]
         usages = [answer["usage"] for answer in answers] or [usage]
         found.used = sum((_used(part) for each in usages for part in _steps_of(each) or [each]), Used())

@@ -9,8 +9,7 @@ requests, and a budget of tokens a day. Progress goes to stderr; the last line o
     some refused    like busy, but one key in twenty asks for three times its token limit
 
 Each of these loads reports the kilobytes a second that one ingress sends to the owner and receives, and milliseconds of
-CPU a second: of one ingress, and of the owner for all ingresses. Pickling and the ledger are included, the transport is
-not.
+CPU a second of one ingress, and of the owner for all ingresses, with pickling and the ledger, without the transport.
 
     authentication  microseconds of CPU to find the account of a request by its key, and by the name of the key; for
                     each number of keys
