@@ -1,1 +1,1 @@
-"""Bulk runs measured: what deaths cost them."""
+"""Measures the cost of killed processes in bulk runs."""

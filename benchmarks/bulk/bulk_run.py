@@ -1,4 +1,4 @@
-"""A bulk run in processes of its own: started, watched, killed; what it has written."""
+"""Starts, watches and kills a bulk run in processes of its own, and reads its results."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _READ_BYTES = 1 << 20
 
 
 class BulkRun:
-    """One output folder, and the processes that work on it, one after the other."""
+    """A bulk run into one output folder. A killed run is started again as a new process."""
 
     def __init__(self, out: Path, arguments: Sequence[str], *, program: Sequence[str]) -> None:
-        """`program`: what the interpreter runs; `arguments`: beside the output folder."""
+        """`program`: arguments of the interpreter, such as `-m NAME`. `arguments`: those of the program itself."""
         self._out = out
         self._command = [sys.executable, *program, "--output", str(out), *arguments]
         self._process: subprocess.Popen[bytes] | None = None
         self._num_records = 0
-        self._offsets: Counter[Path] = Counter()  # how much of each journal was counted
+        self._offsets: Counter[Path] = Counter()  # counted bytes of each journal
 
     def start(self) -> None:
         self._process = subprocess.Popen(self._command, stdout=sys.stderr, start_new_session=True)
 
     def wait(self) -> None:
-        """Until it ends. Raises BenchmarkError when it fails."""
+        """Block until the run ends. Raises BenchmarkError if it fails."""
         status = self.process.wait()
         if status:
             raise BenchmarkError(f"the bulk run ended with status {status}")
@@ -53,20 +53,20 @@ class BulkRun:
         return self.process.poll() is not None
 
     def kill(self, kind: str, chance: random.Random) -> bool:
-        """Kill one process of a kind; returns whether there was one."""
+        """Kill a random process of a kind. Return False if there was none."""
         found = [pid for pid, each in family(self.process.pid).items() if each.title.startswith(_TITLES[kind])]
         if found:
             os.kill(chance.choice(found), signal.SIGKILL)
         return bool(found)
 
     def kill_all(self) -> None:
-        """Kill the driver with the cluster that it has started: as when a node dies."""
+        """Kill the driver and the cluster that it started, as if the node had died."""
         if not self.has_ended:
             kill_family(self.process.pid)
         self.process.wait()
 
     def num_records(self) -> int:
-        """Whole records so far; each is read once."""
+        """Return the number of complete records so far. Each call reads only new bytes."""
         for journal in journals_in(self._out):
             with journal.open("rb") as file:
                 file.seek(self._offsets[journal])
@@ -83,7 +83,7 @@ class BulkRun:
 
 
 def own_engines(folder: Path, rows: Path, engine: Mapping[str, Any], *, num_engines: int, num_cpus: float) -> list[str]:
-    """The arguments of a bulk run on engines of its own; writes its configuration into the folder."""
+    """Write a configuration into the folder, and return the arguments of a bulk run on its own engines."""
     config = folder / "serve.yaml"
     served = serve_file(application("bulk", engine, {"num_replicas": num_engines, "num_cpus": num_cpus}))
     config.write_text(json.dumps(served), encoding="utf-8")  # JSON is YAML
@@ -91,6 +91,6 @@ def own_engines(folder: Path, rows: Path, engine: Mapping[str, Any], *, num_engi
 
 
 def write_rows(path: Path, rows: Iterator[Mapping[str, Any]]) -> None:
-    """One JSON object a line."""
+    """Write one JSON object a line."""
     with path.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)

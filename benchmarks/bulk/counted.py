@@ -1,7 +1,7 @@
-"""A bulk run with engines that count each token they draw: `python -m benchmarks.bulk.counted FILE --input …`.
+"""A bulk run with engines that count each sampled token: `python -m benchmarks.bulk.counted FILE --input …`.
 
-Each step appends one line with its number of tokens to FILE, by one system call, so the count outlives every process.
-The rest of the command line is that of `python -m deployments.bulk`. Run by `benchmarks.bulk.kills`.
+Each step appends a line with its number of tokens to FILE in one system call, so the count survives any kill. The rest
+of the command line is that of `python -m deployments.bulk`. `benchmarks.bulk.kills` runs this module.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ COUNT = sys.argv[1]
 
 
 class EngineActor(pool.EngineActor):
-    """Has the name of the class that it replaces: Ray titles the processes by it."""
+    """Replaces the class of the same name, because Ray takes the titles of processes from the class name."""
 
     def load(self) -> ModelInfo:
         facts = super().load()

@@ -1,17 +1,16 @@
-"""What `kill -9` costs a bulk run: rows lost, rows twice, work done again.
+"""Measures the cost of `kill -9` in a bulk run: lost rows, duplicate rows, repeated work.
 
     python -m benchmarks.bulk.kills --rows 10000 --kills 20
 
-Runs `python -m deployments.bulk` on engines of its own and kills an engine, a process that reads, or the driver with
-its whole cluster, at random moments over all of the run; after the driver's death it goes on with --resume. Engines
-compute the model of --model, or only sleep (--step-ms). Every token that any engine draws is counted in a file that
-outlives all of them, so what was computed twice is known exactly. Progress goes to stderr; the last line of stdout is
-one JSON object:
+Runs `python -m deployments.bulk` on its own engines and kills an engine, a reader process, or the driver with its
+whole cluster, at random moments spread over the run. A killed driver is started again with --resume. Engines compute
+the model of --model, or only sleep (--step-ms). A file that survives all processes counts every sampled token, so the
+repeated work is known exactly. Progress goes to stderr; the last line of stdout is one JSON object:
 
-    rows_lost, rows_twice, rows_different   against the input, and against the texts of a run without kills
-    tokens_again_share    tokens drawn beyond those in the results, over those
-    rows_again_share      rows that began again from nothing, over all, as the run's own summary tells it
-    rows_continued_share  rows that had begun, lost their engine or the driver, and went on after their tokens
+    rows_lost, rows_twice, rows_different   rows without a result, with several, or with another text than without kills
+    tokens_again_share    sampled tokens that are not in the results, over the tokens in the results
+    rows_again_share      share of rows that were started again from nothing, as the run's own summary reports it
+    rows_continued_share  share of rows that lost their engine or the driver, and resumed after their tokens
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """A run without kills, then one with them. Raises BenchmarkError when a run does not come to its end."""
+    """Compare a run without kills and a run with kills. Raises BenchmarkError if a run fails or makes no progress."""
     write_rows(folder / "rows.jsonl", rows(given))
     smooth = _run(folder, "smooth", given)
     began = time.monotonic()
@@ -58,7 +57,7 @@ def measure(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def judged(smooth: Sequence[dict[str, Any]], rough: Sequence[dict[str, Any]], num_rows: int) -> dict[str, int]:
-    """What has become of the rows: their records against those of a run in which nothing died."""
+    """Compare the records of a run with kills (`rough`) with those of a run without kills (`smooth`)."""
     counts = Counter(record["row"] for record in rough)
     texts = {record["row"]: record["text"] for record in smooth}
     return {
@@ -70,7 +69,7 @@ def judged(smooth: Sequence[dict[str, Any]], rough: Sequence[dict[str, Any]], nu
 
 
 def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Rows of about the lengths that are asked for."""
+    """Yield rows with random lengths around `--prompt` and `--output`."""
     chance = random.Random(given.seed)
     for number in range(given.rows):
         words = chance.randint(given.prompt // 2, given.prompt)
@@ -83,7 +82,7 @@ def rows(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _run(folder: Path, name: str, given: argparse.Namespace) -> BulkRun:
-    """A run that counts its tokens in `NAME.tokens`; started again, it goes on."""
+    """Return a run that counts its tokens in `NAME.tokens` and resumes when it is started again."""
     model: dict[str, Any] = {"path": given.model}
     if given.step_ms is not None:
         model["simulated"] = {"step_ms": given.step_ms}
@@ -94,7 +93,7 @@ def _run(folder: Path, name: str, given: argparse.Namespace) -> BulkRun:
 
 
 def _kill_at_random(run: BulkRun, given: argparse.Namespace) -> Counter[str]:
-    """Start the run and kill whenever it has got so many rows further; the moments are spread over all of it."""
+    """Start the run and kill a process at random numbers of written rows. Return the number of kills by kind."""
     chance = random.Random(given.seed)
     moments = sorted(chance.sample(range(given.rows // 50, given.rows * 49 // 50), given.kills))
     kinds = [chance.choice(given.kinds.split(",")) for _ in moments]
@@ -104,7 +103,7 @@ def _kill_at_random(run: BulkRun, given: argparse.Namespace) -> Counter[str]:
         deadline = time.monotonic() + PATIENCE_S
         while run.num_records() < moment:
             if run.has_ended or time.monotonic() > deadline:
-                raise BenchmarkError(f"the run came to {run.num_records():,} rows and not to {moment:,}")
+                raise BenchmarkError(f"the run stopped at {run.num_records():,} rows and did not reach {moment:,}")
             time.sleep(_LOOK_EVERY_S)
         killed[_kill(run, kind, chance)] += 1
         tell(f"{moment:,} rows: killed: {kind}")
@@ -113,7 +112,7 @@ def _kill_at_random(run: BulkRun, given: argparse.Namespace) -> Counter[str]:
 
 
 def _kill(run: BulkRun, kind: str, chance: random.Random) -> str:
-    """Kill one of a kind, an engine where all rows have been read; returns the kind. A killed driver starts again."""
+    """Kill one process and return its kind: an engine if no reader is left. Start a killed driver again."""
     if kind == DRIVER:
         run.kill_all()
         run.start()
@@ -125,7 +124,7 @@ def _kill(run: BulkRun, kind: str, chance: random.Random) -> str:
 
 
 def _num_drawn(count: Path) -> int:
-    """Tokens that any engine has drawn."""
+    """Return the number of tokens that all engines have sampled."""
     return sum(map(int, count.read_text(encoding="utf-8").split()))
 
 
@@ -145,13 +144,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser("bulk.kills", __doc__)
     parser.add_argument("--rows", type=positive, default=10_000, metavar="N")
     parser.add_argument("--kills", type=int, default=20, metavar="N")
-    parser.add_argument("--kinds", default="engine,reader,driver", metavar="KIND,…", help="chosen from at random")
+    parser.add_argument("--kinds", default="engine,reader,driver", metavar="KIND,…", help="kinds to draw from")
     parser.add_argument("--engines", type=positive, default=2, metavar="N")
-    parser.add_argument("--slots", type=positive, default=32, metavar="N", help="of each engine (max_running)")
+    parser.add_argument("--slots", type=positive, default=32, metavar="N", help="max_running of each engine")
     parser.add_argument("--model", default="models/demo", metavar="DIR")
-    parser.add_argument("--step-ms", type=float, metavar="MS", help="engines that only sleep so long; default: compute")
-    parser.add_argument("--prompt", type=positive, default=16, metavar="N", help="words, at most")
-    parser.add_argument("--output", type=positive, default=32, metavar="N", help="tokens, on average")
+    parser.add_argument("--step-ms", type=float, metavar="MS", help="replace steps by sleeps; default: compute")
+    parser.add_argument("--prompt", type=positive, default=16, metavar="N", help="most words of a prompt")
+    parser.add_argument("--output", type=positive, default=32, metavar="N", help="mean output tokens")
     parser.add_argument("--seed", type=int, default=0)
     return parser
 

@@ -1,4 +1,4 @@
-"""When requests come: at random, in bursts, or as the workload says. The same seed gives the same times, scaled."""
+"""Arrival times: Poisson, bursts, or the times of the workload. One seed gives one pattern, scaled by the rate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FORMS = "write poisson, poisson:RATE, burst:N, burst:N@RATE or trace (RATE in r
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """One way for requests to come. `rate` is requests a second on average; None: whatever it is run at."""
+    """An arrival process. `rate` is the mean in requests a second; None takes the rate given to `arrange`."""
 
     kind: Literal["poisson", "burst", "trace"]
     rate: float | None = None
@@ -24,29 +24,29 @@ class Arrivals:
 
     @classmethod
     def parse(cls, text: str) -> Arrivals:
-        """Read `poisson:8`, `burst:64@8` or `trace`. Raises BenchmarkError with what there is."""
+        """Parse `poisson:8`, `burst:64@8` or `trace`. Raises BenchmarkError with the valid forms otherwise."""
         kind, _, rest = text.partition(":")
         if kind == "poisson":
             return cls("poisson", _rate(rest, text) if rest else None)
         if kind == "burst":
             size, at, rate = rest.partition("@")
             if not size.isdecimal() or int(size) < 1:
-                raise BenchmarkError(f"--arrival {text}: a burst is of one request or more; {_FORMS}")
+                raise BenchmarkError(f"--arrival {text}: a burst has at least one request; {_FORMS}")
             return cls("burst", _rate(rate, text) if at else None, int(size))
         if text == "trace":
             return cls("trace")
         raise BenchmarkError(f"--arrival {text}: {_FORMS}")
 
     def needs_rate(self, workload: Workload) -> bool:
-        """Whether a rate has to be given: a trace, or one burst for all, has no open rate."""
+        """Whether `arrange` needs a rate: a trace does not, nor does one burst that holds all requests."""
         if self.rate is not None or self.kind == "trace":
             return False
         return self.kind == "poisson" or self.burst_size < len(workload.requests)
 
     def arrange(self, workload: Workload, *, rate: float | None, load: float = 1.0, seed: int = 0) -> Workload:
-        """The same requests in the same order, at `load` × the rate; a trace is played `load` times as fast.
+        """Return the requests in their order with new times, at `load` × the rate; a trace plays `load` times as fast.
 
-        `rate` in requests a second stands in where the arrivals have none of their own.
+        `rate`, in requests a second, is used if the arrivals have no rate of their own.
         """
         if self.kind == "trace":
             return _at(workload, (timed.arrival_s / load for timed in workload.requests))
@@ -60,16 +60,16 @@ class Arrivals:
 
 
 def poisson(rate: float, *, seed: int) -> Iterator[float]:
-    """Endless arrival times in seconds, independent of each other, `rate` a second on average."""
+    """Yield endless arrival times in seconds: independent arrivals, `rate` a second on average."""
     source = random.Random(f"arrivals-{seed}")
     at_s = 0.0
     while True:
-        at_s += source.expovariate(1.0) / rate  # the gap is exponential, with nothing added to it
+        at_s += source.expovariate(1.0) / rate  # a Poisson process has exponential gaps
         yield at_s
 
 
 def bursts(size: int, rate: float) -> Iterator[float]:
-    """Endless arrival times in seconds: `size` at once, then none until the mean rate is right again."""
+    """Yield endless arrival times in seconds: `size` at once, then a gap that restores the mean rate."""
     number = 0
     while True:
         yield number // size * size / rate
@@ -89,5 +89,5 @@ def _rate(text: str, whole: str) -> float:
     except ValueError:
         rate = math.nan
     if not (math.isfinite(rate) and rate > 0):
-        raise BenchmarkError(f"--arrival {whole}: the rate {text!r} is no number above 0; {_FORMS}")
+        raise BenchmarkError(f"--arrival {whole}: the rate {text!r} is not a number above 0; {_FORMS}")
     return rate

@@ -1,7 +1,7 @@
-"""Secrets in the prompts of requests of all kinds, and the search for them in responses. No network here.
+"""Puts secrets into the prompts of requests of every kind, and searches responses for them. No network here.
 
-A prompt asks the bundled model to repeat a few words, which it does: three that all tenants have in common, so that
-their prompts begin alike, and eight of its own. Three words in a row are a mark; no two secrets share one.
+A prompt asks the bundled model to repeat a few words, and the model does. Three words are common to all tenants, so
+that all prompts share a prefix; eight belong to one secret. Three words in a row are a mark; no two secrets share one.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ Mark = tuple[str, str, str]
 
 COMMON_WORDS = ("apple", "stone", "river")
 NUM_SECRET_WORDS = 8
-# Such words are none of English, and the model repeats them all the same.
+# These words are not English; the model repeats them nevertheless.
 _WORDS = tuple(map("".join, product("bdfglmnprstvk", "aeiou", "bdfglmnprstvk", "aeiou", "nrst")))
 
 KINDS = (
     "whole", "stream", "background", "abort", "logprobs", "n", "echo", "prompt_logprobs", "choice", "schema", "tools",
     "reply", "message", "ranking", "documents", "batch",
 )  # fmt: skip
-KEPT = frozenset(("stream", "choice", "schema", "tools", "reply"))  # may be asked for as streams that are kept
-GREEDY_TEXT = frozenset(  # nothing but the secret is said first
+KEPT = frozenset(("stream", "choice", "schema", "tools", "reply"))  # kinds that can be asked for as stored streams
+GREEDY_TEXT = frozenset(  # kinds with answers whose first text is only the secret
     ("whole", "stream", "background", "logprobs", "reply", "message", "ranking")
 )
 _CHAT = "chat/completions"
@@ -37,14 +37,14 @@ _CHAT = "chat/completions"
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """Words that belong to one request."""
+    """The words of one prompt; a batch has several secrets."""
 
     owner: int
     words: tuple[str, ...]
 
     @property
     def sentence(self) -> str:
-        """What the model should say."""
+        """The sentence that the model should repeat."""
         return " ".join((*COMMON_WORDS, *self.words)) + "."
 
     @property
@@ -57,14 +57,14 @@ class Secret:
 
 
 class Secrets:
-    """All of them, by their marks. An owner is a number."""
+    """All secrets, found by their marks. An owner is a number."""
 
     def __init__(self, source: random.Random) -> None:
         self._source = source
         self._owners: dict[Mark, int] = {}
 
     def new(self, owner: int) -> Secret:
-        """A secret that shares no three words in a row with another."""
+        """Return a secret that shares no three words in a row with another secret."""
         while True:
             words = tuple(self._source.choices(_WORDS, k=NUM_SECRET_WORDS))
             marks = list(_marks(words))
@@ -73,7 +73,7 @@ class Secrets:
                 return Secret(owner, words)
 
     def owners_in(self, text: str) -> set[int]:
-        """The owners of the secrets that a text has a part of."""
+        """Return the owners of all secrets with a mark in `text`."""
         words = "".join(each if each.isalpha() else " " for each in text).split()
         return {self._owners[mark] for mark in _marks(words) if mark in self._owners}
 
@@ -84,7 +84,7 @@ def _marks(words: Sequence[str]) -> Iterator[Mark]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """One HTTP request with the secrets that are in it."""
+    """One HTTP request and the secrets in its prompts."""
 
     number: int
     kind: str
@@ -93,7 +93,7 @@ class Question:
     secrets: tuple[Secret, ...]
     endpoint: str
     body: Json
-    leaves_after: int | None = None  # so many bytes of the answer, at least
+    leaves_after: int | None = None  # the client disconnects after at least this many bytes
 
     @property
     def is_stream(self) -> bool:
@@ -101,12 +101,12 @@ class Question:
 
     @property
     def is_kept(self) -> bool:
-        """Whether its stream outlives its connection."""
+        """Whether the response is stored, so that its stream outlives the connection."""
         return bool(self.body.get("store"))
 
     @property
     def conversations(self) -> list[list[Json]]:
-        """All that its prompts may be made of: of documents, a pipeline keeps one."""
+        """All conversations that may become prompts; the documents pipeline may reduce the documents to one."""
         if self.kind != "documents":
             return [each.messages for each in self.secrets]
         documents, [secret] = self.body["documents"], self.secrets
@@ -126,9 +126,9 @@ def question(
     source: random.Random,
     is_kept: bool = False,
 ) -> Question:
-    """A request of this kind; `prompt_ids` are those of the first secret's chat. A batch has two secrets.
+    """Return a request of this kind. `prompt_ids` is the chat of the first secret as tokens. A batch has two secrets.
 
-    `is_kept`: as a stream that is kept, without the ids of tokens: with them it fails when its process dies.
+    `is_kept` asks for a stored stream without token ids: a stream with token ids fails when its process dies.
     """
     secret = secrets[0]
     is_stream = kind in ("stream", "background", "abort", "logprobs", "reply", "message") or source.random() < 0.5
@@ -177,7 +177,7 @@ def question(
 
 
 def _ranking(secret: Secret, source: random.Random) -> Json:
-    """Of three texts the query is one: the vectors of another request would put another first."""
+    """Rank three texts, one equal to the query: with the vectors of another request, a wrong text would be first."""
     others = [" ".join(source.sample(secret.words, k=NUM_SECRET_WORDS)) for _ in range(2)]
     return {"query": secret.sentence, "documents": [*others, secret.sentence], "return_documents": True}
 
@@ -198,14 +198,14 @@ def _tool(secret: Secret) -> Json:
 
 @dataclass(slots=True)
 class Heard:
-    """What an answer says, however it came."""
+    """The content of an answer, whole or streamed."""
 
-    texts: list[str] = field(default_factory=list)  # of each choice, then whatever else has words
-    ids: list[list[int]] = field(default_factory=list)  # of prompts and outputs
-    around: str = ""  # other events of a reply, in which ids and times differ from answer to answer
+    texts: list[str] = field(default_factory=list)  # the text of each choice, then all other fields with words
+    ids: list[list[int]] = field(default_factory=list)  # token ids of prompts and outputs
+    around: str = ""  # other events of a Responses stream; their ids and times differ between answers
     num_ends: Counter[int] = field(default_factory=Counter)  # finish reasons, by choice
     cached_tokens: int | None = None
-    used: Used = field(default_factory=Used, compare=False)  # as its usage says, of all models
+    used: Used = field(default_factory=Used, compare=False)  # the reported usage, summed over all models
 
     @property
     def first(self) -> str:
@@ -213,10 +213,10 @@ class Heard:
 
 
 def heard(documents: Iterable[Json]) -> Heard:
-    """What a whole answer's document, or those of a stream's events, say.
+    """Collect the content of an answer: `documents` is one whole body, or the events of a stream.
 
     Raises:
-        ValueError: one of them is an error.
+        ValueError: a document is an error.
     """
     texts, ids, found = dict[tuple[Any, ...], str](), dict[tuple[Any, ...], list[int]](), Heard()
 
@@ -248,7 +248,7 @@ def heard(documents: Iterable[Json]) -> Heard:
             part = choice.get("delta") or choice.get("message") or choice
             say(("0 output", place), part.get("content") if part is not choice else choice.get("text"))
             for each in part.get("tool_calls") or ():
-                # Apart from the text: which of both comes first in an event depends on how many tokens are in it.
+                # A key apart from the text: the number of tokens in an event decides which of the two comes first.
                 say(
                     ("0 calls", place),
                     (each["function"].get("name") or "") + (each["function"].get("arguments") or ""),
@@ -263,7 +263,7 @@ def heard(documents: Iterable[Json]) -> Heard:
 
 
 def _blocks(document: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
-    """Of an Anthropic message, or the piece of one in a stream's event."""
+    """Return the content blocks of an Anthropic message, or the delta in an event of its stream."""
     if document.get("type") == "message":
         return list(document["content"])
     return [document["delta"]] if document.get("type") == "content_block_delta" else []
@@ -272,7 +272,7 @@ def _blocks(document: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
 def _listen_to_usage(found: Heard, document: Mapping[str, Any]) -> None:
     usage = document.get("usage") or (document.get("response") or {}).get("usage") or {}
     if usage:
-        # The sum of a list of prompts leaves out the steps of a pipeline that have not answered.
+        # The total over a list of prompts leaves out pipeline steps that did not give the answer.
         answers = [result["response"] for result in document.get("results", ()) if result.get("response")]
         usages = [answer["usage"] for answer in answers] or [usage]
         found.used = sum((_used(part) for each in usages for part in _steps_of(each) or [each]), Used())
@@ -284,7 +284,7 @@ def _listen_to_usage(found: Heard, document: Mapping[str, Any]) -> None:
 
 
 def _steps_of(usage: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The steps of a pipeline that have asked a model."""
+    """Return the pipeline steps that called a model."""
     return [step for step in usage.get("pipeline", {}).get("steps", ()) if "prompt_tokens" in step]
 
 
@@ -295,7 +295,7 @@ def _used(usage: Mapping[str, Any]) -> Used:
 
 
 def _of_logprobs(choice: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
-    """The names of tokens, and those of the likeliest of each place, by rank: a leak would be a text in one of them."""
+    """Yield (rank, token text) of all tokens and of their top alternatives: the text of one rank could leak words."""
     logprobs = choice.get("logprobs") or {}
     for entry in logprobs.get("content") or ():
         yield 0, entry["token"]
@@ -308,23 +308,23 @@ def _of_logprobs(choice: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
 
 
 class Prefixes:
-    """What of a prompt its own earlier requests explain to be cached: whole blocks of equal beginnings."""
+    """The cached prefix that earlier requests of one owner explain, in whole blocks."""
 
     def __init__(self, block_size: int, computed_by: Mapping[str, Sequence[str]]) -> None:
-        """`computed_by`: of each name that requests ask for, the model and adapters that may compute its prompts."""
+        """`computed_by` maps each requested name to the model and adapters that may compute its prompts."""
         self._block_size = block_size
         self._computed_by = computed_by
         self._seen: dict[tuple[str, str | None, str], Counter[tuple[int, ...]]] = {}
 
     def add(self, asked: Question, prompts: Iterable[Sequence[int]]) -> None:
-        """A request is about to be sent, with one of these prompts or all."""
+        """Record that a request with one or all of these prompts is about to be sent."""
         beginnings = {each for prompt_ids in prompts for each in self._beginnings(prompt_ids)}
         for owner in self._owners(asked):
             self._seen.setdefault(owner, Counter()).update(beginnings)
 
     def num_explained(self, asked: Question, prompt_ids: Sequence[int]) -> int:
-        """Tokens that may be cached, by what was sent so far; this request is among it."""
-        # Those send prompts that begin alike at once; what is kept is computed again when its process has died.
+        """Return the number of tokens that earlier requests explain as cached. Call `add` with this request before."""
+        # Its own prefix explains "n" and "batch" (equal prefixes at once) and a stored response (computed again).
         num_own = 0 if asked.kind in ("n", "batch") or asked.is_kept else 1
         seen = [self._seen[owner] for owner in self._owners(asked)]
         explained = [
@@ -333,7 +333,7 @@ class Prefixes:
         return max(explained, default=0)
 
     def _owners(self, asked: Question) -> list[tuple[str, str | None, str]]:
-        """What shares KV: a tenant's requests of one salt and one adapter. A pipeline may compute with several."""
+        """Return the owners of the KV: one tenant, salt and adapter each. A pipeline may use several adapters."""
         return [(asked.tenant, asked.salt, each) for each in self._computed_by[asked.body["model"]]]
 
     def _beginnings(self, prompt_ids: Sequence[int]) -> Iterator[tuple[int, ...]]:

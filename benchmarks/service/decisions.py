@@ -1,16 +1,16 @@
-"""Questions with probabilities: `python -m benchmarks.service.decisions --model PATH`.
+"""Measures /v1/decisions, questions with probabilities: `python -m benchmarks.service.decisions --model PATH`.
 
-Serves a model and asks it in two ways. One line of JSON:
+Serves a model and runs two experiments. Prints one line of JSON:
 
-    together     questions about one random text: one call of /v1/decisions against a chat for each of them, all at
-                 once, with one token and log-probabilities; in turn, each time about another text. The tokens that
-                 were computed for prompts, seconds until the last answer, questions a second
-    calibration  questions that code can answer, from a seed: which number is larger, and what is in a list. For the
-                 whole and for each kind: the share of right answers, the Brier score and the expected calibration
-                 error (of ten bins) of the probability that was given, of one that always says the share of yes, and
-                 the mean mass of the labels
+    together     questions about one random text, asked in two ways in turn, each time about another text: one call of
+                 /v1/decisions, or one concurrent chat for each question with one token and log-probabilities. Reports
+                 the computed prompt tokens, the seconds until the last answer, and questions a second
+    calibration  seeded questions that code can answer: which number is larger, and which word is in a list. For all
+                 questions and for each kind: the share of right answers, the Brier score and the expected calibration
+                 error (ten bins) of the given probability, and the Brier score of always answering the share of yes;
+                 for all questions together, the mean mass of the labels
 
-`--plot` draws the bins: how often yes was right against the probability of yes. It needs matplotlib.
+`--plot` draws the bins: the share of questions where yes was right, over the probability of yes. It needs matplotlib.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Fact:
 
 
 def facts(number: int, seed: int) -> list[Fact]:
-    """As many true ones as false ones of each kind."""
+    """Return `number` facts: half of each kind are true."""
     source, found = random.Random(seed), list[Fact]()
     for place in range(number):
         is_true = place % 4 < 2
@@ -65,7 +65,7 @@ def facts(number: int, seed: int) -> list[Fact]:
 
 
 def calibration(given: Sequence[tuple[Fact, float]]) -> dict[str, Any]:
-    """The figures of probabilities of yes, and their bins: the mean probability, the share of yes, the number."""
+    """Return the figures for probabilities of yes. A bin is [mean probability, share of yes, number of questions]."""
     bins: list[list[tuple[float, bool]]] = [[] for _ in range(_BINS)]
     for fact, probability in given:
         bins[min(int(probability * _BINS), _BINS - 1)].append((probability, fact.is_true))
@@ -127,7 +127,7 @@ async def _together(running: Service, given: argparse.Namespace) -> dict[str, An
 
 
 async def _by_decisions(target: Target, text: str, questions: Sequence[str]) -> tuple[int, int]:
-    """The tokens of all prompts, and those of them that were found cached."""
+    """Return the number of tokens of all prompts, and the number of cached tokens among them."""
     asked = [{"type": "predicate", "instructions": question} for question in questions]
     usage = (await _answer(target, "decisions", {"input": text, "questions": asked}))["usage"]
     return usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]
@@ -171,7 +171,7 @@ async def _calibrated(running: Service, given: argparse.Namespace) -> dict[str, 
 
 
 async def _judged(target: Target, fact: Fact) -> tuple[float, float]:
-    """The probability of yes, and the mass of both labels: the same question as a choice says how much that is."""
+    """Return the probability of yes and the mass of both labels, which is derived from the question as a choice."""
     questions: list[dict[str, Any]] = [{"type": "predicate", "instructions": fact.statement}]
     questions.append({"type": "choice", "instructions": fact.statement, "choices": [{"value": "yes"}, {"value": "no"}]})
     predicate, choice = (await _answer(target, "decisions", {"input": fact.text, "questions": questions}))["answers"]
@@ -180,8 +180,8 @@ async def _judged(target: Target, fact: Fact) -> tuple[float, float]:
 
 
 def _draw(figures: Mapping[str, Mapping[str, Any]], path: str) -> None:
-    """Of each kind of question the share of yes in each bin over its mean probability, as large as the bin."""
-    from matplotlib.figure import Figure  # only here: it is an extra
+    """Plot the share of yes over the mean probability of each bin, by kind; a dot is as large as its bin."""
+    from matplotlib.figure import Figure  # imported here because matplotlib is an optional dependency
 
     figure = Figure(figsize=(4.5, 4.2), layout="constrained")
     axes = figure.subplots()
@@ -213,10 +213,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("service.decisions", __doc__)
     parser.add_argument("--model", default="models/demo", metavar="PATH")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of both ways; 0: none")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds of `together`; 0: none")
     parser.add_argument("--questions", type=positive, default=32, metavar="N")
-    parser.add_argument("--words", type=positive, default=1500, metavar="N", help="of the text")
-    parser.add_argument("--facts", type=int, default=400, metavar="N", help="questions of the calibration; 0: none")
+    parser.add_argument("--words", type=positive, default=1500, metavar="N", help="words of the text")
+    parser.add_argument("--facts", type=int, default=400, metavar="N", help="calibration questions; 0: none")
     parser.add_argument("--plot", metavar="FILE")
     parser.add_argument("--seed", type=int, default=1)
     return parser

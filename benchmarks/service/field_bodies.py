@@ -1,7 +1,7 @@
-"""A body for every field of every endpoint that takes JSON, each filled to what the service's own description permits.
+"""One body for every field of every JSON endpoint, with the field filled to the limit in the OpenAPI document.
 
-Where the description gives no limit, a field is as large as the body may be. What has more values than the service
-parses is there once more, with so many that it does ("within"). No network here.
+A field without a limit is filled to the size of a whole body. A value with more items than the service parses comes
+a second time with the number of items that the service does parse ("within"). No network here.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from app.api.json_structure import MAX_STRINGS, MAX_STRUCTURE, MAX_VALUES
 Json = dict[str, Any]
 
 LARGEST_ANSWER = "the largest answer"
-DEPTH = 180  # the service's parser of JSON accepts some 200
+DEPTH = 180  # the JSON parser of the service accepts a depth of about 200
 _LENGTH_FIELDS = {
     "/v1/chat/completions": "max_tokens", "/v1/completions": "max_tokens", "/v1/batch": "max_tokens",
     "/v1/responses": "max_output_tokens", "/v1/messages": "max_tokens",
 }  # fmt: skip
-_INPUTS, MAX_INPUTS = ("input", "documents", "text_2"), 2048  # lists of which the service takes fewer than it describes
-_NUM_PROMPTS = 128  # of a list where another field is filled
-_REPEATED = 128  # items that are all filled
-_ASKED_TOKENS = 16  # of a body in which another field is filled
+_INPUTS, MAX_INPUTS = ("input", "documents", "text_2"), 2048  # the service accepts fewer items than it describes
+_NUM_PROMPTS = 128  # prompts of a batch while another field is filled
+_REPEATED = 128  # items of a list if every item is filled
+_ASKED_TOKENS = 16  # output tokens while another field is filled
 _TEXTS = {"words": "many words of text ", "letter": "a", "spaces": " ", "signs": '\\"<{\u00e9\U0001f9ff'}
-# What a filled field needs beside it, or the body is refused for that; and which of several types it belongs to.
+# Fields that must accompany a filled field: without them the body is refused early. Some select one of several types.
 _NEEDED: dict[str, Json] = {
     "json_schema": {"type": "json_schema"},
     "structures": {"type": "structural_tag", "triggers": ["w"]},
@@ -41,7 +41,7 @@ _NEEDED: dict[str, Json] = {
     "tool_choice": {"tools": [{"type": "function", "name": "w0", "function": {"name": "w0"}}]},
     "prompt_logprobs": {"stream": False},
 }
-# Of a call with the most work that few characters ask for.
+# The most work that a short body can ask for.
 _LARGE_ANSWER: Json = {
     "n": 128, "logprobs": 20, "top_logprobs": 20, "prompt_logprobs": 20, "echo": True, "return_token_ids": True,
     "ignore_eos": True, "repetition_penalty": 1.5, "frequency_penalty": 1.0, "presence_penalty": 1.0, "min_p": 0.1,
@@ -51,16 +51,16 @@ _LARGE_ANSWER: Json = {
 
 @dataclass(frozen=True, slots=True)
 class FieldBody:
-    """One body."""
+    """A request body, made on demand."""
 
     path: str  # of the endpoint
-    name: str  # with the filled field, or two with a `+`, and with what it is filled
+    name: str  # path, filled field (or two, joined by `+`) and filling
     make: Callable[[], Json]
-    is_full: bool = False  # with a list or texts
+    is_full: bool = False  # a list or a text is filled
 
     @property
     def value(self) -> Json:
-        """Made anew each time: the bodies of a sweep together are gigabytes."""
+        """The body, made anew on each access: all bodies of a sweep together are gigabytes."""
         return self.make()
 
     def data(self) -> bytes:
@@ -69,7 +69,7 @@ class FieldBody:
 
 @dataclass(frozen=True, slots=True)
 class _Filled:
-    """A value of a schema in which one field, at `place` in it, is filled."""
+    """A value of a schema in which the field at `place` is filled."""
 
     place: str
     filling: str
@@ -81,23 +81,23 @@ class _Filled:
 
     @property
     def is_full(self) -> bool:
-        """Whether numbers beside it may change how much work it is: a list, or texts."""
+        """Whether the filling is a list or text, where number fields beside it may change the amount of work."""
         return self.is_list or self.filling.startswith("words")
 
 
 def field_bodies(
     document: Mapping[str, Any], *, size: int, max_model_len: int, with_pairs: bool = True
 ) -> Iterator[FieldBody]:
-    """For each endpoint of an OpenAPI document: its fields one by one, and the largest answer.
+    """Yield, for each endpoint of an OpenAPI document, a body for each field and one that asks for the largest answer.
 
-    with_pairs: and its lists two by two, and each list and text beside the endpoint's least numbers. size: bytes of a
-    body, about. Bodies are the same each time.
+    `with_pairs` adds a body for each pair of lists, and each list and text beside the endpoint's least numbers. `size`
+    is the approximate size of a body in bytes. The bodies are deterministic.
     """
     filler = _Filler(document["components"]["schemas"], max_model_len, size)
     for path, schema in endpoint_schemas(document):
         least = _least_numbers(schema) if with_pairs else {}
         for filled in filler.fields(schema, size):
-            if filled.place:  # not the body as a whole
+            if filled.place:  # an empty place is the whole body
                 name, is_full = f"{filled.place} {filled.filling}", filled.is_full
                 yield _body(path, name, filled.make, is_full=is_full)
                 if least and is_full:
@@ -111,7 +111,7 @@ def field_bodies(
 
 
 def endpoint_schemas(document: Mapping[str, Any]) -> Iterator[tuple[str, Json]]:
-    """The path and the schema of each body of JSON."""
+    """Yield the path and the schema of each JSON body."""
     schemas = document["components"]["schemas"]
     for path, operations in document["paths"].items():
         content = operations.get("post", {}).get("requestBody", {}).get("content", {})
@@ -119,7 +119,7 @@ def endpoint_schemas(document: Mapping[str, Any]) -> Iterator[tuple[str, Json]]:
         for option in body.get("anyOf", [body] if body else []):
             schema = schemas[option["$ref"].rpartition("/")[2]]
             if schema.get("additionalProperties") is True and "CompletionRequest" in schemas:
-                # Its other fields are those of all prompts.
+                # The additional properties of this body are the fields of a completion request.
                 shared = schemas["CompletionRequest"]["properties"]
                 shared = {name: each for name, each in shared.items() if name != "prompt"}
                 schema = schema | {"properties": shared | schema["properties"]}
@@ -146,7 +146,7 @@ def _both(first: Callable[[], Json], second: Callable[[], Json]) -> Json:
 
 
 def _large_answer(schema: Json, num_tokens: int) -> Json:
-    """Those of `_LARGE_ANSWER` that the endpoint's description permits, at this length."""
+    """Return the fields of `_LARGE_ANSWER` that the schema permits, with `num_tokens` as the output length."""
     wanted = _LARGE_ANSWER | dict.fromkeys(_LENGTH_FIELDS.values(), num_tokens)
     return {
         name: value
@@ -162,7 +162,7 @@ _TYPE_NAMES: dict[type, tuple[str, ...]] = {
 
 
 def _least_numbers(schema: Json) -> Json:
-    """1 for each field of a body that takes it: lengths and counts. Log-probabilities would bound everything else."""
+    """Return 1 for each integer field that accepts 1, except log-probabilities, which would limit all other fields."""
     return {
         name: 1
         for name, field in schema["properties"].items()
@@ -172,20 +172,20 @@ def _least_numbers(schema: Json) -> Json:
 
 
 def _options(schema: Json) -> list[Json]:
-    """The alternatives of a schema without null."""
-    if "properties" in schema:  # alternatives beside them are rules between them
+    """Return the alternatives of a schema without null."""
+    if "properties" in schema:  # `anyOf` beside `properties` holds rules between the fields, not alternatives
         return [schema]
     options = schema.get("anyOf") or schema.get("oneOf") or [schema]
     return [option for option in options if option.get("type") != "null"]
 
 
 def _lists(filled: Iterator[_Filled]) -> list[_Filled]:
-    """One for each field with the most items that fit."""
+    """Return one filled list for each place: the last one, which is the largest that the service parses."""
     return list({each.place: each for each in filled if each.is_list}.values())
 
 
 def merged(first: Any, second: Any) -> Any:
-    """Both objects as one; of two lists the longer one, of other values the first."""
+    """Merge two objects by key. Two lists give the longer list, all other pairs give the first value."""
     if isinstance(first, dict) and isinstance(second, dict):
         return {
             key: merged(first[key], second[key]) if key in first and key in second else first.get(key, second.get(key))
@@ -197,20 +197,20 @@ def merged(first: Any, second: Any) -> Any:
 
 
 class _Filler:
-    """Makes values of JSON schemas."""
+    """Makes values that match JSON schemas."""
 
     def __init__(self, schemas: Mapping[str, Json], max_model_len: int, size: int) -> None:
-        """size: bytes of a whole body."""
+        """`size` is the size of a whole body in bytes."""
         self._schemas = schemas
         self._max_model_len = max_model_len
         self._size = size
 
     def minimal(self, schema: Json, number: int = 0) -> Any:
-        """The least value of a schema; texts and integers with another number are others."""
+        """Return the smallest value of a schema. Strings and integers differ by `number`."""
         return self._maker(schema)(number)
 
     def _maker(self, schema: Json) -> Callable[[int], Any]:
-        """A number → the least value with it."""
+        """Return a function from a number to the smallest value of the schema, see `minimal`."""
         while len(_options(schema)) > 1:
             schema = _options(schema)[0]
         schema = self._resolved(schema)
@@ -220,7 +220,7 @@ class _Filler:
         kind = schema.get("type")
         if kind == "object":
             known = schema.get("properties", {})
-            # A message needs content, which its schema says as a rule between fields.
+            # A message needs content, but the schema states that as a rule between fields, not in `required`.
             required = [*schema.get("required", ()), *({"role", "content"} & known.keys())]
             makers = {name: self._maker(known[name]) for name in required if name in known}
             return lambda number: {name: make(number) for name, make in makers.items()}
@@ -235,7 +235,7 @@ class _Filler:
         return (lambda number: f"w{number}") if kind == "string" else lambda _: True if kind == "boolean" else {}
 
     def fields(self, schema: Json, size: int) -> Iterator[_Filled]:
-        """Values of a schema, in each of which one field is filled to so many bytes, however deep it is."""
+        """Yield values of a schema; in each value one field, at any depth, is filled to `size` bytes."""
         for option in _options(schema):
             option = self._resolved(option)
             if len(_options(option)) > 1:
@@ -302,18 +302,18 @@ class _Filler:
                     yield _Filled(place, filled.filling + times, partial(_repeated, filled.make, several))
 
     def _several(self, filling: str, make: Callable[[int], Any], most: int, size: int) -> Iterator[_Filled]:
-        """A value with so many items; and one with as many as are parsed in this part of a body, where that is less."""
+        """Yield a value with `most` items, and a value with the number of items that the service parses, if smaller."""
         yield _Filled("", filling, partial(make, most))
         few = 64
         text = json.dumps(make(few))
-        share = 0.9 * size / self._size  # of the body's limits; the rest is for what is around the value
+        share = 0.9 * size / self._size  # of the body's limits; the rest is for the fields around the value
         permitted = most
         for num, limit in (
             (sum(map(text.count, "[{:")), MAX_STRUCTURE),
             (text.count('"') // 2, MAX_STRINGS),
             (text.count(",") + 1, MAX_VALUES),
         ):
-            if num > 4:  # not what is around the items
+            if num > 4:  # up to 4 do not belong to the items
                 permitted = min(permitted, int(share * limit * few / num))
         if permitted < most:
             yield _Filled("", "within" if filling == "most" else f"{filling} within", partial(make, permitted))

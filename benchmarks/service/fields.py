@@ -1,26 +1,26 @@
-"""One body after another to a live service, each with one field filled to its limits, while an honest stream runs.
+"""Sends bodies with one field filled to its limit to a live service, one by one, while an honest stream runs.
 
     python -m benchmarks.service.fields --only /v1/chat
 
-Starts the service as `make serve` does and takes the fields from its own description (`field_bodies.py`). Beside the
-model there is a simulated one with vectors of 4,096 numbers, which lists and texts of embeddings and rankings go to as
-well, and pipelines in one another, which those of prompts go to. A stream of the largest answer is not read by its
-client for some seconds. A body that is over a target is sent again twice unless it took long, and its least figures
-count: other processes of the machine make pauses too. Progress goes to stderr, and so does a table of all bodies over a
-target; the last line of stdout is one JSON object:
+Starts the service as `make serve` does and reads the fields from its OpenAPI document (`field_bodies.py`). Lists and
+texts of embeddings and rankings also go to a simulated model with vectors of 4,096 numbers, those of prompts to nested
+pipelines. The largest answer is also streamed to a client that does not read for some seconds. A body over a target is
+sent again up to twice, unless it took long, and its lowest figures count: other processes cause pauses too. Progress
+and a table of bodies over a target go to stderr. The last line of stdout is one JSON object. Its `stall_ms` to
+`grown_mib` are the largest of all bodies:
 
-    calm          the longest pause of the honest stream and the longest step without these bodies, beside a long prompt
-    statuses      of all answers
-    stall_ms      how long the ingress's event loop was held, the largest of all bodies; so for the other figures:
-    pause_ms      between two tokens of the honest stream
-    step_ms       bound of the histogram in /metrics below which the longest step of the model was
-    cpu_s         of all processes of the service
-    grown_mib     memory of a process after the body less before
+    calm          the longest pause of the honest stream and the longest step while only ordinary long prompts run
+    statuses      the number of answers by status
+    stall_ms      how long the event loop of the ingress was blocked
+    pause_ms      the time between two tokens of the honest stream
+    step_ms       the upper bound, in the histogram of /metrics, of the longest step of the model
+    cpu_s         the CPU time of all processes of the service
+    grown_mib     the growth of the memory of one process over one body
     over          the bodies over a target, with their figures
-    grown_at_end_mib   memory of each process after all bodies, less before them
+    grown_at_end_mib   the growth of the memory of each process over all bodies
 
-Targets: no stall (50 ms), pauses of 100 ms, steps of 1.5 times the calm ones, 100 MiB. Exits with 1 when there is a
-body over one of them, or an answer of 500 and above.
+Targets: no stall (50 ms), pauses of 100 ms, steps of 1.5 times the calm ones, 100 MiB; a status of 500 or above fails.
+Exits with 1 if a body is over a target.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from benchmarks.service.hostile_requests import post
 
 MODEL_NAME, VECTORS_NAME = "swept", "vectors"
 EMBEDDING_SIZE = 4096
-# Two answers are compared; a route by length before that; and, for bodies with documents, a ranking before that.
+# The nested pipeline routes by length to an ensemble of two answers; the ranked one first ranks the documents.
 _NESTED_NAME, _RANKED_NAME = "nested", "ranked"
 _OF_VECTORS = ("/v1/embeddings", "/v1/rerank", "/v1/score")
 _OF_PROMPTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/batch")
@@ -62,9 +62,9 @@ _UNREAD_S = 5.0
 MAX_PAUSE_MS, MAX_STEP_RATIO, MAX_GROWN_MIB = 100.0, 1.5, 100.0
 _TITLE = "ray::ServeReplica:carousel:"
 _TIMEOUT_S = 60.0
-_SETTLE_S = 0.1  # for the service to notice that its loop was held, and the honest stream to say so
+_SETTLE_S = 0.1  # the service needs this time to notice a blocked loop, and the honest stream to show the pause
 _CALM_S = 5.0
-_NUM_TRIES, _LONG_S = 3, 2.0  # what takes long is no accident
+_NUM_TRIES, _LONG_S = 3, 2.0  # a body that takes this long is not slow by accident
 _TELL_EVERY = 50
 _BOUND = re.compile(r'le="([^"]+)"')
 _MIB = 2**20
@@ -72,7 +72,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What one body did to the service."""
+    """The effects of one body on the service."""
 
     status: str
     seconds: float
@@ -81,10 +81,10 @@ class Cost:
     step_ms: float
     cpu_s: float
     grown_mib: float
-    grown: str  # the process with the most
+    grown: str  # the process that grew most
 
     def over(self, calm: Cost) -> list[str]:
-        """The targets that this is over."""
+        """Return the names of the targets that this cost exceeds."""
         limits = {
             "stall_ms": 0.0, "pause_ms": MAX_PAUSE_MS, "grown_mib": MAX_GROWN_MIB,
             "step_ms": MAX_STEP_RATIO * calm.step_ms,
@@ -95,17 +95,17 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class SentBody:
-    """One body as it is sent."""
+    """A body encoded for an endpoint."""
 
     name: str
     path: str
     data: bytes
-    is_read: bool = True  # its answer
+    is_read: bool = True  # whether the client reads the answer
 
 
 @dataclass(slots=True)
 class HonestStream:
-    """One stream after another; the times of all tokens."""
+    """Runs one stream after another and records the arrival times of all tokens."""
 
     target: Target
     max_tokens: int
@@ -113,7 +113,7 @@ class HonestStream:
     statuses: Counter[int] = field(default_factory=Counter)
 
     async def keep_streaming(self) -> None:
-        """Until it is cancelled."""
+        """Stream until cancelled."""
         body: dict[str, Any] = {"model": MODEL_NAME, "prompt": [300, 301, 302], "max_tokens": self.max_tokens}
         request = self.target.request("completions", body | {"ignore_eos": True, "stream": True})
         while True:
@@ -129,14 +129,14 @@ class HonestStream:
         self.arrived_s.append(at_s)
 
     def longest_pause_s(self, from_s: float) -> float:
-        """Between two tokens since a time; what has not come by now counts as well."""
+        """Return the longest time between two tokens since `from_s`, with the wait that is still going on."""
         first = max(0, bisect_left(self.arrived_s, from_s) - 1)
         times = [*self.arrived_s[first:], time.perf_counter()]
         return max((after - max(from_s, before) for before, after in pairwise(times)), default=0.0)
 
 
 class Sweep:
-    """Sends bodies, one after another, and sees what each does. In one event loop."""
+    """Sends bodies one after another and measures the cost of each. Runs in one event loop."""
 
     def __init__(self, running: Service, honest: HonestStream) -> None:
         self._running = running
@@ -144,7 +144,7 @@ class Sweep:
         self.statuses: Counter[str] = Counter()
 
     async def cost(self, sent: SentBody) -> Cost:
-        """Send one body and wait for its answer."""
+        """Send one body, wait for its answer, and return its cost."""
         before, metrics = self._running.processes(), await asyncio.to_thread(scraped, self._running.target)
         memory = resident(before)
         await asyncio.sleep(_SETTLE_S / 2)
@@ -171,7 +171,7 @@ class Sweep:
         )
 
     async def calm(self, max_model_len: int) -> Cost:
-        """The most of times with an ordinary long prompt."""
+        """Return the highest figures of ordinary long prompts, sent for some seconds."""
         long: dict[str, Any] = {"model": MODEL_NAME, "prompt": [300] * (max_model_len // 2), "max_tokens": 8}
         costs, ends_s = list[Cost](), time.perf_counter() + _CALM_S
         while time.perf_counter() < ends_s:
@@ -180,7 +180,7 @@ class Sweep:
         return _of_all(costs, max)
 
     async def least_cost(self, sent: SentBody, calm: Cost) -> Cost:
-        """Of several tries if the first is over a target. Memory is what the first one took."""
+        """Return the lowest figures of several tries if the first exceeds a target; memory is that of the first try."""
         costs = [await self.cost(sent)]
         while (
             costs[-1].over(calm) not in ([], ["grown_mib"]) and len(costs) < _NUM_TRIES and costs[0].seconds < _LONG_S
@@ -212,7 +212,7 @@ def application(given: argparse.Namespace, model: str, folder: str) -> dict[str,
         "models": [
             {
                 "name": MODEL_NAME,
-                # A replica's memory grows as blocks of its KV memory are first used; here at most so much.
+                # A replica's memory grows when its KV blocks are first used; this bounds the growth.
                 "engine": {"model": {"path": model, **simulated}, "cache": {"memory_gib": 0.05}},
                 "replicas": {"num_replicas": 1, "num_cpus": 0.1, "drain_timeout_s": 5},
                 "tool_parser": "hermes",
@@ -241,7 +241,7 @@ def application(given: argparse.Namespace, model: str, folder: str) -> dict[str,
 
 
 async def sweep(running: Service, given: argparse.Namespace) -> dict[str, Any]:
-    """All bodies, one after another; the figures of the page's docstring."""
+    """Send all chosen bodies one after another and return the figures of the module docstring."""
     document, models = (json.loads(got(running.target, path)) for path in ("/openapi.json", "/v1/models"))
     [max_model_len] = [each["max_model_len"] for each in models["data"] if each["id"] == MODEL_NAME]
     honest = HonestStream(running.target, max_model_len // 2)
@@ -266,7 +266,7 @@ async def sweep(running: Service, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def figures_of(costs: Mapping[str, Cost], calm: Cost) -> dict[str, Any]:
-    """The largest figures, and the bodies over a target."""
+    """Return the largest figures, and the bodies over a target."""
     most = _of_all([*costs.values(), calm], max)
     names = ("stall_ms", "pause_ms", "step_ms", "cpu_s", "grown_mib")
     return {
@@ -283,7 +283,7 @@ def figures_of(costs: Mapping[str, Cost], calm: Cost) -> dict[str, Any]:
 
 
 def resident(processes: Mapping[int, Process]) -> dict[str, float]:
-    """MiB of each process of the application, by its title and pid."""
+    """Return the memory of each process of the application in MiB, by title and pid."""
     return {
         f"{process.title.removeprefix(_TITLE)} {pid}": resident_mib(pid)
         for pid, process in processes.items()
@@ -292,7 +292,7 @@ def resident(processes: Mapping[int, Process]) -> dict[str, float]:
 
 
 def _chosen(document: Mapping[str, Any], given: argparse.Namespace, length: int) -> Iterator[SentBody]:
-    """The bodies of all sizes; one that is the same at two sizes once."""
+    """Yield the bodies of all sizes; a body that is equal at two sizes comes once."""
     seen: set[bytes] = set()
     for size in given.sizes:
         for body in field_bodies(document, size=size, max_model_len=length):
@@ -306,7 +306,7 @@ def _chosen(document: Mapping[str, Any], given: argparse.Namespace, length: int)
 
 
 def sent_bodies(body: FieldBody) -> Iterator[SentBody]:
-    """A body to the model, and to what else it may go to; a large answer also to a client that does not read it."""
+    """Yield a body for the model, the vectors model or the pipelines, and for a client that does not read."""
     filled = body.value
 
     def sent(value: dict[str, Any], suffix: str = "", *, is_read: bool = True) -> SentBody:
@@ -327,7 +327,7 @@ def sent_bodies(body: FieldBody) -> Iterator[SentBody]:
 
 
 def _of_all(costs: Sequence[Cost], choose: Callable[[Any], Any], **given: Any) -> Cost:
-    """The figures chosen of several costs, each by itself."""
+    """Combine several costs: `choose` picks each figure by itself."""
     names = ("seconds", "stall_ms", "pause_ms", "step_ms", "cpu_s", "grown_mib")
     chosen = {name: choose(getattr(cost, name) for cost in costs) for name in names}
     return Cost(**{**chosen, "status": costs[0].status, "grown": costs[0].grown, **given})
@@ -340,10 +340,10 @@ def _table(costs: Mapping[str, Cost]) -> str:
 
 
 def _post(target: Target, path: str, data: bytes) -> str:
-    """The status of the answer, or what came in its place. In a thread, so that the honest stream is read."""
+    """Return the status of the answer, "timeout" or "closed". Blocks: call it in a thread, beside the honest stream."""
     connection = http.client.HTTPConnection(target.host, target.port, timeout=_TIMEOUT_S)
     try:
-        with suppress(ConnectionError):  # the answer may have come before all is sent
+        with suppress(ConnectionError):  # the service may answer before all bytes are sent
             connection.request("POST", path, data, {"Content-Type": "application/json"})
         answer = connection.getresponse()
         while answer.read(_MIB):
@@ -358,7 +358,7 @@ def _post(target: Target, path: str, data: bytes) -> str:
 
 
 def _post_and_read_nothing(target: Target, path: str, data: bytes) -> str:
-    """What came of a client that waits without reading, then goes. In a thread too."""
+    """Send a body, wait without reading the answer, then disconnect. Blocks: call it in a thread."""
     with suppress(OSError), socket.create_connection((target.host, target.port), timeout=_TIMEOUT_S) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.sendall(post(path, data))
@@ -370,15 +370,15 @@ Samples = Sequence[tuple[str, str, float]]
 
 
 def _stalled_s(samples: Samples) -> float:
-    """Of all ingresses, since they started."""
+    """Return the seconds in which the event loops of all ingresses were blocked since their start."""
     name = "carousel_loop_stalled_seconds_total"
     return sum(value for found, labels, value in samples if found == name and 'process="ingress"' in labels)
 
 
 def longest_step_s(before: Samples, after: Samples) -> float:
-    """The bound below which the longest step was that ended meanwhile, of the model that streams and prompts go to.
+    """Return the upper histogram bound of the longest step of MODEL_NAME between two samples.
 
-    Requests to it do not wait for steps of the other one, which makes vectors.
+    Steps of the vectors model do not count: requests to MODEL_NAME do not wait for them.
     """
     steps: Counter[float] = Counter()
     for samples, sign in ((before, -1), (after, 1)):
@@ -392,15 +392,17 @@ def longest_step_s(before: Samples, after: Samples) -> float:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("service.fields", (__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="models/demo", metavar="DIR")
-    parser.add_argument("--step-ms", type=float, default=0.0, metavar="MS", help="steps that only sleep; 0: computed")
-    parser.add_argument("--only", default="", metavar="REGEX", help="bodies whose name (path, field, filling) has this")
+    parser.add_argument(
+        "--step-ms", type=float, default=0.0, metavar="MS", help="replace steps by sleeps of this time; 0: compute them"
+    )
+    parser.add_argument("--only", default="", metavar="REGEX", help="bodies whose name (path, field, filling) matches")
     parser.add_argument(
         "--sizes",
         type=positive,
         nargs="+",
         default=[RequestLimits().max_body_bytes - 2**18, 8192],
         metavar="BYTES",
-        help="of a whole body",
+        help="sizes of a whole body",
     )
     parser.add_argument("--minutes", type=float, default=60.0, metavar="N", help="send no body after this")
     return parser

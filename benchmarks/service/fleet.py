@@ -1,23 +1,23 @@
-"""What the fleet itself costs: the real service over real HTTP, with replicas that only sleep.
+"""Measures the overhead of the fleet: the real service over real HTTP, with replicas that only sleep.
 
     python -m benchmarks.service.fleet --replicas 4 --streams 64 --tokens 128 --step-ms 20
 
-Starts the service as `make serve` does, with simulated replicas, and drives it with so many streams at once, `--rounds`
-times after a warm-up. Progress goes to stderr; the last line of stdout is one JSON object:
+Starts the service as `make serve` does, with simulated replicas. After a warm-up it runs `--streams` concurrent streams
+`--rounds` times. Progress goes to stderr; the last line of stdout is one JSON object:
 
     tokens_per_s         output tokens over the seconds from the first request of a round to its last token
     cpu_us_per_token     user and system time of all processes of the service over those tokens: launcher, driver, Ray's
-                         own, controller, HAProxy, ingress and replicas, their idle work included; not the client's
-    idle_cpu_per_s       the same for each second of doing nothing, measured before
-    added_ttft_*         time to the first token, counted from when the client turns to a request, less one step, which
-                         any engine needs. Connecting and waiting for a step that runs already (up to a step) are in it
-    added_itl_*          time between two arrivals of tokens less one step
-    dispatch_imbalance   requests on the fullest replica over the mean; null when answers do not name their replica
+                         own, controller, HAProxy, ingress and replicas, with their idle work; without the client
+    idle_cpu_per_s       CPU seconds of all processes for each second without requests, measured before the rounds
+    added_ttft_*         time to the first token, from the moment the client begins with a request, less the one step
+                         that any engine needs. Includes connecting and waiting for a running step (up to one step)
+    added_itl_*          time between two arrivals of tokens, less one step
+    dispatch_imbalance   requests on the fullest replica over the mean; null if answers do not name their replica
 
-`--limits` starts no service: it simulates how near ingresses keep the limits of a key (`shares.py`), for 1, 3, 8 and
-32 of them. Of each run: tokens admitted over those that one process with the whole limit admits.
+`--limits` starts no service: it simulates how closely 1, 3, 8 and 32 ingresses enforce the limits of a shared key
+(`shares.py`). The figure of a run is the admitted tokens over the tokens that one process with the whole limit admits.
 
-The client is one process; its CPU time is told too, because it takes from what the service has of the machine.
+The client is one process. Its CPU time is reported because the client and the service share the machine.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ MODEL_NAME = "simulated"
 REPLICA_HEADER = "x-carousel-replica"
 IDLE_S = 3.0
 WARM_UP_TOKENS = 16
-_PATIENCE_S = 60.0  # beyond what a round takes at least
+_PATIENCE_S = 60.0  # added to twice the least time of a round
 _KV_BLOCK = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One answer for each stream."""
+    """The answers of one round, one for each stream."""
 
     answers: list[Answer]
 
@@ -74,12 +74,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """Start, warm up, look at it idle, measure, stop."""
+    """Start the service, warm up, measure it idle, measure the rounds, and stop it."""
     if given.limits:
         return shares.measure_all(seed=given.seed)
     allow_many_files()
     with TemporaryDirectory() as folder, service(served(given, folder)) as running:
-        gc.disable()  # the client's own pauses are not the service's
+        gc.disable()  # pauses of the client would count as pauses of the service
         try:
             asked = {name: getattr(given, name) for name in ("api", "streams", "tokens", "prompt_tokens", "step_ms")}
             return drive(running, given) | asked
@@ -88,11 +88,11 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def served(given: argparse.Namespace, folder: str = "") -> dict[str, Any]:
-    """The application's `args`: room for all streams on each replica, so that nothing is measured but the way there.
+    """Return the application's `args`. Each replica has room for all streams: only the path to it is measured.
 
-    `folder` is that of responses that are kept.
+    `folder` holds the stored responses.
     """
-    template_tokens = 64  # that a chat has beside what is asked, at most
+    template_tokens = 64  # upper bound for the tokens that the chat template adds
     prompt_tokens = given.prompt_tokens + (0 if given.api.endswith("completions") else template_tokens)
     blocks_of_one = -(-(prompt_tokens + given.tokens + 1) // _KV_BLOCK)
     engine = {
@@ -111,7 +111,7 @@ def served(given: argparse.Namespace, folder: str = "") -> dict[str, Any]:
 
 
 def drive(running: Service, given: argparse.Namespace, *, idle_s: float = IDLE_S) -> dict[str, Any]:
-    """Warm up twice, wait idle, then the rounds one after the other."""
+    """Warm up twice, wait idle for `idle_s`, run the rounds one after the other, and return their figures."""
     source = random.Random("fleet")
     for _ in range(2):
         asyncio.run(play(running.target, source, given, tokens=min(given.tokens, WARM_UP_TOKENS)))
@@ -138,7 +138,7 @@ def drive(running: Service, given: argparse.Namespace, *, idle_s: float = IDLE_S
 
 
 def requests_of(target: Target, given: argparse.Namespace, source: random.Random, tokens: int) -> list[bytes]:
-    """One for each stream: prompts of random tokens, new ones for each round, so that no prefix is known."""
+    """Return one request for each stream. Prompts are random tokens, new in each round: no prefix is ever cached."""
 
     return [target.request("completions", body) for body in _completions(given, source, tokens)]
 
@@ -151,7 +151,7 @@ def _completions(given: argparse.Namespace, source: random.Random, tokens: int, 
 
 
 def responses_of(given: argparse.Namespace, source: random.Random, tokens: int) -> list[Asked]:
-    """The same as responses of OpenAI's API, kept or not, or as completions that are kept."""
+    """Return one request for each stream of the Responses API, stored or not, or of stored completions."""
     if given.api == "kept-completions":
         bodies = _completions(given, source, tokens, store=True)
         return [Asked(f"{at}", given.api, body) for at, body in enumerate(bodies)]
@@ -165,7 +165,7 @@ def responses_of(given: argparse.Namespace, source: random.Random, tokens: int) 
 
 
 async def play(target: Target, source: random.Random, given: argparse.Namespace, *, tokens: int) -> Round:
-    """All streams at once, to their ends. Raises BenchmarkError when one had not exactly the tokens it asked for."""
+    """Run all streams at once to their ends. Raises BenchmarkError if a stream has not exactly `tokens` tokens."""
     timeout_s = _PATIENCE_S + 2 * given.tokens * given.step_ms / 1000
     if given.api == "completions":
         prepared = requests_of(target, given, source, tokens)
@@ -189,7 +189,7 @@ def figures_of(
     idle_cpu_per_s: float,
     num_processes: int,
 ) -> dict[str, Any]:
-    """Sum up the rounds."""
+    """Return the figures of the module docstring for these rounds."""
     answers = [answer for done in rounds for answer in done.answers]
     num_tokens = sum(done.num_tokens for done in rounds)
     first_ms = [answer.time_to_first_token_s * 1000 - step_ms for answer in answers]
@@ -213,7 +213,7 @@ def figures_of(
 
 
 def imbalance(answers: Sequence[Answer], num_replicas: int) -> float | None:
-    """Requests on the fullest replica over the mean of all; None when some answer does not name its replica."""
+    """Return the requests on the fullest replica over the mean; None if an answer does not name its replica."""
     placed = Counter(answer.headers.get(REPLICA_HEADER) for answer in answers)
     return None if None in placed else round(max(placed.values()) * num_replicas / len(answers), 3)
 
@@ -221,19 +221,19 @@ def imbalance(answers: Sequence[Answer], num_replicas: int) -> float | None:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("service.fleet", __doc__)
     parser.add_argument("--replicas", type=positive, default=4, metavar="N")
-    parser.add_argument("--ingresses", type=positive, default=1, metavar="N", help="processes of the HTTP side")
-    parser.add_argument("--streams", type=positive, default=64, metavar="N", help="at once")
-    parser.add_argument("--tokens", type=positive, default=128, metavar="N", help="of each stream")
-    parser.add_argument("--prompt-tokens", type=positive, default=32, metavar="N", help="of each stream")
-    parser.add_argument("--step-ms", type=float, default=20.0, metavar="MS", help="of a simulated step")
+    parser.add_argument("--ingresses", type=positive, default=1, metavar="N", help="ingress processes")
+    parser.add_argument("--streams", type=positive, default=64, metavar="N", help="concurrent streams")
+    parser.add_argument("--tokens", type=positive, default=128, metavar="N", help="output tokens of each stream")
+    parser.add_argument("--prompt-tokens", type=positive, default=32, metavar="N", help="prompt tokens of each stream")
+    parser.add_argument("--step-ms", type=float, default=20.0, metavar="MS", help="duration of a simulated step")
     parser.add_argument(
         "--api", choices=("completions", "responses", "kept", "kept-completions"), default="completions",
-        help="which streams: completions, responses of OpenAI's newer API, or either of them kept",
+        help="API of the streams: completions, responses, stored responses (kept) or stored completions",
     )  # fmt: skip
     parser.add_argument("--rounds", type=positive, default=3, metavar="N")
-    parser.add_argument("--limits", action="store_true", help="how near limits of a key are kept, simulated")
-    parser.add_argument("--seed", type=int, default=1, help="of --limits")
-    parser.add_argument("--model", default="models/demo", metavar="DIR", help="its tokenizer is used")
+    parser.add_argument("--limits", action="store_true", help="simulate how closely limits of a key are enforced")
+    parser.add_argument("--seed", type=int, default=1, help="random seed of --limits")
+    parser.add_argument("--model", default="models/demo", metavar="DIR", help="model folder with the tokenizer")
     return parser
 
 

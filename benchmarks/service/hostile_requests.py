@@ -1,5 +1,5 @@
-"""Requests that no honest client sends: bodies of every endpoint made wrong, huge, deep or broken, and broken HTTP; and
-an attacker that sends them."""
+"""Makes requests that no honest client sends, and sends them. The body of every endpoint is made wrong, huge, deep or
+broken, and the HTTP itself is broken."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from typing import Any
 from benchmarks.harness.http_call import Target
 
 HOST = "127.0.0.1"
-MAX_TEXT = 1_000_000  # characters of one string: many fit into the default limit of a body
+MAX_TEXT = 1_000_000  # characters of one string: many such strings fit into the default limit of a body
 MAX_DEPTH = 100_000
-_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # before an answer
-_SMALL, _OFTEN = 20_000, 0.98  # most strings are this long at most, or a run would only copy bytes
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # may come before an answer
+_SMALL, _OFTEN = 20_000, 0.98  # most strings have at most `_SMALL` characters: a run should not only copy bytes
 
 VALID: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {
@@ -85,7 +85,7 @@ _BROKEN_HEADS = (
 )  # fmt: skip
 
 
-# More bodies, of the endpoints that begin jobs or change settings too: `odd_bodies` takes them, an attack does not.
+# More bodies, also for endpoints that begin jobs or change settings. Only `odd_bodies` uses them; an attack does not.
 _SCHEMA: dict[str, Any] = {
     "type": "object", "properties": {
         "a": {"type": "string", "pattern": "^[a-z]{1,5}$", "minLength": 1, "maxLength": 5, "format": "date"},
@@ -98,7 +98,7 @@ _SCHEMA: dict[str, Any] = {
 _SAID: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}
 _FUNCTION = {"name": "look", "description": "Looks.", "parameters": _SCHEMA, "strict": False}
 _BATCH_LINE = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "demo", **_SAID}}
-FILE_ID = "the last file"  # in place of the id of a file that was uploaded
+FILE_ID = "the last file"  # stands for the id of an uploaded file
 _MORE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v2/rerank", VALID["/v1/rerank"]),
     ("/rerank", VALID["/v1/rerank"]),
@@ -139,14 +139,14 @@ _MORE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/messages", {**_SAID, "tools": [{"name": "look", "input_schema": _SCHEMA}], "tool_choice": {"type": "any"}}),
     ("/v1/completions", {"prompt": "Hi", "max_tokens": 4, "grammar": 'root ::= "A" [b-d]', "store": True}),
 )  # fmt: skip
-# Values that are written in JSON as no library writes them: those that no body may have, and others.
+# JSON values as no library writes them: `_REFUSED` is invalid in every body, `_READ` is valid JSON.
 _REFUSED = ("1e999", "-1E+999", "9" * 400, "123456789e400", "NaN", "-Infinity", r'"\ud800"', r'"a\udc00b"')
 _READ = (
     "1.0", "2.0e0", "-0.0", "1e-999", "1E308", "18446744073709551616", "9007199254740993", "5e-324", r'"\u2028"',
     r'"\u0000"', '"a\u2028b\u2029c\u0085d"', "null", "[null]", '{"": null}', "true", '{"$ref": "#/$defs/\u7c7b[int]"}',
     r'{"pattern": "^(?!a)\\bb\\Z$"}', '{"type": "INTEGER", "minimum": -9223372036854775808}',
 )  # fmt: skip
-_RAW = {f"raw value {number}": written for number, written in enumerate(_REFUSED + _READ)}  # by what stands for them
+_RAW = {f"raw value {number}": written for number, written in enumerate(_REFUSED + _READ)}  # by placeholder
 _KEYWORDS = (
     "$ref", "$schema", "additionalProperties", "const", "enum", "format", "items", "maxLength", "maximum", "metadata",
     "minLength", "minimum", "multipleOf", "oneOf", "pattern", "patternProperties", "properties", "required", "type",
@@ -156,16 +156,16 @@ _KEYWORDS = (
 
 @dataclass(frozen=True, slots=True)
 class OddBody:
-    """A body with values that many parsers and writers get wrong, and where it goes; a line where that is a file."""
+    """A body with values that many parsers and writers get wrong, and its path; for /v1/files, a line of the file."""
 
     path: str
     data: bytes
 
 
 def odd_bodies(seed: int) -> Iterator[OddBody]:
-    """Without end, for every endpoint that takes a body; the same ones for the same seed.
+    """Yield endless bodies for every endpoint that takes a body, deterministic for a seed.
 
-    They have numbers beyond float, half surrogate pairs, line ends of Unicode, floats that are integers, and nulls.
+    The bodies have numbers beyond float, lone surrogates, Unicode line ends, floats with integer values, and nulls.
     """
     source = random.Random(seed)
     valid = [*VALID.items(), *_MORE]
@@ -181,7 +181,7 @@ def odd_bodies(seed: int) -> Iterator[OddBody]:
 
 
 def _make_odd(source: random.Random, body: Any, marks: Sequence[str]) -> None:
-    """Replace, change or add one value, however deep."""
+    """Replace, change or add one value at a random depth of `body`."""
     inside = body
     while True:
         places = list(inside) if isinstance(inside, dict) else list(range(len(inside)))
@@ -205,7 +205,7 @@ def _make_odd(source: random.Random, body: Any, marks: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class HostileRequest:
-    """The bytes of one connection; what is `cut` promises more than it sends."""
+    """The bytes sent on one connection. `is_cut` marks an incomplete request, for which an answer may never come."""
 
     kind: str
     data: bytes
@@ -213,7 +213,7 @@ class HostileRequest:
 
 
 def hostile_requests(seed: int, models: Sequence[str] = ()) -> Iterator[HostileRequest]:
-    """Without end; the same ones for the same seed. `models`: what half of those that generate ask for."""
+    """Yield endless requests, deterministic for a seed. Half of the generating requests name one of `models`."""
     source = random.Random(seed)
     makers: tuple[tuple[int, Callable[[random.Random, str, Any], HostileRequest]], ...] = (
         (60, _mutated), (10, _not_json), (8, _broken_text), (8, _twice_the_same_key), (6, _odd_header), (4, _cut_short),
@@ -230,7 +230,7 @@ def hostile_requests(seed: int, models: Sequence[str] = ()) -> Iterator[HostileR
 
 
 def _mutated(source: random.Random, path: str, body: Any) -> HostileRequest:
-    """One to three fields, however deep, gone or something else."""
+    """Delete or replace one to three fields at random depths."""
     for _ in range(source.randint(1, 3)):
         _mutate(source, body)
     return _post("mutated", path, json.dumps(body).encode())
@@ -291,7 +291,7 @@ def _not_json(source: random.Random, path: str, body: Any) -> HostileRequest:
 
 
 def _broken_text(source: random.Random, path: str, body: Any) -> HostileRequest:
-    """Bytes that are no UTF-8, or another character set altogether."""
+    """Return a body with bytes that are not UTF-8, or in another character set."""
     written = json.dumps(body)
     data = bytearray(written.encode())
     if source.random() < 0.1:
@@ -310,7 +310,7 @@ def _twice_the_same_key(source: random.Random, path: str, body: Any) -> HostileR
 
 def _odd_header(source: random.Random, path: str, body: Any) -> HostileRequest:
     lines = source.sample(_HEADERS, source.randint(1, 3))
-    if not any(line.startswith("Content-Type") for line in lines):  # without one nothing else is looked at
+    if not any(line.startswith("Content-Type") for line in lines):  # without it, the service reads nothing else
         lines.append("Content-Type: application/json")
     return _post("odd_header", path, json.dumps(body).encode(), "\r\n".join(lines))
 
@@ -338,17 +338,17 @@ def _post(kind: str, path: str, body: bytes, more: str = "Content-Type: applicat
 
 
 def post(path: str, body: bytes, more: str = "Content-Type: application/json") -> bytes:
-    """The bytes of a POST on a connection of its own; `more` are lines of its head."""
+    """Return the bytes of a POST that closes its connection; `more` are further header lines."""
     head = f"POST {path} HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n{more}\r\n\r\n"
     return head.encode("latin-1") + body
 
 
 @dataclass(slots=True)
 class Tally:
-    """What came of an attack: outcomes are answers by status.
+    """The results of an attack. `outcomes` counts answers by status, and two outcomes without an answer.
 
-    `closed`: the connection ended without an answer; `hung_up`: the attacker ended it, without one after 2 s, or 0.2 s
-    where the request was cut off.
+    `closed`: the service ended the connection. `hung_up`: the attacker ended the connection after 2 s, or after 0.2 s
+    if the request was cut.
     """
 
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -357,7 +357,7 @@ class Tally:
 
 
 async def attack(target: Target, cases: Iterable[HostileRequest], tally: Tally, *, rate: float, at_once: int) -> None:
-    """Send cases, so many a second and at most so many at once."""
+    """Send the cases at `rate` a second, with at most `at_once` open connections."""
     began, free = time.perf_counter(), asyncio.Semaphore(at_once)
     async with asyncio.TaskGroup() as tasks:
         for number, case in enumerate(cases):
@@ -381,7 +381,7 @@ async def _send(target: Target, case: HostileRequest, tally: Tally) -> None:
     except TimeoutError:
         outcome = "hung_up"
     except OSError:
-        pass  # the server did not want the rest
+        pass  # the server closed before it read the whole request
     if answer:
         outcome = answer[9:12].decode(errors="replace")
     tally.outcomes[outcome] += 1

@@ -1,19 +1,18 @@
-"""What many keys cost: `python -m benchmarks.service.keys`.
+"""Measures the cost of many keys: `python -m benchmarks.service.keys`.
 
-The accounts of `--ingresses` ingresses, what they report and the owner of the limits are the service's own, in one
-process and in simulated time. Each of `--keys` keys has limits of tokens and requests a minute and of requests at once,
-and a budget of tokens a day. Progress goes to stderr; the last line of stdout is one JSON object:
+Runs the service's own accounts and usage reports of `--ingresses` ingresses, and the owner of the limits, in one
+process and in simulated time. Each of `--keys` keys has limits on tokens a minute, requests a minute and concurrent
+requests, and a budget of tokens a day. Progress goes to stderr; the last line of stdout is one JSON object:
 
     idle            no requests
-    busy            one request a second of each key, through a random ingress; its limit of tokens is twenty times as
-                    much
-    some refused    the same, and one key in twenty asks for three times as much as its limit of tokens
+    busy            one request a second for each key, through a random ingress; the token limit is twenty times higher
+    some refused    like busy, but one key in twenty asks for three times its token limit
 
-Of each: kilobytes that one ingress sends to the owner in a second, and that it gets; milliseconds of CPU in a second of
-that ingress and of the owner for all of them, with pickling and the tables of the ledger, without the transport.
+Each of these loads reports the kilobytes a second that one ingress sends to the owner and receives, and milliseconds of
+CPU a second of one ingress, and of the owner for all ingresses, with pickling and the ledger, without the transport.
 
-    authentication  microseconds of CPU to find the account of a request, by the number of keys; to find it by the name
-                    of its key
+    authentication  microseconds of CPU to find the account of a request by its key, and by the name of the key; for
+                    each number of keys
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ from app.usage.exchange import HURRY_S, PERIOD_S, UsageReporter
 from benchmarks.harness.command import command_parser, positive, run_command, tell
 from benchmarks.service.shares import Owner
 
-WARM_UP_S, MEASURED_S = 20.0, 5.0  # of simulated time
+WARM_UP_S, MEASURED_S = 20.0, 5.0  # simulated time
 _RESERVED, _USED, _LASTS_S = 550, 325, 5.0
-# Requests of a key in a second; of the keys, one in so many has a limit of a third of that (0: none).
+# (requests a second of each key, N): one key in N has a limit of a third of its load; 0: no key has.
 LOADS = {"idle": (0.0, 0), "busy": (1.0, 0), "some refused": (1.0, 20)}
 NUM_CALLS = 20_000
 
@@ -57,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """All figures."""
+    """Return all figures."""
     figures: dict[str, Any] = {"keys": given.keys, "ingresses": given.ingresses, "seed": given.seed}
     for name, (num_per_s, every) in LOADS.items():
         figures[name] = Exchanges(given.keys, given.ingresses, num_per_s, every, given.seed).run()
@@ -81,10 +80,10 @@ class _Ingress:
 
 
 class Exchanges:
-    """Ingresses that report, and requests of all keys."""
+    """Simulates ingresses that report usage to the owner while requests of all keys arrive."""
 
     def __init__(self, num_keys: int, num_ingresses: int, num_per_s: float, every: int, seed: int) -> None:
-        """`num_per_s`: requests of one key. `every`: see LOADS."""
+        """`num_per_s` is the requests a second of one key. For `every`, see the N of LOADS."""
         self._rng = random.Random(seed)
         self.now = 0.0
         keys = [
@@ -104,14 +103,14 @@ class Exchanges:
         self._running: list[tuple[float, int, ExitStack]] = []
         self._num_asked = self._num_refused = 0
         self.num_exchanges = 0
-        self._num_bytes = [0, 0]  # that were reported, and answered
-        self._cpu_s = [0.0, 0.0]  # of the ingresses, and of the owner
+        self._num_bytes = [0, 0]  # bytes of reports, and of answers
+        self._cpu_s = [0.0, 0.0]  # CPU time of the ingresses, and of the owner
 
     def _clock(self) -> float:
         return self.now
 
     def run(self) -> dict[str, float]:
-        """Warm up, then measure."""
+        """Warm up, measure, and return the figures."""
         tick_s, number = HURRY_S, len(self._ingresses)
         for place, ingress in enumerate(self._ingresses):
             ingress.next_at = PERIOD_S * place / number
@@ -172,7 +171,7 @@ class Exchanges:
 
 
 def authentication_figures(num_keys: int) -> dict[str, float]:
-    """Of requests with keys that there are, in random order, and with one that there is not."""
+    """Return the mean time to find an account by key and by name, over random existing keys."""
     secrets = [f"sk-{number:040d}".encode() for number in range(num_keys)]
     ring = KeyRing(
         KeyConfig(name=f"key-{number}", sha256=hashlib.sha256(secret).hexdigest())

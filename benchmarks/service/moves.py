@@ -1,16 +1,16 @@
-"""Streams that change their replica, with their KV memory or not: `python -m benchmarks.service.moves --model PATH`.
+"""Measures streams that move to another replica: `python -m benchmarks.service.moves --model PATH`.
 
-Serves a model from two replicas, with `replicas.fetch_prefixes` and without it, in turn; the last scene with
-`replicas.roles` of one and one and without. One line of JSON, for both:
+Serves a model from two replicas, alternating between with and without `replicas.fetch_prefixes`, which moves KV memory
+along. The scene `roles` alternates between one prefill and one decode replica, and no `replicas.roles`. Prints one
+line of JSON with the figures of both modes:
 
-    leave   streams with long prompts while their replica is taken away before they end: the longest pause of each,
-            from the moment of the change on
-    short   three streams of one session, which have no room on the session's replica while the other is idle:
-            preemptions, seconds until the last stream ends, and the longest times between two tokens
-    roles   16 streams with short prompts while long prompts come one after the other: times between two tokens of the
-            streams, their rate together, and the times to the first token of the long prompts
+    leave   streams with long prompts lose their replica before they end. Each stream's longest pause after the change
+    short   three streams of one session do not fit on the replica of the session while the other replica is idle.
+            Preemptions, seconds until the last stream ends, and the longest times between two tokens
+    roles   16 streams with short prompts run while long prompts come one after the other. Times between two tokens of
+            the streams, their total rate, and the times to the first token of the long prompts
 
-All answers are compared: `different` counts those that are not the same in both.
+`different` counts the answers that are not equal in both modes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from benchmarks.harness.turns import turns
 
 _NAME = "moves"
 _TIMEOUT_S = 300.0
-_DRAIN_S = 4.0  # streams leave after three quarters of it
+_DRAIN_S = 4.0  # streams move after three quarters of this time
 _LEAVING, _LEAVING_TOKENS = 2, 500
 _ROLE_STREAMS, _ROLE_TOKENS, _ROLE_PROMPTS = 16, 300, 4
 _SHORT, _SHORT_PROMPT, _SHORT_TOKENS, _SHORT_BLOCKS = 3, 700, 500, 150
@@ -43,7 +43,7 @@ Figures = dict[str, Any]
 
 
 def measure(*, model: str, only: Sequence[str], prompt_tokens: int, rounds: int, seed: int) -> dict[str, Any]:
-    """The figures of these scenes, or of all, and how many answers differ."""
+    """Return the figures of the scenes in `only`, or of all scenes if empty, and the number of answers that differ."""
     scenes: dict[str, Callable[..., tuple[list[Answer], Figures]]] = {
         "leave": partial(_leave, prompt_tokens=prompt_tokens),
         "short": _short,
@@ -81,7 +81,7 @@ def _short(model: str, fetches: bool, source: random.Random) -> tuple[list[Answe
     with service(served) as running:
         began_s = time.perf_counter()
         answers, _ = asyncio.run(_followed(running, bodies, {"x-carousel-session": "one"}))
-        from_s = max(each.events_s[0] for each in answers)  # until then, streams wait for the prompts of others
+        from_s = max(each.events_s[0] for each in answers)  # before that, streams wait for the prefill of other streams
         gaps = [after - before for each in answers for before, after in pairwise(each.events_s) if before > from_s]
         return answers, {
             "preemptions": total(scraped(running.target), "carousel_engine_memory_preemptions_total"),
@@ -140,7 +140,7 @@ async def _followed(
     *,
     then: Callable[[], None] | None = None,
 ) -> tuple[list[Answer], float]:
-    """The answers, and when `then` began: when all have eight tokens, also of a model whose tokens make no text."""
+    """Return the answers and when `then` began: after eight events of each stream, as some models' tokens lack text."""
     answers = [Answer(time.perf_counter()) for _ in bodies]
     following = [
         asyncio.create_task(
@@ -169,9 +169,9 @@ def _moved(running: Service) -> Figures:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser("service.moves", __doc__)
-    parser.add_argument("--model", required=True, metavar="PATH", help="folder of a model")
-    parser.add_argument("--only", nargs="+", choices=["leave", "short", "roles"], default=[], help="scenes")
-    parser.add_argument("--prompt-tokens", type=positive, default=2000, metavar="N", help="of the long prompts")
+    parser.add_argument("--model", required=True, metavar="PATH", help="model folder")
+    parser.add_argument("--only", nargs="+", choices=["leave", "short", "roles"], default=[], help="scenes to run")
+    parser.add_argument("--prompt-tokens", type=positive, default=2000, metavar="N", help="length of the long prompts")
     parser.add_argument("--rounds", type=positive, default=3, metavar="N")
     parser.add_argument("--seed", type=int, default=1)
     return run_command(

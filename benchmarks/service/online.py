@@ -1,12 +1,12 @@
-"""An open-loop client for any server that speaks the OpenAI API: ours, vLLM's, others.
+"""An open-loop client for any server with the OpenAI API, such as this service or vLLM.
 
     python -m benchmarks.service.online --base-url http://127.0.0.1:8000 --model demo --workload FILE.jsonl --rate 4 \\
         --slo-ttft-ms 500 --slo-itl-ms 50
     python -m benchmarks.service.online … --sweep 0.8,1,1.5,2,5 --capacity 8 --duration 30
 
-Requests are sent when their time comes, however slow the answers are, each on a connection of its own; a late client
-shows in `lateness_*`. One run prints one JSON object. A sweep is a run for each multiple of the capacity, one after the
-other, and prints a table and then the JSON object with its rows.
+Each request is sent at its arrival time on a connection of its own, however slow the answers are. If the client itself
+is late, `lateness_*` shows it. One run prints one JSON object. A sweep makes one run for each multiple of the capacity
+and prints a table, then a JSON object with its rows.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from deployments.open_files import allow_many_files
 
 _PAUSE_S = 1.0  # between the runs of a sweep
 REFUSED = 429
-LEAD_S = 0.1  # between the start and the first arrival, for tasks to be made
+LEAD_S = 0.1  # from the start to time zero of the arrivals: the client needs time to create tasks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """The figures of one run, or of all runs of a sweep, which are printed as a table.
+    """Return the figures of one run, or of all runs of a sweep. Prints the table of a sweep.
 
     Raises:
         BenchmarkError: an option is wrong, or no server answers.
@@ -60,7 +60,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     factors = _factors(given)
     rate = given.rate if given.sweep is None else given.capacity
     _check_rate(given, arrivals, workload, rate)
-    allow_many_files()  # an open loop against a slow server has as many connections as it likes
+    allow_many_files()  # an open loop against a slow server opens any number of connections
     asyncio.run(_warm_up(target, given, workload))
 
     def run(factor: float | None) -> dict[str, Any]:
@@ -87,7 +87,7 @@ _COLUMNS = (
 
 
 def in_words(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The figures that most questions hang on; the JSON has them all."""
+    """Return a table of the most important figures; the JSON object has all figures."""
     others = [sum(row["errors"].values()) - row["errors"].get(f"status {REFUSED}", 0) for row in rows]
     counted = [{**row, "others": number} for row, number in zip(rows, others, strict=True)]
     return table_of(_COLUMNS, counted, **{"× capacity": [f"{row['factor']:g}" for row in rows]})
@@ -101,17 +101,17 @@ def _run(
     found = asyncio.run(measured(target, given.model, played, slo=slo, timeout_s=given.timeout_s))
     tell(
         f"{found['num_requests']:,} requests in {found['seconds']:.1f} s: {found['num_answered']:,} answered, "
-        f"{found['goodput_requests_per_s']:.2f}/s well; errors: {found['errors'] or 'none'}; "
+        f"{found['goodput_requests_per_s']:.2f}/s within the SLO; errors: {found['errors'] or 'none'}; "
         f"this client was late by at most {found['lateness_max_ms']:.1f} ms"
     )
     return {"rate": rate, **found}
 
 
 async def _warm_up(target: Target, given: argparse.Namespace, workload: Workload) -> None:
-    """The first requests, one after the other, under a salt of their own: their prefixes must not be known later.
+    """Send the first requests one after the other, with a salt of their own, so that the run cannot hit their prefixes.
 
     Raises:
-        BenchmarkError: none is answered, so it is the address, the model's name or the workload.
+        BenchmarkError: no request succeeds, so the address, the model name or the workload is wrong.
     """
     if not given.warm_up:
         return
@@ -126,11 +126,11 @@ async def _warm_up(target: Target, given: argparse.Namespace, workload: Workload
 
 def _check_rate(given: argparse.Namespace, arrivals: Arrivals, workload: Workload, rate: float | None) -> None:
     if arrivals.rate is not None:
-        raise BenchmarkError(f"--arrival {given.arrival}: the rate is said by --rate or --capacity here")
+        raise BenchmarkError(f"--arrival {given.arrival}: give the rate with --rate or --capacity instead")
     if arrivals.kind == "trace" and given.sweep is not None:
         raise BenchmarkError("--arrival trace has its own times; a sweep needs poisson or burst:N")
     if rate is None and arrivals.needs_rate(workload):
-        raise BenchmarkError("say how fast requests come: --rate R in requests a second")
+        raise BenchmarkError("give the arrival rate: --rate R in requests a second")
     if rate is None and given.duration is not None and arrivals.kind != "trace":
         raise BenchmarkError("--duration needs --rate")
 
@@ -139,7 +139,7 @@ def _factors(given: argparse.Namespace) -> list[float]:
     if given.sweep is None:
         return []
     if given.capacity is None:
-        raise BenchmarkError("--sweep needs --capacity: the requests a second that 1 stands for")
+        raise BenchmarkError("--sweep needs --capacity: the requests a second of the factor 1")
     return numbers_above_zero("--sweep", given.sweep)
 
 
@@ -155,9 +155,9 @@ async def play(
     start_s: float,
     timeout_s: float,
 ) -> list[Answer]:
-    """Send each request at `start_s` plus its arrival, follow every answer to its end, in order of arrival.
+    """Send each request at `start_s` plus its arrival, and return all answers, complete, in order of arrival.
 
-    How late the client turned to one: `begun_s` less `arrival_s`.
+    The client was late for a request by its `begun_s` less its `arrival_s`.
     """
     tasks = []
     for request, arrival_s in zip(requests, arrivals_s, strict=True):
@@ -168,10 +168,10 @@ async def play(
 
 
 def schedule(given: argparse.Namespace, workload: Workload, arrivals: Arrivals, *, rate: float | None) -> Workload:
-    """The requests to send and when. A workload that is too short is repeated.
+    """Return the requests to send, with their times. A workload that is too short is repeated.
 
     Raises:
-        BenchmarkError: a trace, which has its own times, is too short, or no request arrives.
+        BenchmarkError: a trace is too short (a trace is not repeated), or no request arrives.
     """
     number = _num_needed(given, workload, arrivals, rate)
     if arrivals.kind == "trace" and number > len(workload.requests):
@@ -186,9 +186,9 @@ def schedule(given: argparse.Namespace, workload: Workload, arrivals: Arrivals, 
 
 
 def repeated(workload: Workload, number: int) -> Workload:
-    """So many requests in the order of the workload, again and again.
+    """Return `number` requests: the workload in its order, repeated if it is too short.
 
-    Each repetition has a salt of its own: what a server keeps of the one before must not answer it.
+    Each repetition has a salt of its own, so that prefixes cached by the previous repetition do not match.
     """
     size = len(workload.requests)
     found = []
@@ -202,8 +202,8 @@ def repeated(workload: Workload, number: int) -> Workload:
 
 
 def completion_request(target: Target, model: str, request: Request) -> bytes:
-    """A streaming call of /v1/completions with the request's own tokens. What other servers do not know is left out
-    wherever it says nothing."""
+    """Return a streaming call of /v1/completions with the request's token ids. A field that other servers may not know
+    is left out if it has its default value."""
     sampling = request.sampling
     more = {"model": model, "temperature": sampling.temperature}
     body = streamed(request.prompt_token_ids, sampling.max_tokens, **more)
@@ -230,15 +230,15 @@ def _num_needed(given: argparse.Namespace, workload: Workload, arrivals: Arrival
         return len(workload.requests)
     assert rate is not None, "a duration is filled at a rate"
     expected: float = rate * given.duration
-    return math.ceil(expected + 6 * math.sqrt(expected)) + arrivals.burst_size + 10  # chance stays below this
+    return math.ceil(expected + 6 * math.sqrt(expected)) + arrivals.burst_size + 10  # more than any random draw needs
 
 
 def online_figures(sent: Sequence[Answer], slo: Slo, *, client_cpu_s: float) -> dict[str, Any]:
-    """What at least one request comes to, as its client saw it. Shares are from 0 to 1.
+    """Return the figures of at least one answer as the client saw it. Shares are from 0 to 1.
 
-    Times are of requests that were answered whole, from when they were to be sent. `seconds` go from the first arrival
-    to the last end: what comes after the arrivals counts too. A client that is late (`lateness_*`) casts doubt on the
-    other times.
+    Times are those of complete answers, from the scheduled arrival of the request. `seconds` lasts from the first
+    arrival to the last end, so the tail after the last arrival counts. If the client was late (`lateness_*`), do not
+    trust the other times.
     """
     answered = [one for one in sent if one.has_succeeded]
     refused = [one for one in sent if one.status == REFUSED]
@@ -256,7 +256,7 @@ def online_figures(sent: Sequence[Answer], slo: Slo, *, client_cpu_s: float) -> 
         "output_tokens_per_s": round(num_tokens / seconds, 2),
         "requests_per_s": round(len(answered) / seconds, 3),
         "goodput_requests_per_s": round(num_kept / seconds, 3),
-        "goodput_share": round(num_kept / len(sent), 4),  # of all that were sent
+        "goodput_share": round(num_kept / len(sent), 4),  # of all sent requests
         "refused_share": round(len(refused) / len(sent), 4),
         **percentiles("refusal", refusals_ms, (50, 99), unit="ms", digits=3),
         **times_of(answered),
@@ -269,8 +269,8 @@ def online_figures(sent: Sequence[Answer], slo: Slo, *, client_cpu_s: float) -> 
 async def measured(
     target: Target, model: str, workload: Workload, *, slo: Slo | None = None, timeout_s: float
 ) -> dict[str, Any]:
-    """Send every request of a workload at its time; the figures."""
-    # Made before the clock runs: the bytes to send, and when.
+    """Send every request of a workload at its arrival time and return the figures."""
+    # Encode all requests before the clock starts.
     requests = [completion_request(target, model, timed.request) for timed in workload.requests]
     arrivals_s = [timed.arrival_s for timed in workload.requests]
     cpu_began = machine.own_cpu_s()
@@ -281,19 +281,19 @@ async def measured(
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("service.online", __doc__)
     parser.add_argument("--base-url", required=True, metavar="URL", help="http://HOST:PORT, with or without /v1")
-    parser.add_argument("--model", required=True, metavar="NAME", help="as the server calls it")
+    parser.add_argument("--model", required=True, metavar="NAME", help="model name at the server")
     parser.add_argument("--workload", required=True, metavar="FILE.jsonl", help="one request a line; repeated if short")
     parser.add_argument("--rate", type=above_zero, metavar="R", help="requests a second, on average")
     parser.add_argument("--arrival", default="poisson", metavar="KIND", help="poisson, burst:N or trace")
-    parser.add_argument("--seed", type=int, default=0, help="of the arrival times")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the arrival times")
     extent = parser.add_mutually_exclusive_group()
     extent.add_argument("--duration", type=above_zero, metavar="S", help="seconds in which requests arrive")
     extent.add_argument("--requests", type=positive, metavar="N", help="default: the workload once")
-    parser.add_argument("--slo-ttft-ms", type=above_zero, metavar="MS", help="first token within")
-    parser.add_argument("--slo-itl-ms", type=above_zero, metavar="MS", help="mean time between a request's tokens")
-    parser.add_argument("--sweep", metavar="F,F", help="multiples of the capacity, each a run by itself")
-    parser.add_argument("--capacity", type=above_zero, metavar="R", help="requests a second that 1 in a sweep means")
-    parser.add_argument("--timeout-s", type=above_zero, default=300.0, metavar="S", help="of one request")
+    parser.add_argument("--slo-ttft-ms", type=above_zero, metavar="MS", help="limit of the time to the first token")
+    parser.add_argument("--slo-itl-ms", type=above_zero, metavar="MS", help="limit of a request's mean ITL")
+    parser.add_argument("--sweep", metavar="F,F", help="multiples of the capacity, one run for each")
+    parser.add_argument("--capacity", type=above_zero, metavar="R", help="requests a second of the sweep factor 1")
+    parser.add_argument("--timeout-s", type=above_zero, default=300.0, metavar="S", help="time limit of one request")
     parser.add_argument("--warm-up", type=int, default=4, metavar="N", help="requests before, with another cache_salt")
     return parser
 

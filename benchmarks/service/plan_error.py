@@ -1,15 +1,15 @@
-"""How wrong the planner is: the same requests predicted and served, for strategies, replicas and loads.
+"""Measures the error of the planner: the same requests are predicted and served, for strategies, replicas and loads.
 
     python -m benchmarks.service.plan_error --data FOLDER --costs engine.json [--rows 1-6] [--seconds 20]
 
-FOLDER holds Azure's traces, conv.csv and code.csv; without it the first 1,000 requests of each are played again and
-again. Each row starts the whole service: rows of `weights` serve the bundled model, those of `simulated` replicas with
-steps that sleep (`model.simulated`), so that the model does not take the cores from the rest. Step times are measured
-first, where the files of --costs do not have them. What an idle service adds to a first token is measured before each
-row, one request at a time, and added to the prediction.
+FOLDER holds Azure's traces, conv.csv and code.csv; without FOLDER, the first 1,000 requests of each trace are repeated.
+Each row starts the whole service. Rows named `weights` serve the bundled model. Rows named `simulated` serve replicas
+whose steps sleep (`model.simulated`), so that the model does not take the cores from the rest. Step times are measured
+first if the files of --costs do not exist. Before each row, the time that an idle service adds to a first token is
+measured, one request at a time, and added to the prediction.
 
-Loads are shares of what the planner says that the replicas can do. Limits of error: 5% of throughput, 10% of p50, 20%
-of p99. Prints a table and one JSON object.
+A load is a share of the rate that the replicas can serve according to the planner. Limits of error: 5% of throughput,
+10% of p50, 20% of p99. Prints a table and one JSON object.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from deployments.plan.simulation import simulate
 from deployments.plan.step_cost import MeasuredReplica, measure
 from deployments.plan.traces import Trace, read_trace
 
-_LENGTHS = 0.1  # of the traces' prompts and outputs: the bundled model takes 2,048 tokens
+_LENGTHS = 0.1  # scale of the traces' prompts and outputs: the bundled model accepts 2,048 tokens
 _MODEL = "models/demo"
-_COSTS = {"step_ms": 10.0, "per_token_ms": 0.1}  # of a simulated replica
-_FIRST_TOKEN = 5  # of the vocabulary after the special ones
+_COSTS = {"step_ms": 10.0, "per_token_ms": 0.1}  # step times of a simulated replica
+_FIRST_TOKEN = 5  # the first token id after the special tokens
 _LIMITS = {"tokens_per_s": 0.05, "ttft_p50": 0.10, "ttft_p99": 0.20, "itl_p50": 0.10, "itl_p99": 0.20}
 _TIMEOUT_S = 120.0
-_NUM_ALONE, _ALONE_S = 30, 0.2  # requests by which the service's own time is measured, and the time between them
+_NUM_ALONE, _ALONE_S = 30, 0.2  # requests that measure the service's own time, and the time between two of them
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One setting that is predicted and served."""
+    """One setting to predict and to serve."""
 
     replicas: str  # weights or simulated
     trace: str  # conv or code
@@ -84,17 +84,17 @@ ROWS = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser("service.plan_error", __doc__)
-    parser.add_argument("--data", metavar="FOLDER", help="of Azure's traces, conv.csv and code.csv")
+    parser.add_argument("--data", metavar="FOLDER", help="folder with Azure's conv.csv and code.csv")
+    parser.add_argument("--costs", required=True, metavar="FILE", help="step times; a second file is *.simulated.json")
+    parser.add_argument("--rows", default=f"1-{len(ROWS)}", metavar="A-B", help="rows to run")
     parser.add_argument(
-        "--costs", required=True, metavar="FILE", help="step times are kept here, and in FILE.simulated.json"
+        "--seconds", type=float, default=20.0, metavar="S", help="time in which a row's requests arrive"
     )
-    parser.add_argument("--rows", default=f"1-{len(ROWS)}", metavar="A-B", help="some of the rows")
-    parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help="in which a row's requests arrive")
     return run_command(parser, measured, arguments)
 
 
 def measured(given: argparse.Namespace) -> dict[str, Any]:
-    """All chosen rows, one after the other."""
+    """Run the chosen rows one after the other, print the table and return the figures."""
     first, _, last = given.rows.partition("-")
     found = [_row(given, number, ROWS[number - 1]) for number in range(int(first), int(last or first) + 1)]
     print(in_words(found))
@@ -119,7 +119,7 @@ def _row(given: argparse.Namespace, number: int, row: Row) -> dict[str, Any]:
 
 
 def in_words(rows: Sequence[dict[str, Any]]) -> str:
-    """Measured by predicted, with the error; a miss of its limit has an asterisk."""
+    """Return a table of "predicted / measured error"; an error beyond its limit has an asterisk."""
     heads = ["row", "requests", *_LIMITS, "latency mean"]
     return table(heads, [_cells(row) for row in rows])
 
@@ -165,11 +165,11 @@ def _trace(given: argparse.Namespace, name: str) -> Trace:
 
 
 def _requests(given: argparse.Namespace, row: Row, replica: MeasuredReplica, config: EngineConfig) -> Trace:
-    """As many as arrive in the row's seconds, with prompts of their own and outputs that end at their limit."""
+    """Return the requests that arrive in the row's seconds, with random prompts and outputs that end at their limit."""
     trace = _trace(given, row.trace)
     rate = row.load * row.num_replicas * full_rate(trace, replica, config.scheduler, config.cache)
     trace = trace.repeated(max(20, round(rate * given.seconds))).at_rate(rate)
-    rng = random.Random(1)  # prompts share no prefix
+    rng = random.Random(1)  # random prompts share no prefix
     tokens = rng.choices(range(_FIRST_TOKEN, replica.facts.vocab_size), k=110_000)
     requests = []
     for traced in trace.requests:
@@ -188,7 +188,7 @@ def _figures(run: SimulatedRun) -> dict[str, float]:
 
 
 def _error(predicted: float, found: float) -> float:
-    """Relative; 0 where both are infinite, because requests were refused."""
+    """Return the relative error; 0 if both values are infinite because requests were refused."""
     return 0.0 if predicted == found else predicted / found - 1
 
 
@@ -201,9 +201,9 @@ def _args(row: Row, config: EngineConfig) -> dict[str, Any]:
 
 
 def _own_time_s(live: Service, trace: Trace, replica: MeasuredReplica, config: EngineConfig) -> float:
-    """What the way of a request adds to a first token when there is no other: sockets, threads that wake up.
+    """Return the time that an idle service adds to a first token: sockets, and threads that wake up.
 
-    Each request has one output token, so that it has ended before the next comes, on any number of replicas.
+    Each request has one output token, so that it ends before the next request, on any number of replicas.
     """
     alone = Trace(
         trace.name,
@@ -218,10 +218,10 @@ def _own_time_s(live: Service, trace: Trace, replica: MeasuredReplica, config: E
 
 
 async def _served(live: Service, trace: Trace) -> SimulatedRun:
-    """The requests at their times, over HTTP."""
+    """Send the requests at their times over HTTP and return the measured run."""
     requests = []
     for number, traced in enumerate(trace.requests):
-        assert traced.prompt_token_ids is not None, "given above"
+        assert traced.prompt_token_ids is not None, "_requests sets the prompts"
         sampling = SamplingParams(max_tokens=traced.num_output_tokens, temperature=0.0, ignore_eos=True)
         request = Request(request_id=str(number), prompt_token_ids=traced.prompt_token_ids, sampling=sampling)
         requests.append(completion_request(live.target, "demo", request))

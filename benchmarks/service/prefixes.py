@@ -1,12 +1,12 @@
-"""How much of conversations' prompts `prefix_affinity` finds cached: `python -m benchmarks.service.prefixes`.
+"""Measures the cache hits of `prefix_affinity` in conversations: `python -m benchmarks.service.prefixes`.
 
 A simulated fleet (`deployments/plan/simulation.py`: the service's own dispatch and engine, a model that only counts)
 serves conversations of several turns over shared system prompts, each turn through a random ingress. Lengths are those
-of `make_workload sharegpt`. One line of JSON, for each number of ingresses:
+of `make_workload sharegpt`. Prints one line of JSON, with these figures for each number of ingresses:
 
-    found         share of the prompts' tokens that were cached
-    restarted     the same when the first ingress starts anew after half of the requests
-    bytes_per_s   that all replicas send to one ingress to say what they have cached, by simulated time
+    found         share of prompt tokens that were cached
+    restarted     share of cached prompt tokens if the first ingress restarts after half of the requests
+    bytes_per_s   bytes that all replicas send to one ingress in a simulated second to report their cached prefixes
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ MEASURED = MeasuredReplica(
 
 
 class _Fleet(FleetSimulation):
-    """Counts what replicas say of their prefixes, and may have its first ingress start anew."""
+    """Counts the bytes of reported prefixes, and restarts its first ingress at request `restarts_at`."""
 
     def __init__(self, *, restarts_at: int | None, **more: Any) -> None:
         super().__init__(**more)
         self._restarts_at = restarts_at
-        self.num_bytes = 0  # to the last ingress
+        self.num_bytes = 0  # sent to the last ingress
         last = self._registries[-1]._prefixes
         setattr(last, "note", self._counted(last.note))  # noqa: B010
 
@@ -82,7 +82,7 @@ class _Fleet(FleetSimulation):
 def measure(
     *, ingresses: Sequence[int], num_replicas: int, num_requests: int, num_slots: int, num_per_s: float, seed: int
 ) -> dict[str, Any]:
-    """The figures of each number of ingresses."""
+    """Return the figures for each number of ingresses."""
     turns = conversations(num_requests, num_per_s, random.Random(seed), seed)
     figures: dict[str, Any] = {
         "replicas": num_replicas, "requests": num_requests, "slots": num_slots, "first_turns_per_s": num_per_s,
@@ -117,7 +117,7 @@ def conversations(
     hot_tokens: int = 0,
     mean_pause_s: float = _MEAN_PAUSE_S,
 ) -> Trace:
-    """The first turns, each with those that follow. `hot_tokens`: half of all begin with the same so many tokens."""
+    """Return the first turns, linked to their next turns. Half of them share a prefix of `hot_tokens` if not 0."""
     systems = [tuple(rng.choices(range(1, _VOCAB_SIZE), k=_SYSTEM_TOKENS)) for _ in range(_NUM_SYSTEM_PROMPTS)]
     hot = tuple(rng.choices(range(1, _VOCAB_SIZE), k=hot_tokens))
     conversations: list[list[TracedRequest]] = []
@@ -142,7 +142,7 @@ def conversations(
 
 
 def _linked(conversation: Sequence[TracedRequest]) -> TracedRequest:
-    """The first turn, with the next in it, and so on."""
+    """Return the first turn; each turn holds the next one in `next_turn`."""
     *before, linked = conversation
     for turn in reversed(before):
         linked = replace(turn, next_turn=linked)
@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ingresses", type=positive, nargs="+", default=[1, 2, 3], metavar="N")
     parser.add_argument("--replicas", type=positive, default=16, metavar="N")
     parser.add_argument("--requests", type=positive, default=4000, metavar="N", help="turns of conversations")
-    parser.add_argument("--slots", type=positive, default=32, metavar="N", help="requests a replica computes at once")
+    parser.add_argument("--slots", type=positive, default=32, metavar="N", help="concurrent requests of a replica")
     parser.add_argument("--per-s", type=float, default=25.0, metavar="N", help="conversations that begin in a second")
     parser.add_argument("--seed", type=int, default=1)
     return run_command(

@@ -1,18 +1,18 @@
-"""A day of arrivals under two rules for the number of replicas: `python -m benchmarks.service.scaling_day`.
+"""Compares two autoscaling rules over a day of arrivals: `python -m benchmarks.service.scaling_day`.
 
-A simulated fleet (`deployments/plan/simulation.py`: the service's own engine and dispatch) with step times of `carousel
-plan trace --costs`, or made up ones of 40 ms and 2 ms a token. The rules are the code that Serve's controller runs:
-ours (`deployments.serve.autoscaling.TokenPolicy`, with the options of its deployment) and Ray's default, by ongoing
-requests. Serve's own code has the delays and factors of both; its clock is the simulated one. A replica serves
-`--start-s` after it was asked for. One that stops ends what it has. The controller looks every two seconds, not every
-0.1.
+Simulates a fleet (`deployments/plan/simulation.py`: the service's own engine and dispatch). Step times come from
+`carousel plan trace --costs`, or are made up: 40 ms and 2 ms a token. The rules are the code that Serve's controller
+runs: ours (`deployments.serve.autoscaling.TokenPolicy`, with the options of its deployment) and Ray's default, which
+counts ongoing requests. Serve's own code applies delays and factors of both, on the simulated clock. A replica serves
+`--start-s` after it is requested. A stopped replica finishes its requests. The controller decides every two seconds,
+not every 0.1 s.
 
-A day is the hour of --trace 24 times. Of its requests a share is kept, at random, which follows a cosine over the day
-from --night, at four o'clock, to --noon, at sixteen. It begins at --first-hour with one replica. One line of JSON, for
-each rule:
+A day repeats the hour of --trace 24 times. Each hour keeps a random share of its requests; the share follows a cosine
+from --night at 4:00 to --noon at 16:00. The day begins at --first-hour with one replica. Prints one line of JSON, with
+these figures for each rule:
 
-    replica_hours  from the moment that a replica is asked for until it has ended its last request
-    late           share of requests whose first token came later than --late-s, or that were refused
+    replica_hours  sum over all replicas, from the request for a replica to the end of its last request
+    late           share of requests that were refused, or whose first token came later than --late-s
     ttft_p50_s, ttft_p99_s, most (replicas at once), starts
 """
 
@@ -48,7 +48,7 @@ with warnings.catch_warnings():
     from deployments.serve.autoscaling import REPORT_INTERVAL_S, TokenPolicy, number_of_replicas, use_of
 
 _DAY_HOURS, _HOUR_S, _NIGHT_HOUR = 24, 3600.0, 4
-# Ours by `target_s`, Ray's by `target_ongoing_requests` (2 is its default). Each with delays of the other too.
+# Our `target_s` and Ray's `target_ongoing_requests` (default 2). Each rule also runs with delays of the other.
 _TARGET_S = (0.5, 1.0, 2.0, 4.0)
 _TARGET_REQUESTS = (2, 4, 8, 16)
 
@@ -60,7 +60,7 @@ _MADE_UP = MeasuredReplica(
 
 
 class Rule(NamedTuple):
-    """A rule as Serve calls it, and its options."""
+    """An autoscaling policy in the form that Serve calls, and its options."""
 
     name: str
     policy: Callable[[Any], tuple[float, dict[str, Any]]]
@@ -81,9 +81,9 @@ class _Scaler:
         self._start_s = start_s
         self._state: dict[str, Any] = {}
         self._running = ["replica-0000"]
-        self._starting: list[float] = []  # when they will serve
+        self._starting: list[float] = []  # when each replica will serve
         self._leaving: list[str] = []
-        # Within `look_back_period_s`: the time, and what each replica reported.
+        # (time, reports by replica id) within `look_back_period_s`.
         self._reports: deque[tuple[float, dict[str, dict[str, _Report]]]] = deque()
         self.replica_s = 0.0
         self.most = 1
@@ -91,7 +91,7 @@ class _Scaler:
         self.now = 0.0
 
     def look(self, now: float) -> None:
-        """Take in what replicas report, and change their number."""
+        """Read the reports of all replicas and change the number of replicas."""
         self.now, fleet = now, self._fleet
         while self._starting and self._starting[0] <= now:
             self._starting.pop(0)
@@ -105,7 +105,7 @@ class _Scaler:
         for _ in range(wanted - target):
             self._starting.append(now + self._start_s)
             self.num_starts += 1
-        for _ in range(target - wanted):  # Serve stops those first that do not serve yet
+        for _ in range(target - wanted):  # Serve first stops replicas that are still starting
             if self._starting:
                 self._starting.pop()
             else:
@@ -149,7 +149,7 @@ def _num_requests(fleet: FleetSimulation, replica_id: str) -> int:
 
 
 def day_of(hour: Trace, *, night: float, noon: float, hours: Sequence[int], seed: int) -> Trace:
-    """The hour again and again, thinned by the time of the day."""
+    """Repeat `hour` for each of `hours`, thinned according to the time of the day."""
     source, kept = random.Random(seed), list[TracedRequest]()
     for number in hours:
         for each in hour.requests:
@@ -162,7 +162,7 @@ def day_of(hour: Trace, *, night: float, noon: float, hours: Sequence[int], seed
 
 
 def rules(engine: EngineConfig, *, max_replicas: int) -> list[Rule]:
-    """Ours and Ray's, with several targets each."""
+    """Return our rule and Ray's rule, each with several targets and delays."""
 
     def ours(**changed: Any) -> tuple[Any, dict[str, Any]]:
         replicas = {"num_replicas": 1, "autoscaling": {"max_replicas": max_replicas} | changed}
@@ -177,7 +177,7 @@ def rules(engine: EngineConfig, *, max_replicas: int) -> list[Rule]:
 
     found = []
     for target_s in _TARGET_S:
-        for name, delays in (("our delays", {}), ("down after 600 s", {"downscale_delay_s": 600.0})):  # as Ray's
+        for name, delays in (("our delays", {}), ("down after 600 s", {"downscale_delay_s": 600.0})):  # as Ray
             config, given = ours(target_s=target_s, **delays)
             found.append(Rule(f"ours, target_s {target_s:g}, {name}", TokenPolicy(**given), config))
     same = {"upscale_delay_s": found[0].config.upscale_delay_s, "downscale_delay_s": found[0].config.downscale_delay_s}
@@ -193,7 +193,7 @@ def rules(engine: EngineConfig, *, max_replicas: int) -> list[Rule]:
 def play(
     rule: Rule, trace: Trace, measured: MeasuredReplica, engine: EngineConfig, *, start_s: float, late_s: float
 ) -> dict[str, Any]:
-    """One rule over the whole trace."""
+    """Simulate the whole trace under one rule and return its figures."""
     fleet = FleetSimulation([measured], engine.scheduler, engine.cache)
     scaler = _Scaler(rule, fleet, start_s=start_s)
     with patch.object(autoscaling_policy, "time", SimpleNamespace(time=lambda: scaler.now)):
@@ -218,7 +218,7 @@ def measure(
     measured: MeasuredReplica, hour: Trace, *, night: float, noon: float, hours: Sequence[int], max_replicas: int,
     start_s: float, late_s: float, seed: int, only: str,
 ) -> dict[str, Any]:  # fmt: skip
-    """The figures of all rules that have `only` in their names."""
+    """Return the figures of all rules with `only` in their names."""
     trace = day_of(hour, night=night, noon=noon, hours=hours, seed=seed)
     engine = EngineConfig.model_validate({"model": {"path": measured.model}})
     figures: dict[str, Any] = {"requests": len(trace.requests), "start_s": start_s, "late_s": late_s, "seed": seed}
@@ -231,25 +231,25 @@ def measure(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser("service.scaling_day", __doc__)
-    parser.add_argument("--costs", metavar="FILE", help="step times, of `carousel plan trace --costs`")
-    parser.add_argument("--trace", required=True, metavar="FILE", help="an hour, as for `carousel plan trace`")
+    parser.add_argument("--costs", metavar="FILE", help="step times from `carousel plan trace --costs`")
+    parser.add_argument("--trace", required=True, metavar="FILE", help="an hour, in a format of `carousel plan trace`")
+    parser.add_argument("--lengths", type=above_zero, default=1.0, metavar="F", help="factor for prompts and outputs")
     parser.add_argument(
-        "--lengths", type=above_zero, default=1.0, metavar="F", help="prompts and outputs F times as long"
+        "--night", type=above_zero, default=0.15, metavar="SHARE", help="of the requests, at 4:00 (0.15)"
     )
-    parser.add_argument(
-        "--night", type=above_zero, default=0.15, metavar="SHARE", help="of the requests, at four (0.15)"
-    )
-    parser.add_argument("--noon", type=above_zero, default=1.0, metavar="SHARE", help="of the requests, at sixteen (1)")
-    parser.add_argument("--first-hour", type=int, default=0, metavar="H", help="of the day (0)")
-    parser.add_argument("--hours", type=positive, default=_DAY_HOURS, metavar="N", help="that are simulated (24)")
+    parser.add_argument("--noon", type=above_zero, default=1.0, metavar="SHARE", help="of the requests, at 16:00 (1)")
+    parser.add_argument("--first-hour", type=int, default=0, metavar="H", help="first hour of the day (0)")
+    parser.add_argument("--hours", type=positive, default=_DAY_HOURS, metavar="N", help="simulated hours (24)")
     parser.add_argument("--max-replicas", type=positive, default=16)
-    parser.add_argument("--start-s", type=above_zero, default=60.0, metavar="S", help="until a new replica serves (60)")
     parser.add_argument(
-        "--late-s", type=above_zero, default=2.0, metavar="S", help="a first token after so long is late (2)"
+        "--start-s", type=above_zero, default=60.0, metavar="S", help="time until a new replica serves (60)"
+    )
+    parser.add_argument(
+        "--late-s", type=above_zero, default=2.0, metavar="S", help="a first token after this time is late (2)"
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", metavar="TEXT", help="rules with this text in their names")
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # each decision of ours has a line
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # our policy logs each decision
 
     def run(given: Any) -> dict[str, Any]:
         measured = _MADE_UP if given.costs is None else MeasuredReplica.read(Path(given.costs))

@@ -1,7 +1,7 @@
-"""How near ingresses keep the limits of a key that they share: `python -m benchmarks.service.fleet --limits`.
+"""Simulates how closely ingresses enforce the limits of a shared key: `python -m benchmarks.service.fleet --limits`.
 
-The accounts of ingresses and the owner of the shares are the service's own; time is simulated. The same requests come
-to one account that has the whole limit: what that admits is allowed. Of a budget, all that is used is compared with it.
+Uses the service's own accounts and owner of the shares; time is simulated. The same requests also go to one account
+with the whole limit, and the tokens that this account admits are the reference. The reference of a budget is itself.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from app.usage.records import day_of
 from app.usage.shares import Shares
 
 MINUTE_S = 60.0
-# What the owner does not answer, in seconds of a run.
+# The owner does not answer between these seconds of a run.
 DEAD_FROM_S, DEAD_UNTIL_S = 120.0, 180.0
-NUM_AT_ONCE, BUDGET_WAVES_S = 150, (0.5, 20.0, 60.0)  # in runs with a budget: so many requests come at these times
+NUM_AT_ONCE, BUDGET_WAVES_S = 150, (0.5, 20.0, 60.0)  # runs with a budget: NUM_AT_ONCE requests at each of these times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A run: where requests go, and how many come."""
+    """The settings of one run: limits of the key, number of ingresses, and load."""
 
     num_ingresses: int
-    skew: float = 0.0  # of the requests, those that go to the first ingress; the rest to all
+    skew: float = 0.0  # share of requests that go to the first ingress; the rest goes to a random ingress
     owner_dies: bool = False
-    load: float = 3.0  # tokens that are asked for, over those that are allowed
+    load: float = 3.0  # requests over the requests that the tightest limit allows
     tokens_per_minute: int | None = 120_000
     requests_per_minute: int | None = None
     max_concurrency: int | None = None
-    tokens_per_day: int | None = None  # with this the requests come in waves, and come again when they may
-    answer_s: float = 0.005  # from what the owner decides until a process knows of it
+    tokens_per_day: int | None = None  # with a budget, requests come in waves and retry when told to
+    answer_s: float = 0.005  # from a decision of the owner until the ingress receives the decision
     seconds: float = 300.0
 
 
 @dataclass(slots=True)
 class Admitted:
-    """What one way of counting lets in: tokens that were used, by the minute in which their request came."""
+    """The tokens used by admitted requests, by the minute in which the request was admitted."""
 
     by_minute: dict[int, int]
     num_running: int = 0
@@ -58,7 +58,7 @@ class Admitted:
 
 
 class _Request(NamedTuple):
-    num_tokens: int  # that it may use at most
+    num_tokens: int  # the most that it may use
     used: CallUsage
 
 
@@ -72,13 +72,13 @@ class _Ingress:
         [self.account] = ring.accounts
         limits = AccountLimits(ring)
         self.reporter = UsageReporter(self.counter, limits, clock=clock)
-        self.begun_at = self.next_at = 0.0  # its last exchange, and the next one
-        self.turn = 0  # the number of its next one; what was planned before is stale
+        self.begun_at = self.next_at = 0.0  # times of the last and the next exchange
+        self.turn = 0  # number of the next exchange; exchanges planned earlier are stale
         limits.on_hurry(lambda: hurry(self))
 
 
 class Owner:
-    """The ledger outlives a death of the owner, its shares do not."""
+    """The owner of ledger and shares. The ledger survives a death of the owner, the shares do not."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -89,7 +89,7 @@ class Owner:
         self.shares: Shares | None = Shares(clock)
 
     def answer(self, report: UsageReport) -> UsageAnswer | None:
-        """None while it is dead."""
+        """Return the answer to a report, or None while the owner is dead."""
         if self.shares is None:
             return None
         return self.shares.answer(report, self._ledger.add(report, day_of(self._clock())))
@@ -149,13 +149,13 @@ class _Run:
             event()
 
     def _plan(self, ingress: _Ingress, at: float) -> None:
-        """The next exchange of an ingress, in place of the one that was planned before."""
+        """Plan the next exchange of an ingress; it replaces the planned one."""
         ingress.turn += 1
         ingress.next_at = at
         self._at(at, partial(self._exchange, ingress, ingress.turn))
 
     def _hurry(self, ingress: _Ingress) -> None:
-        """As `UsageExchange` does. An answer that is under way comes first."""
+        """Bring the next exchange forward as `UsageExchange` does, but not before a pending answer has arrived."""
         at = max(self.now, ingress.begun_at + self._case.answer_s + HURRY_S)
         if at < ingress.next_at:
             self._plan(ingress, at)
@@ -180,13 +180,13 @@ class _Run:
         self._at(self.now + self._rng.expovariate(self._num_per_s), self._arrive)
 
     def _insist(self, request: _Request) -> None:
-        """Ask, and ask again when the refusal says so."""
+        """Ask, and ask again after the `retry_after_s` of a refusal."""
         refusal = self._ask(self._ingress().account, self.shared, request, self._rng.uniform(0.5, 9.5))
         if refusal is not None and not isinstance(refusal, BudgetSpent):
             self._at(self.now + refusal.retry_after_s, partial(self._insist, request))
 
     def _come(self, account: Account, request: _Request, lasts_s: float, until_s: float) -> None:
-        """Ask; before, wait for a place, as `Account.wait_for_place` does."""
+        """Wait for a place until `until_s` at most, as `Account.wait_for_place` does, then ask."""
         places = account.places
         if places is None or not places.may_come or self.now >= until_s:
             self._ask(account, self.shared, request, lasts_s)
@@ -224,7 +224,7 @@ class _Run:
         return case.load * min(each for each in allowed if each)
 
     def _ask(self, account: Account, admitted: Admitted, request: _Request, lasts_s: float) -> LimitReached | None:
-        """Begin a request, or tell what it is refused for."""
+        """Begin a request and return None, or return the refusal."""
         running, used = ExitStack(), request.used
         try:
             reservation = running.enter_context(account.reserve())
@@ -240,14 +240,14 @@ class _Run:
 
         def end() -> None:
             admitted.num_running -= 1
-            running.close()  # another request may begin with it
+            running.close()  # this may let a waiting request begin
 
         self._at(self.now + lasts_s, end)
         return None
 
 
 def measure(case: Case, *, seed: int) -> dict[str, float]:
-    """Tokens that were admitted over those that are allowed: in the whole run, in the best and the worst minute."""
+    """Return admitted tokens over the reference: for the whole run, and for its lowest and highest minute."""
     run = _Run(case, seed)
     run.run()
     shared, single = run.shared.by_minute, run.single.by_minute
@@ -262,15 +262,15 @@ def measure(case: Case, *, seed: int) -> dict[str, float]:
 
 
 def measure_budget(case: Case, *, seed: int) -> dict[str, float]:
-    """Tokens that were used over the budget, when all requests have ended or were refused for good."""
-    assert case.tokens_per_day is not None, "it has a budget"
+    """Return the tokens used over the budget, after all requests have ended or were refused for good."""
+    assert case.tokens_per_day is not None, "the case has a budget"
     run = _Run(case, seed)
     run.run()
     return {"used_of_budget": round(sum(run.shared.by_minute.values()) / case.tokens_per_day, 3)}
 
 
 def measure_all(*, seed: int) -> dict[str, Any]:
-    """The table."""
+    """Return the figures of all cases for 1, 3, 8 and 32 ingresses."""
     figures: dict[str, Any] = {"seed": seed}
     for num_ingresses in (1, 3, 8, 32):
         for name, fields in CASES.items():

@@ -1,41 +1,41 @@
-"""A service left running: honest tenants beside an attacker, kills and a full disk, for an hour.
+"""Runs a service for an hour with honest tenants beside an attacker, kills and a full disk.
 
     python -m benchmarks.service.soak --minutes 60
     python -m benchmarks.service.soak --minutes 60 --kill replica,ingress,batches,controller,head --updates
 
 Starts the service as `make serve` does: two replicas of the bundled model with little KV memory, adapters, pipelines,
-speculation, API keys, and batches on a file system of its own in memory, for which one has to be root on Linux
-(`--disk-mib 0`: none, and no full disk). Tenants send requests of all kinds (`tenants.py`), each with words of its own
-that the model repeats; one of them has a batch under way all the time. After a calm part another tenant sends hostile
-requests, `--rate` a second, one of 50 with a field filled to its limit (`field_bodies.py`). A replica is killed every
-two minutes, the batches process every five, and the file system is full for a minute at one third and at two thirds.
+speculation, API keys, and batches on their own in-memory file system, which needs root on Linux (`--disk-mib 0`: no
+such file system, and no full disk). Tenants send requests of all kinds (`tenants.py`), each with its own words for the
+model to repeat; one tenant always has a batch running. After a calm part, another tenant sends hostile requests,
+`--rate` a second; one in 50 has a field filled to its limit (`field_bodies.py`). A replica is killed every two minutes,
+the batches process every five, and the file system is full for a minute at one third and at two thirds of the attack.
 
-With `--kill` these are killed instead, one every two minutes, in turn; with `--updates` an update that fails and one
-that works end each round. Streams that can be are kept then. Where an ingress was killed tenants go on
-behind the last event of these (`gone_on`), and send others again (`sent_again`). With `head` the service is on two
-hosts of our own, and Ray's head keeps its state in Redis: as in row R7 of `benchmarks.chaos`, and with its needs.
+`--kill` kills the given kinds instead, one every two minutes, in turn; `--updates` ends each round with a failing and a
+working update. With `--kill`, streams are stored if their kind allows it. When an ingress is killed, tenants resume
+stored streams behind the last event (`gone_on`) and send other requests again (`sent_again`). `head` runs the service
+on two hosts and keeps the state of Ray's head in Redis: like row R7 of `benchmarks.chaos`, with the same requirements.
 
 Progress goes to stderr; the last line of stdout is one JSON object:
 
-    tenants       outcomes by tenant: `right` answers say what the same request said before, token for token; `leaked`:
-                  with words of another request; `unexplained`: with cached tokens that no request of its own key and
-                  salt explains; times in ms, calm and attacked; the slowest answers; the first findings in full
-    searched      answers by kind in which words of other requests were looked for; `own`: in how many their own were
-    sang          share of the whole greedy answers that say their own words
-    attack        answers by status, and those of 500 and above, without those from the death of an ingress or HAProxy
-                  until there was another
-    ledger        by tenant, tokens of prompts and outputs: what its answers say, what the ledger has, what tries
-                  without such an answer can have used at most; `twice`: more than all that; `missing`: less than said
-    memory_mib, open_files, threads   by process: medians of the four quarters of the attack. A kind of process that is
-                  killed counts while it is older than a minute
-    growth        memory of the last quarter over the second, by process
+    tenants       outcomes by tenant. `right`: equal to the first answer of the same request, token for token; `leaked`:
+                  with words of another request; `unexplained`: with cached tokens that no request of the same key and
+                  salt explains. Also times in ms, calm and attacked; the slowest answers; the first findings in full
+    searched      by kind, answers that were searched for words of other requests; `own`: answers with their own words
+    sang          share of the complete greedy answers that are exactly their own words
+    attack        answers by status; answers of 500 and above, except from the death of an ingress or HAProxy until
+                  its replacement
+    ledger        by tenant, tokens of prompts and outputs: in its answers, in the ledger, and the most that tries
+                  without an answer can have used. `twice`: ledger above answers plus tries; `missing`: below answers
+    memory_mib, open_files, threads   by process title: medians of the four quarters of the attack. A process that
+                  started later counts from the age of one minute
+    growth        memory of the last quarter over the second, by process title
     restarts      processes of the service that ended without being killed
     preemptions, resumes,
-    fetched_tokens         what has happened meanwhile; tokens of prefixes from the folder or the other replica
-    left          what is held at the end without any request under way
+    fetched_tokens         counters of the run; fetched prefix tokens come from the folder or the other replica
+    left          resources that are held at the end, when no request runs
 
-Exits with 1 when an honest answer is wrong, late, lost, doubled or has anything of another, on a server error, on a
-restart, when too few sang, when the ledger has another sum, and on growth beyond `--max-growth`.
+Exits with 1 if an honest answer is wrong, late, lost, doubled or has words or tokens of another, on a server error or a
+restart, if too few answers sang, if anything is left, if the ledger differs, or if growth exceeds `--max-growth`.
 """
 
 from __future__ import annotations
@@ -77,21 +77,21 @@ from benchmarks.service.field_bodies import field_bodies
 from benchmarks.service.hostile_requests import HostileRequest, Tally, attack, hostile_requests, post
 from benchmarks.service.tenants import BLOCK_SIZE, DOCUMENTS, FINE, TIMEOUT_S, Found, ItemResponse, Tenants
 
-_HEAD, _UPDATES = "head", "updates"  # beside the KINDS that are killed
-_CARRIERS = ("ingress", "HAProxy")  # of connections
+_HEAD, _UPDATES = "head", "updates"  # strikes besides the kills of KINDS
+_CARRIERS = ("ingress", "HAProxy")  # processes that hold client connections
 _SAMPLE_EVERY_S = 5.0
 _TELL_EVERY_S = 60.0
-_MIN_AGE_S = 60.0  # of a process whose memory counts: before, it still grows into its work
-_AFTER_KILL_S = 30.0  # a new replica may not be there yet
+_MIN_AGE_S = 60.0  # memory of a younger process does not count: it still grows into its work
+_AFTER_KILL_S = 30.0  # a kill this long before a request may explain a slow answer
 _LATE_MS = 20_000.0  # an honest answer takes about half a second
-_PATIENCE_S = 300.0  # with the last batch
-_SETTLES_S = 5.0  # what is before an ingress that is there again
-_LEDGER_LATE_S = 10.0  # what a process has left that was killed is found after some seconds
+_PATIENCE_S = 300.0  # time for the last batch to end
+_SETTLES_S = 5.0  # time until the proxy before a restarted ingress has settled
+_LEDGER_LATE_S = 10.0  # the ledger finds the records of a killed process after some seconds
 _MAX_HOSTILE_AT_ONCE = 128
 _LARGE_EVERY, _LARGE_BYTES = 50, 2**20
 _MIN_SANG = 0.95  # the model itself repeats 99 of 100
 _NUM_ADAPTERS = 2
-_TIER_GIB = 0.02  # so little that blocks are deleted all the time
+_TIER_GIB = 0.02  # small enough that blocks are deleted all the time
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +108,12 @@ class Sample:
 
 @dataclass(slots=True)
 class Watched:
-    """What the service's processes held over time, and which of them were killed here."""
+    """Samples of the service's processes over time, and the processes killed by this benchmark."""
 
     samples: list[Sample] = field(default_factory=list)
     killed: set[int] = field(default_factory=set)
-    kills: list[tuple[float, str]] = field(default_factory=list)  # when, and what
-    breaks: list[tuple[float, float]] = field(default_factory=list)  # from when until when connections might break
+    kills: list[tuple[float, str]] = field(default_factory=list)  # (time, kind)
+    breaks: list[tuple[float, float]] = field(default_factory=list)  # spans in which connections might break
     full_s: float = 0.0
 
     @property
@@ -148,7 +148,7 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check(kinds: Sequence[str]) -> None:
-    """Raise BenchmarkError where there is no such kind of process, or no head can be killed."""
+    """Raise BenchmarkError if a kind of process is unknown, or if the head cannot be killed on this machine."""
     known = (*KINDS, _HEAD)
     for kind in kinds:
         if kind not in known:
@@ -159,7 +159,7 @@ def _check(kinds: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _started(args: Mapping[str, Any], given: argparse.Namespace) -> Iterator[tuple[Stage, Head | None]]:
-    """The service, and its head where that is to be killed."""
+    """Start the service; yield it with Ray's head if `--kill` has the head, else with None."""
     if _HEAD in given.kill:
         with with_head(args) as (running, head):
             yield running, head
@@ -173,7 +173,7 @@ def _names(number: int) -> list[str]:
 
 
 def _adapters(model: Path, folder: Path) -> dict[str, str]:
-    """Folders by name. The model repeats words with them as well: their numbers are small."""
+    """Save adapters and return their folders by name. Their weights are small: the model still repeats words."""
     paths = {f"adapter-{seed}": folder / f"adapter-{seed}" for seed in range(_NUM_ADAPTERS)}
     for seed, path in enumerate(paths.values()):
         save_random_adapter(path, projections_in(model), rank=8, seed=seed, scale=0.01)
@@ -181,7 +181,7 @@ def _adapters(model: Path, folder: Path) -> dict[str, str]:
 
 
 def pipelines_of(models: Sequence[str]) -> list[dict[str, Any]]:
-    """Steps of all kinds over these models, at least two."""
+    """Return pipelines with steps of all kinds over `models`, which has at least two."""
     first, second, *_ = models
     cases = [{"model": second, "max_prompt_tokens": 60}, {"model": "careful"}]
     ranking = [{"kind": "embed", "model": first, "top_n": 1}, {"kind": "generate", "model": "auto"}]
@@ -196,7 +196,7 @@ def pipelines_of(models: Sequence[str]) -> list[dict[str, Any]]:
 def served(
     model: str, keys_file: Path, folder: Path, adapters: Mapping[str, str], *, num_blocks: int, **replicas: Any
 ) -> dict[str, Any]:
-    """The application's `args`: two replicas with too little KV memory for what they are sent, and a small folder."""
+    """Return the application's `args`: two replicas with too little KV memory for their load, and a small KV tier."""
     engine = {
         "model": {"path": model, "batch_invariant": True},
         "cache": {
@@ -215,7 +215,7 @@ def served(
 
 
 class _Soak:
-    """One run. In one event loop."""
+    """One run of the benchmark, in one event loop."""
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class _Soak:
         fails: dict[str, Any],
         works: Callable[..., dict[str, Any]],
     ) -> None:
-        """`fails`, `works`: what updates deploy, the latter with other settings of replicas each time."""
+        """Updates deploy `fails`, then `works` with new replica settings each time."""
         self._running = running
         self._head = head
         self._tenants = tenants
@@ -260,7 +260,7 @@ class _Soak:
             done, _ = await asyncio.wait(trouble, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()
-            async with self._striking:  # what was begun is done
+            async with self._striking:  # wait for the end of a strike
                 for task in trouble:
                     task.cancel()
                 for result in await asyncio.gather(*trouble, return_exceptions=True):
@@ -305,7 +305,7 @@ class _Soak:
             yield self._fill_disk(began_s, seconds)
 
     def _hostile(self, large: Iterator[HostileRequest]) -> Iterator[HostileRequest]:
-        """Hostile requests with the attacker's key, without end."""
+        """Yield endless hostile requests with the attacker's key."""
         models = [each["id"] for each in self._read("/v1/models")["data"]]
         header = f"\r\nAuthorization: Bearer {self._keys['attacker']}\r\nConnection: close\r\n".encode()
         for number, case in enumerate(hostile_requests(self._given.seed, models)):
@@ -313,7 +313,7 @@ class _Soak:
             yield replace(chosen, data=chosen.data.replace(b"\r\nConnection: close\r\n", header, 1))
 
     def _large_bodies(self) -> Iterator[HostileRequest]:
-        """Fields filled to their limits, without end."""
+        """Yield endless requests with a field filled to its limit."""
         document, models = self._read("/openapi.json"), self._read("/v1/models")
         max_model_len = models["data"][0]["max_model_len"]
         while True:
@@ -347,7 +347,7 @@ class _Soak:
         }
 
     async def _charged(self) -> dict[str, Used]:
-        """What the ledger has, by key."""
+        """Return the usage in the ledger, by key."""
         await asyncio.sleep(_LEDGER_LATE_S)
         entries = (await asyncio.to_thread(self._read, "/admin/usage?group_by=key", "admin"))["data"]
         return {
@@ -356,7 +356,7 @@ class _Soak:
         }
 
     async def _strike_every(self, seconds: float, kinds: Sequence[str]) -> None:
-        """In turn, one at a time."""
+        """Strike with each of `kinds` in turn, waiting `seconds` before each strike."""
         for kind in cycle(kinds):
             await asyncio.sleep(seconds)
             async with self._striking:
@@ -390,9 +390,9 @@ class _Soak:
                 watched.breaks.append((struck_s, time.monotonic()))
 
     async def _lose_head(self) -> None:
-        """All of it, for some seconds; then until there is a controller, which the next head starts."""
-        assert self._head is not None, "checked before"
-        assert self._head.process is not None, "it has been started"
+        """Kill all processes of the head, start a new head after LASTS_S, and wait for its controller."""
+        assert self._head is not None, "_started yields a head if --kill has it"
+        assert self._head.process is not None, "with_head has started it"
         self._watched.killed |= family(self._head.process.pid).keys()
         start_again = await asyncio.to_thread(self._head.lost)
         await asyncio.sleep(LASTS_S)
@@ -408,7 +408,7 @@ class _Soak:
             self._watched.kills.append((filled_s, "full disk"))
             try:
                 while time.monotonic() < filled_s + self._given.full_s:
-                    await asyncio.to_thread(fill, filler)  # again and again: what others free is taken too
+                    await asyncio.to_thread(fill, filler)  # repeatedly: the service may free space
                     await asyncio.sleep(0.2)
             finally:
                 filler.unlink(missing_ok=True)
@@ -427,7 +427,7 @@ def _entries(pid: int, folder: str) -> int:
 def figures_of(
     tenants: Mapping[str, Found], began_s: float, attacked_s: float, kills: Sequence[tuple[float, str]]
 ) -> dict[str, Any]:
-    """What the honest tenants got."""
+    """Return the figures of the honest tenants."""
     num_greedy = sum(each.num_greedy for each in tenants.values())
     return {
         "tenants": {
@@ -449,7 +449,7 @@ def figures_of(
 
 
 def _told(answer: ItemResponse, kills: Sequence[tuple[float, str]]) -> dict[str, Any]:
-    """What may say why; `kills`: what was killed shortly before or during it, and how long after its first try."""
+    """Describe a slow answer. Its `kills` are (kind, seconds after the first try), shortly before or during it."""
     asked_s = answer.at_s - answer.took_s
     return {
         "kind": answer.kind,
@@ -463,7 +463,7 @@ def _told(answer: ItemResponse, kills: Sequence[tuple[float, str]]) -> dict[str,
 
 
 def attack_figures(tally: Tally, breaks: Sequence[tuple[float, float]] = ()) -> dict[str, Any]:
-    """What the attacker got. Server errors do not count during `breaks`."""
+    """Return the figures of the attack. Server errors during `breaks` do not count."""
     outcomes = dict(sorted(tally.outcomes.items()))
     errors = [
         each for each in tally.server_errors if not any(from_s <= each["at_s"] <= to_s for from_s, to_s in breaks)
@@ -472,7 +472,7 @@ def attack_figures(tally: Tally, breaks: Sequence[tuple[float, float]] = ()) -> 
 
 
 def ledger_figures(tenants: Mapping[str, Found], charged: Mapping[str, Used]) -> dict[str, Any]:
-    """What tenants have used, by their answers and by the ledger, as tokens of prompts and of outputs."""
+    """Compare the usage of tenants in their answers and in the ledger, as (prompt tokens, output tokens)."""
     found = {}
     for name, tenant in tenants.items():
         sums = {"answers": tenant.used, "ledger": charged.get(name, Used()), "unknown": tenant.may_have_used}
@@ -485,9 +485,9 @@ def ledger_figures(tenants: Mapping[str, Found], charged: Mapping[str, Used]) ->
 
 
 def process_figures(samples: Sequence[Sample], began_s: float, seconds: float) -> dict[str, Any]:
-    """By what processes call themselves: medians of each quarter, and the last over the second.
+    """Return, by process title, the median of each quarter, and the growth of memory from the second to the last.
 
-    Where several have one name, their sum at each moment counts over their number.
+    The samples of all processes with one title are pooled.
     """
     first_seen: dict[int, float] = {}
     by_title: defaultdict[str, list[list[Sample]]] = defaultdict(lambda: [[], [], [], []])
@@ -515,7 +515,7 @@ def _medians(quarters: Sequence[Sequence[float]]) -> list[float | None]:
 
 
 def is_bad(figures: Mapping[str, Any]) -> bool:
-    """Whether a promise was broken."""
+    """Return whether a promise of the module docstring was broken."""
     tenants = figures["tenants"].values()
     outcomes = {outcome for tenant in tenants for outcome in tenant["outcomes"]}
     ours = [growth for title, growth in figures["growth"].items() if title.startswith("ray::ServeReplica:carousel:")]
@@ -533,29 +533,29 @@ def is_bad(figures: Mapping[str, Any]) -> bool:
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("service.soak", __doc__)
-    parser.add_argument("--minutes", type=float, default=60.0, metavar="N", help="of the attack")
-    parser.add_argument("--calm-s", type=float, default=60.0, metavar="S", help="before it")
+    parser.add_argument("--minutes", type=float, default=60.0, metavar="N", help="duration of the attack")
+    parser.add_argument("--calm-s", type=float, default=60.0, metavar="S", help="time before the attack")
     parser.add_argument("--model", default="models/demo", metavar="DIR")
     parser.add_argument("--rate", type=float, default=50.0, metavar="N", help="hostile requests a second")
     parser.add_argument("--tenants", type=positive, default=4, metavar="N", help="API keys")
-    parser.add_argument("--clients", type=positive, default=2, metavar="N", help="of each tenant")
-    parser.add_argument("--num-blocks", type=positive, default=400, metavar="N", help="KV memory of a replica")
+    parser.add_argument("--clients", type=positive, default=2, metavar="N", help="clients of each tenant")
+    parser.add_argument("--num-blocks", type=positive, default=400, metavar="N", help="KV blocks of a replica")
     parser.add_argument(
-        "--pause-s", type=float, default=0.5, metavar="S", help="between a client's requests, on average"
+        "--pause-s", type=float, default=0.5, metavar="S", help="mean pause between a client's requests"
     )
-    parser.add_argument("--items", type=positive, default=300, metavar="N", help="of each batch")
+    parser.add_argument("--items", type=positive, default=300, metavar="N", help="items of each batch")
     parser.add_argument("--kill-replica-s", type=float, default=120.0, metavar="S", help="without --kill; 0: never")
     parser.add_argument("--kill-batches-s", type=float, default=300.0, metavar="S", help="without --kill; 0: never")
     parser.add_argument(
         "--kill", type=lambda text: text.split(","), default=[], metavar="KINDS",
-        help=f"in turn, of {', '.join(KINDS)} and {_HEAD}",
+        help=f"kinds to kill in turn: {', '.join(KINDS)} and {_HEAD}",
     )  # fmt: skip
-    parser.add_argument("--updates", action="store_true", help="in turn with them, one that fails and one that works")
-    parser.add_argument("--kill-every-s", type=float, default=120.0, metavar="S", help="from one to the next")
+    parser.add_argument("--updates", action="store_true", help="end each round with a failing and a working update")
+    parser.add_argument("--kill-every-s", type=float, default=120.0, metavar="S", help="time between two strikes")
     parser.add_argument("--full-s", type=float, default=60.0, metavar="S", help="how long the disk is full, twice")
-    parser.add_argument("--disk-mib", type=int, default=2048, metavar="N", help="of that file system; 0: none")
+    parser.add_argument("--disk-mib", type=int, default=2048, metavar="N", help="size of the file system; 0: none")
     parser.add_argument(
-        "--max-growth", type=float, default=1.05, metavar="X", help="of memory, last quarter over second"
+        "--max-growth", type=float, default=1.05, metavar="X", help="most memory of the last quarter over the second"
     )
     parser.add_argument("--seed", type=int, default=1)
     return parser

@@ -1,7 +1,7 @@
-"""Honest tenants: they send requests of all kinds, and judge what comes back.
+"""Honest tenants: they send requests of all kinds and judge the answers.
 
-Each request has words of its own (`canaries.py`), for which all other answers are searched. Half of the requests were
-sent before: with `batch_invariant` their answers must be the same, token for token, whatever else the service does.
+Each request has words of its own (`canaries.py`), and all other answers are searched for these words. Half of the
+requests repeat an earlier one: with `batch_invariant` both answers must be equal, token for token, under any load.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from benchmarks.service.canaries import (
 )
 
 BLOCK_SIZE = 16
-DOCUMENTS = "documents"  # the pipeline that chooses some of a request's
-# What outcomes should be. `gone_on`: behind the last event of a stream that broke. `sent_again`: where nothing of an
-# answer was known when its connection broke, or nothing there could take the request.
+DOCUMENTS = "documents"  # the pipeline that selects some of the documents of a request
+# Good outcomes. `gone_on`: a broken stream was resumed behind its last event. `sent_again`: the request was repeated
+# because the connection broke before any event, or because no process could take the request.
 FINE = frozenset(("right", "left", "batch_right", "items_right", "tried_again", "gone_on", "sent_again"))
 TIMEOUT_S = 60.0
-_RETRY_S = 0.25  # after a refusal, or a connection that broke
-_MOST_CALLS = 8  # of models, by one request
-_MAX_EARLIER = 300  # requests of a tenant that it may send again
-_MAX_TOLD = 20  # findings of a tenant
+_RETRY_S = 0.25  # after a refusal or a broken connection
+_MOST_CALLS = 8  # upper bound of model calls for one request
+_MAX_EARLIER = 300  # requests that a tenant remembers to send again
+_MAX_TOLD = 20  # findings reported for a tenant
 _BATCH_POLL_S, _AFTER_REFUSAL_S = 1.0, 2.0
 _CHAT = "chat/completions"
 _MAX_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
@@ -53,7 +53,7 @@ _MAX_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 @dataclass(frozen=True, slots=True)
 class ItemResponse:
-    """A right answer: when it was there, and how long after the first try that was not broken off."""
+    """A right answer: when it was complete, and the time since the first try after the last broken connection."""
 
     at_s: float
     took_s: float
@@ -64,35 +64,35 @@ class ItemResponse:
 
 @dataclass(slots=True)
 class Found:
-    """What one tenant got."""
+    """The results of one tenant."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
-    answers: Counter[str] = field(default_factory=Counter)  # searched, by kind
-    own: Counter[str] = field(default_factory=Counter)  # those of them in which the search found their own secret
+    answers: Counter[str] = field(default_factory=Counter)  # searched answers, by kind
+    own: Counter[str] = field(default_factory=Counter)  # searched answers in which their own secret was found
     answered: list[ItemResponse] = field(default_factory=list)
     details: list[Json] = field(default_factory=list)
     num_cached: int = 0  # answers with `cached_tokens`
     num_greedy: int = 0
     num_sang: int = 0  # greedy answers that say their own secret word by word
-    used: Used = field(default_factory=Used)  # as answers say
-    may_have_used: Used = field(default_factory=Used)  # at most, in tries of which no answer says it
+    used: Used = field(default_factory=Used)  # the sum of the usage in answers
+    may_have_used: Used = field(default_factory=Used)  # upper bound for tries without an answer
 
     def count(self, outcome: str, **details: Any) -> None:
-        """Count an outcome; the first ones are told in full."""
+        """Count an outcome, and store the details of the first outcomes."""
         self.outcomes[outcome] += 1
         if len(self.details) < _MAX_TOLD:
             self.details.append({"outcome": outcome, **details})
 
     def times_ms(self, percent: float, from_s: float = 0.0, to_s: float = float("inf")) -> float | None:
-        """A percentile of the times of answers that ended in this span."""
+        """Return a percentile of the times of answers that ended from `from_s` until before `to_s`."""
         return percentile([1000 * each.took_s for each in self.answered if from_s <= each.at_s < to_s], percent)
 
 
 class Reply:
-    """Reads one answer into its bytes, as far as its client stays."""
+    """Reads the bytes of one answer until its client disconnects."""
 
     def __init__(self, leaves_after: int | None = None, known: bytes = b"") -> None:
-        """`known`: the events of a connection that broke."""
+        """`known` holds the events of an earlier, broken connection."""
         self.status = 0
         self.headers: Mapping[str, str] = {}
         self.data = bytearray(known)
@@ -113,7 +113,7 @@ class Reply:
 
     @property
     def events(self) -> bytes:
-        """Those that are whole."""
+        """The bytes of the complete events."""
         return bytes(self.data[: self.data.rfind(b"\n\n") + 2]) if b"\n\n" in self.data else b""
 
     @property
@@ -122,13 +122,13 @@ class Reply:
         return found
 
     def heard(self, asked: Question) -> Heard:
-        """What it says. Raises ValueError when it is broken, which one that was left may be."""
+        """Return the content, incomplete if the client has left. Raises ValueError if the answer is malformed."""
         if not asked.is_stream:
             return heard([self.json]) if not self.has_enough else Heard()
         stream = EventStream()
         events = stream.feed(bytes(self.data))
         if asked.is_kept and stream.last_id.rpartition(":")[2] != f"{len(events) - 1}":
-            raise ValueError("an event of a stream that is kept is missing, or came twice")
+            raise ValueError("an event of a stored stream is missing, or came twice")
         found = heard(json.loads(content) for content in events if content.startswith(b"{"))
         if not self.has_enough and asked.endpoint in (_CHAT, "completions"):
             if events[-1:] != [b"[DONE]"] or events.count(b"[DONE]") != 1:
@@ -139,7 +139,7 @@ class Reply:
 
 
 class Tenants:
-    """All of them. In one event loop."""
+    """All tenants, in one event loop."""
 
     def __init__(
         self,
@@ -153,13 +153,13 @@ class Tenants:
         seed: int,
         keeps: bool = False,
     ) -> None:
-        """`keys`: by tenant. `models`, `pipelines`: what requests ask for; of a pipeline, which models compute.
+        """`keys` are by tenant. Requests name one of `models`, or a pipeline: `pipelines` maps names to their models.
 
-        `keeps`: streams that can be are kept.
+        `keeps` stores all streams whose kind can be stored.
         """
         self.found = {name: Found() for name in keys}
-        self.patience_ends_s = float("inf")  # by time.monotonic: then batches that run are lost, and refusals stand
-        self.may_break = False  # connections, since an ingress was killed
+        self.patience_ends_s = float("inf")  # by time.monotonic; later, batches count as lost and refusals are final
+        self.may_break = False  # whether connections may break, because an ingress was killed
         self._keeps = keeps
         self._target = target
         self._keys = keys
@@ -171,17 +171,17 @@ class Tenants:
         self._secrets = Secrets(self._source)
         self._prefixes = Prefixes(BLOCK_SIZE, {**{each: (each,) for each in models}, **pipelines})
         self._earlier: dict[str, list[Question]] = {name: [] for name in keys}
-        self._said: dict[int, Heard] = {}  # first, by the question's number
+        self._said: dict[int, Heard] = {}  # the first answer, by the number of the question
         self._num_secrets = 0
 
     async def keep_asking(self, tenant: str, *, pause_s: float, until: asyncio.Event) -> None:
-        """One request after the other, with pauses between them."""
+        """Send requests one after the other until `until` is set, with pauses of `pause_s` on average."""
         while not until.is_set():
             await self.ask(self.next_question(tenant))
             await asyncio.sleep(self._source.uniform(0, 2 * pause_s))
 
     def next_question(self, tenant: str) -> Question:
-        """A new one, or one that was asked before."""
+        """Return a new question or, half of the time, an earlier one."""
         kind, earlier = self._source.choice(self._kinds), self._earlier[tenant]
         if earlier and self._source.random() < 0.5:
             return self._source.choice(earlier)
@@ -190,7 +190,7 @@ class Tenants:
         for _ in range(2 if kind == "batch" else 1):
             self._num_secrets += 1
             secrets.append(self._secrets.new(self._num_secrets))
-        # Half of them have a salt that no request has used: then nothing at all may be cached.
+        # Half of the new questions have an unused salt: none of their tokens may be cached.
         salt = self._source.choice([None, "mine", f"{self._num_secrets}", f"{self._num_secrets}"])
         asked = question(
             kind, number=self._num_secrets, tenant=tenant, salt=salt, secrets=secrets, source=self._source,
@@ -202,8 +202,8 @@ class Tenants:
         return asked
 
     def _names_for(self, kind: str) -> Sequence[str]:
-        """What a request of a kind may ask for. One in the background may be sent again when a step of it has run; of
-        one that is left no answer says how many steps have run."""
+        """Return the names that a request of a kind may ask for. Background and aborted requests use no pipeline: no
+        answer would report the steps that ran before a retry or before the client left."""
         if kind == "documents" and self._pipelines:
             return (DOCUMENTS,)
         if kind in ("ranking", "background", "abort"):
@@ -211,7 +211,7 @@ class Tenants:
         return (*self._models, *(name for name in self._pipelines if name != DOCUMENTS))
 
     async def ask(self, asked: Question) -> None:
-        """One request, again where it is refused, and the judgement of its answer."""
+        """Send one request, repeat it if it is refused, and judge its answer."""
         found = self.found[asked.tenant]
         tools = asked.body.get("tools")
         prompts = [self._tokenizer.encode_chat(each, tools=tools) for each in asked.conversations]
@@ -251,7 +251,7 @@ class Tenants:
         found.answered.append(ItemResponse(now, now - began_s, asked.kind, asked.body["model"], num_tries))
 
     def _search(self, asked: Question, answer: Heard, num_explained: int) -> None:
-        """For the words of others, and for cached tokens that none of its own explains."""
+        """Search an answer for words of other requests, and for cached tokens that no own request explains."""
         found, own = self.found[asked.tenant], {each.owner for each in asked.secrets}
         texts = [*answer.texts, answer.around, *(self._tokenizer.decode(each) for each in answer.ids)]
         owners = set().union(*map(self._secrets.owners_in, texts))
@@ -271,10 +271,10 @@ class Tenants:
     async def _answer(
         self, asked: Question, prompts: Sequence[Sequence[int]], unknown: Used
     ) -> tuple[Reply, int, float]:
-        """The last reply, how many there were, and when the first began that was not broken off.
+        """Return the last reply, the number of tries, and the start of the first try after the last broken connection.
 
-        `unknown`: what a try can have used of which no answer says it. Raises OSError or TimeoutError when there is no
-        reply.
+        `unknown` is the most that a try without an answer can have used. Raises OSError or TimeoutError if the last try
+        got no reply.
         """
         found, headers = self.found[asked.tenant], self._auth(asked.tenant)
         first = request = self._target.request(asked.endpoint, asked.body, headers)
@@ -304,14 +304,14 @@ class Tenants:
                 found.outcomes["tried_again"] += 1
             else:
                 began_s = began_s if isinstance(broken, TimeoutError) else time.monotonic()
-                self._prefixes.add(asked, prompts)  # what broke may have been computed
+                self._prefixes.add(asked, prompts)  # the broken try may have filled the cache
                 if asked.is_kept and reply.status == 200:
                     known = reply.events
                 last_id = _last_id(known)
                 request = going_on(self._target, asked.endpoint, last_id, headers) if last_id else first
                 found.outcomes["gone_on" if last_id else "sent_again"] += 1
             if request is first and (broken is not None or self.may_break or asked.body["model"] not in self._models):
-                found.may_have_used += unknown  # of a pipeline, other steps may have run
+                found.may_have_used += unknown  # earlier steps of a pipeline may have run
             await asyncio.sleep(_AFTER_REFUSAL_S if is_gone and request is first else _RETRY_S)
         if broken is not None:
             raise broken
@@ -323,7 +323,7 @@ class Tenants:
     # ------------------------------------------------------------------ batches
 
     async def keep_batching(self, tenant: str, num_items: int, *, until: asyncio.Event) -> None:
-        """One batch after the other, of requests that were answered before."""
+        """Run one batch after the other until `until` is set, of requests that were answered before."""
         number = 0
         while not until.is_set():
             items = [each for each in self._earlier[tenant] if each.kind == "whole" and each.number in self._said]
@@ -334,7 +334,7 @@ class Tenants:
                 await asyncio.sleep(_BATCH_POLL_S)
 
     async def batch(self, tenant: str, number: int, items: Sequence[Question]) -> None:
-        """One batch from upload to its output file; each item's answer should be that of the same request alone."""
+        """Run one batch from upload to output file; each item must be answered like the same request alone."""
         url, expected = f"/v1/{_CHAT}", {f"{number}-{at}": self._said[each.number] for at, each in enumerate(items)}
         lines = [
             json.dumps({"custom_id": name, "method": "POST", "url": url, "body": each.body})
@@ -348,7 +348,7 @@ class Tenants:
             self.judge_batch(tenant, batch, output, expected)
 
     async def _ended_batch(self, tenant: str, lines: str, url: str) -> tuple[Json, str]:
-        """The batch object, and the output file; both files are deleted then."""
+        """Return the ended batch object and the content of the output file; delete both files."""
         file = (await self._patiently(tenant, "POST", "files", *_form(lines.encode()))).json
         asked = {"input_file_id": file["id"], "endpoint": url, "completion_window": "24h"}
         batch = (await self._patiently(tenant, "POST", "batches", json.dumps(asked).encode())).json
@@ -366,7 +366,7 @@ class Tenants:
         self, tenant: str, method: str, path: str, body: bytes = b"", kind: str = "application/json",
         fine: Sequence[int] = (200,),
     ) -> Reply:  # fmt: skip
-        """A fine answer; after any other the request is sent again. Raises TimeoutError when the patience ends."""
+        """Send a request until its status is in `fine`. Raises TimeoutError at `patience_ends_s`."""
         request = self._target.request(path, body, self._auth(tenant) | {"Content-Type": kind}, method=method)
         found = self.found[tenant]
         while time.monotonic() < self.patience_ends_s:
@@ -386,7 +386,7 @@ class Tenants:
         raise TimeoutError
 
     def judge_batch(self, tenant: str, batch: Json, output: str, expected: Mapping[str, Heard]) -> None:
-        """Whether each line is there once, and says what it should."""
+        """Check that each item has one line with the expected answer, and count the outcome."""
         records = [json.loads(line) for line in output.splitlines()]
         found = Counter(record["custom_id"] for record in records)
         faults = {
@@ -417,7 +417,7 @@ def _says(record: Json, expected: Mapping[str, Heard]) -> bool:
 
 
 def _form(content: bytes) -> tuple[bytes, str]:
-    """The body of an upload, and its type."""
+    """Return the body of a file upload, and its content type."""
     border = uuid.uuid4().hex
     part = f'--{border}\r\nContent-Disposition: form-data; name="{{}}"{{}}\r\n\r\n'
     head = part.format("purpose", "") + "batch\r\n" + part.format("file", '; filename="lines.jsonl"')

@@ -1,31 +1,31 @@
-"""The service's own code at the size of a large fleet: `python -m benchmarks.service.thousand`.
+"""Runs the service's own code at the size of a large fleet: `python -m benchmarks.service.thousand`.
 
 Seven parts, each for fleets of `--replicas`:
 
-    dispatch   the registry of one ingress, with reports and cached prefixes of all replicas. Microseconds of one
-               decision (p50, p99) by policy; of one report that comes with a frame; milliseconds when one replica is
-               replaced; kilobytes of memory for each replica
+    dispatch   the registry of one ingress with reports and cached prefixes of all replicas. Microseconds of one
+               decision (p50, p99) by policy, and of one report that comes with a frame; milliseconds to replace one
+               replica; kilobytes of memory for each replica
     quality    conversations through `--ingresses` in simulated time (the service's own dispatch and engine, a model
-               that only counts) at `--load` of what the fleet can compute. The mean and p99 time to the first token
-               over those of a perfect dispatcher: one ingress that looks at all replicas for each request, and whose
-               reports are never old. The share of prompt tokens that were found cached
-    newcomer   the same with the first of `--ingresses`; at half of the time one more ingress starts. The time to the
-               first token and the share of prompts that was expected to be cached, by seconds since then, of requests
-               through it and through the others
-    hot        as quality, and half of all conversations begin with the same 1,000 tokens
-    adapters   as quality, and each conversation has one of 200 LoRA adapters, the n-th 1/n as often as the first. A
-               replica has 8 loaded; a load takes 0.3 s. Loads a second, the share of requests whose adapter was there,
-               the time to the first token over that of the same conversations without adapters
-    sockets    ingresses with a connection to each replica, over real sockets; replicas are simulated engines in other
-               processes. Seconds until all are connected, CPU of the idle ingress, bytes of each replica a second; then
-               `--streams` at once and one `--event` after the other: all replicas stay; a tenth or a rack of 30% is
-               killed; all are replaced, a tenth every 2.5 s; and, with `--ingresses` processes, half of the ingresses
-               are killed. The longest pause of each stream, and the longest time in which the event loop of an ingress
-               did nothing else
-    metrics    one ingress with the same connections, which is asked for /metrics, without Serve. Milliseconds of its
-               CPU for one exposition, and with its answer over HTTP; the longest time in which its event loop did
-               nothing else, and the most CPU that its thread had meanwhile (other processes take no part in that);
-               bytes of text; kilobytes that it keeps, and has at most
+               that only counts), at the share `--load` of the fleet's capacity. Mean and p99 time to the first token
+               over those of a perfect dispatcher: one ingress that considers all replicas for each request and has
+               current reports. Share of prompt tokens that were cached
+    newcomer   conversations as in quality through the first number of `--ingresses`; at half time one more ingress
+               starts. Time to the first token and expected cached share of the prompts, by seconds since the start,
+               for requests through the new ingress and through the other ingresses
+    hot        like quality, but half of all conversations share a prefix of 1,000 tokens
+    adapters   like quality, but each conversation has one of 200 LoRA adapters; the n-th is requested 1/n as often as
+               the first. A replica holds 8 adapters; a load takes 0.3 s. Loads a second, share of requests with a
+               loaded adapter, time to the first token over that of the same conversations without adapters
+    sockets    ingresses with a connection to each replica over real sockets; replicas are simulated engines in other
+               processes. Seconds until all are connected, CPU of the idle ingress, bytes a second from each replica.
+               Then concurrent `--streams` during each `--event`: all replicas stay (stay); a tenth (tenth) or a rack of
+               30% (rack) is killed; all are replaced, a tenth every 2.5 s (update); half of the `--ingresses`
+               processes are killed (ingresses). Longest pause of each stream; longest stall of an event loop of an
+               ingress
+    metrics    one ingress with the same connections answers /metrics, without Serve. Milliseconds of CPU for one
+               exposition, without and with the answer over HTTP; the longest stall of the event loop, and the most CPU
+               that its thread used in a stall (independent of other processes); bytes of text; kilobytes stored, and
+               at the peak
 
 Progress goes to stderr; the last line of stdout is one JSON object.
 """
@@ -57,7 +57,7 @@ POLICIES = ("round_robin", "least_loaded", "prefix_affinity")
 PARTS = ("dispatch", "quality", "newcomer", "hot", "adapters", "sockets", "metrics")
 _BLOCK = 16
 _PROMPT_TOKENS = 512
-_PREFIXES_OF_ONE = 1_500  # that ingresses know of a replica with some 6,000 blocks
+_PREFIXES_OF_ONE = 1_500  # known prefixes of a replica with about 6,000 blocks
 _NUM_DECISIONS = 2_000
 
 
@@ -66,10 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--part", choices=PARTS, nargs="+", default=list(PARTS))
     parser.add_argument("--replicas", type=positive, nargs="+", default=[10, 100, 1000], metavar="N")
     parser.add_argument("--ingresses", type=positive, nargs="+", default=[1, 8, 32], metavar="N")
-    parser.add_argument("--load", type=float, default=0.8, help="of quality")
-    parser.add_argument("--seconds", type=float, default=15.0, metavar="S", help="of quality, in simulated time")
+    parser.add_argument("--load", type=float, default=0.8, help="share of the capacity")
+    parser.add_argument("--seconds", type=float, default=15.0, metavar="S", help="simulated time")
     parser.add_argument(
-        "--streams", type=positive, metavar="N", help="of sockets (20 for each replica; 5 with --event ingresses)"
+        "--streams", type=positive, metavar="N", help="streams of sockets (20 a replica; 5 for ingresses)"
     )
     parser.add_argument("--event", choices=(*EVENTS, "ingresses"), nargs="+", default=[*EVENTS, "ingresses"])
     parser.add_argument("--seed", type=int, default=1)
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """The figures of each part, by the number of replicas."""
+    """Return the figures of each part, by the number of replicas."""
     parts: dict[str, Callable[[int], dict[str, Any]]] = {
         "dispatch": lambda number: dispatch_figures(number, given.seed),
         "quality": lambda number: quality_figures(number, given),
@@ -91,7 +91,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _metrics_figures(num_replicas: int, seed: int) -> dict[str, Any]:
-    from benchmarks.service.thousand_metrics import metrics_figures  # imports Ray, which the other parts do without
+    from benchmarks.service.thousand_metrics import metrics_figures  # imports Ray; no other part needs Ray
 
     return metrics_figures(num_replicas, seed)
 
@@ -100,7 +100,7 @@ def _metrics_figures(num_replicas: int, seed: int) -> dict[str, Any]:
 
 
 def dispatch_figures(num_replicas: int, seed: int) -> dict[str, Any]:
-    """One registry for each policy; the memory is that of the last."""
+    """Measure one registry for each policy. All figures but the decision times are those of the last policy."""
     figures: dict[str, Any] = {}
     for policy in POLICIES:
         gc.collect()
@@ -125,7 +125,7 @@ def dispatch_figures(num_replicas: int, seed: int) -> dict[str, Any]:
 def filled_registry(
     policy: str, num_replicas: int, rng: random.Random
 ) -> tuple[ReplicaRegistry, list[tuple[int, ...]]]:
-    """A registry as an ingress has it after a while, and prompts that replicas have cached."""
+    """Return a registry as an ingress has it after a while, and the prompts that replicas have cached."""
     registry = ReplicaRegistry(make_policy(policy, rng), GroupChooser([]), block_size=_BLOCK, clock=time.monotonic)
     replica_ids = [f"replica-{number:04d}" for number in range(num_replicas)]
     registry.set_replicas(replica_ids)
@@ -140,7 +140,7 @@ def filled_registry(
 
 
 def report(rng: random.Random) -> ReplicaReport:
-    """Of a replica that has some work."""
+    """Return the report of a replica with some work."""
     num_requests = rng.randrange(24)
     return ReplicaReport(
         group="", num_requests=num_requests, num_background=0, num_unpreemptible_background=0, max_requests=256,
@@ -150,7 +150,7 @@ def report(rng: random.Random) -> ReplicaReport:
 
 
 def _decided(registry: ReplicaRegistry, prompts: Sequence[tuple[int, ...]], rng: random.Random) -> Iterator[float]:
-    """Seconds of each decision. Half of the prompts are cached somewhere; a request ends when 500 others have come."""
+    """Yield the seconds of each decision. Half of the prompts are cached; a request ends after 500 later arrivals."""
     running: list[str] = []
     for number in range(_NUM_DECISIONS):
         known = rng.random() < 0.5
@@ -165,7 +165,7 @@ def _decided(registry: ReplicaRegistry, prompts: Sequence[tuple[int, ...]], rng:
 
 
 def _time_of_reports(registry: ReplicaRegistry, rng: random.Random) -> float:
-    """Seconds of one, with eight new prefixes and eight that are gone."""
+    """Return the mean seconds of one report with eight added and eight evicted prefixes."""
     reports = [(replica_id, report(rng)) for replica_id in rng.choices(registry.replica_ids, k=1_000)]
     held = [array("q", [rng.getrandbits(63) for _ in range(8)]).tobytes() for _ in reports]
     began = time.perf_counter()
@@ -175,7 +175,7 @@ def _time_of_reports(registry: ReplicaRegistry, rng: random.Random) -> float:
 
 
 def _time_of_replacement(registry: ReplicaRegistry) -> float:
-    """Seconds until the registry knows that one replica has gone and another has come."""
+    """Return the mean seconds in which the registry replaces one replica by another."""
     number, began = 20, time.perf_counter()
     for new in range(number):
         registry.set_replicas([*registry.replica_ids[1:], f"replica-new-{new}"])

@@ -2,9 +2,9 @@
 
     python -m benchmarks.service.thousand_ingress --name 7 --streams 625 --begin-s 20 < addresses.json
 
-As a process of its own it takes the addresses of the replicas as a line of JSON, connects to all, and says so. At the
-line `play` it begins its streams; at the line `count` it says how many requests it has, and how many the replicas say
-that they have. When its streams have ended it prints their figures. It runs until its standard input ends.
+The process reads the addresses of the replicas as a line of JSON, connects to them, and prints the seconds that this
+took. The line `play` begins its streams, and their figures are printed when all have ended. The line `count` prints the
+number of its requests, and the number that the replicas report. The end of standard input ends the process.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from benchmarks.harness.command import command_parser, positive
 from deployments.open_files import allow_many_files
 from deployments.serve.process import collect_in_pieces, freeze_loaded
 
-STEP_MS = 2000.0  # of a replica
-TOKENS = 15  # of each stream
-DRAIN_S = 8.0  # that a replica which leaves may take; its last requests go on elsewhere after three quarters of it
-_PROMPTS = 50  # different ones
+STEP_MS = 2000.0  # step of a replica
+TOKENS = 15  # tokens of each stream
+DRAIN_S = 8.0  # limit for a leaving replica; its last requests resume on other replicas after three quarters of it
+_PROMPTS = 50  # number of different prompts
 _LOOK_S = 0.005
 
 
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser("service.thousand_ingress", __doc__)
     parser.add_argument("--name", required=True)
     parser.add_argument("--streams", type=positive, required=True, metavar="N")
-    parser.add_argument("--begin-s", type=float, default=20.0, metavar="S", help="in which the streams begin")
+    parser.add_argument("--begin-s", type=float, default=20.0, metavar="S", help="time in which the streams begin")
     given = parser.parse_args(arguments)
     allow_many_files()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -84,7 +84,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Played:
-    """Streams that have ended, and how the event loop did meanwhile."""
+    """Ended streams, and the longest stall of the event loop and the CPU time during the streams."""
 
     streams: list[Stream]
     longest_stall_s: float
@@ -92,7 +92,7 @@ class Played:
 
 
 class LocalTransport:
-    """`ReplicaTransport` to known addresses; it counts the bytes that come."""
+    """A `ReplicaTransport` to known addresses that counts received bytes."""
 
     def __init__(self, addresses: Mapping[str, Address], name: str) -> None:
         self.addresses = addresses
@@ -100,7 +100,7 @@ class LocalTransport:
         self._name = name
 
     async def wake(self) -> None:
-        """All replicas are there."""
+        """Do nothing: all replicas run already."""
 
     async def connect(self, replica_id: str, reader: FrameReader, *, heartbeat_s: float) -> asyncio.Transport:
         received = reader.data_received
@@ -114,7 +114,7 @@ class LocalTransport:
 
 
 class Ingress:
-    """A fleet over all replicas at known addresses, as an ingress has it."""
+    """The fleet of an ingress, over replicas at known addresses."""
 
     def __init__(self, addresses: Mapping[str, Address], *, name: str, seed: int) -> None:
         replicas = ReplicasConfig(num_replicas=1)
@@ -126,7 +126,7 @@ class Ingress:
             make_policy("least_loaded", random.Random(seed)), GroupChooser([]), block_size=16, clock=time.monotonic
         )
         self.transport = LocalTransport(addresses, name)
-        self.moved: Counter[str] = Counter()  # requests that went on elsewhere, by reason
+        self.moved: Counter[str] = Counter()  # requests that resumed on another replica, by reason
         metrics = ModelMetrics(time.monotonic)
         metrics.resumed = self._count_moved  # type: ignore[method-assign]
         self.fleet = Fleet(self.transport, self.registry, limits, metrics)
@@ -135,7 +135,7 @@ class Ingress:
         self.moved[reason] += 1
 
     async def connect(self, replica_ids: Iterable[str] | None = None) -> float:
-        """Connect to these replicas, or to all; returns the seconds until all serve."""
+        """Connect to these replicas, or to all replicas if None. Return the seconds until all of them serve."""
         began = time.perf_counter()
         self.registry.set_replicas(list(self.transport.addresses if replica_ids is None else replica_ids))
         while any(each["state"] != "serving" for each in self.fleet.describe()):  # noqa: ASYNC110 - a fleet tells nobody
@@ -144,11 +144,11 @@ class Ingress:
 
     @property
     def num_reported(self) -> int:
-        """Requests of all ingresses, by the last reports."""
+        """The requests of all ingresses, according to the last reports of the replicas."""
         return sum(each.num_requests for each in self.registry.reports.values())
 
     async def play(self, num_streams: int, begin_s: float) -> Played:
-        """Play all streams to their ends."""
+        """Run all streams, begun evenly over `begin_s`, to their ends."""
         longest, loop = 0.0, asyncio.get_running_loop()
 
         async def watch() -> None:
@@ -187,7 +187,7 @@ class Ingress:
 
 
 def figures_of(played: Sequence[Played]) -> dict[str, Any]:
-    """The figures of the clients of these ingresses, and the longest stall of any ingress."""
+    """Return the figures of all streams of these ingresses, and the longest stall of any ingress."""
     streams = [stream for each in played for stream in each.streams]
     whole = [each for each in streams if len(each.tokens) == TOKENS and not each.error]
     pauses = np.array([max(np.diff(each.at)) for each in whole]) - STEP_MS / 1000
@@ -205,7 +205,7 @@ def figures_of(played: Sequence[Played]) -> dict[str, Any]:
 
 
 def _num_different(streams: Sequence[Stream]) -> int:
-    """Streams whose tokens are others than those of most streams with the same prompt."""
+    """Return the number of streams whose tokens differ from those of most streams with the same prompt."""
     by_prompt: dict[int, Counter[tuple[int, ...]]] = {}
     for each in streams:
         by_prompt.setdefault(each.prompt, Counter())[tuple(each.tokens)] += not each.error

@@ -1,4 +1,4 @@
-"""`/metrics` of one ingress with many replicas: its CPU, how long it holds the event loop, and what it keeps."""
+"""Measures `/metrics` of one ingress with many replicas: CPU, stalls of the event loop, and memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from deployments.serve.metrics import IngressReport, KnownCounts, LaterCounts, M
 from deployments.serve.process import freeze_loaded
 
 NUM_SCRAPES = 5
-PAUSE_S = 1.0  # between two
+PAUSE_S = 1.0  # between two scrapes
 _LOOK_S = 0.002
 _CLIENT = """
 import sys, urllib.request
@@ -40,21 +40,21 @@ for line in sys.stdin:
 
 
 class OneIngress:
-    """`AllSenders` of a service with one ingress, without Serve's call of this process to itself."""
+    """The `AllSenders` of a service with one ingress, without the call through Serve from this process to itself."""
 
     itself = ("ingress", "the ingress")
 
     async def reports(self) -> Answers[IngressReport]:
-        """The collector adds that of its own process."""
+        """Return no reports: the collector adds the report of its own process."""
         return Answers(reports=[])
 
     async def later_counts(self, known: KnownCounts) -> Answers[LaterCounts]:
-        """No other ingress knows anything."""
+        """Return no counts: there is no other ingress."""
         return Answers(reports=[])
 
 
 def metrics_figures(num_replicas: int, seed: int) -> dict[str, Any]:
-    """Start the replicas, and be their ingress."""
+    """Start the replicas, and measure this process as their ingress."""
     allow_many_files()
     with replica_processes(num_replicas, num_replicas) as (_, groups):
         addresses = [each for group in groups for each in group.values()]
@@ -93,7 +93,7 @@ def _new_like(collector: MetricsCollector, requests: RequestMetrics, fleet: Flee
 
 
 async def _scraped(scrape: Any) -> dict[str, float]:
-    """Means of CPU and time of one scrape, less what the process does in the same time without one; longest stalls."""
+    """Return the mean CPU, less the idle CPU, and the mean time of one scrape, and the longest stalls."""
     longest_s = longest_cpu_s = 0.0
 
     async def watch() -> None:
@@ -126,7 +126,7 @@ async def _scraped(scrape: Any) -> dict[str, float]:
 
 
 async def _scraped_over_http(collector: MetricsCollector) -> dict[str, float]:
-    """The same with an answer over HTTP to another process."""
+    """Return the figures of `_scraped` for an answer over HTTP to another process."""
 
     application = Starlette(routes=MetricsRoutes(collector.expose, {}).routes())
     server = uvicorn.Server(uvicorn.Config(application, port=0, log_level="error"))
@@ -155,14 +155,14 @@ async def _scraped_over_http(collector: MetricsCollector) -> dict[str, float]:
 
 
 async def _memory(make: Any) -> dict[str, int]:
-    """Kilobytes that a new collector keeps after two scrapes, and most at once during one."""
+    """Return the kilobytes that a new collector holds after two scrapes, and the peak during the second scrape."""
     gc.collect()
     tracemalloc.start()
     collector = make()
     await collector.expose()
     tracemalloc.reset_peak()
     await collector.expose()
-    await asyncio.sleep(PAUSE_S)  # this turn of the event loop still has the text
+    await asyncio.sleep(PAUSE_S)  # the text is freed only in a later iteration of the event loop
     gc.collect()
     kept, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()

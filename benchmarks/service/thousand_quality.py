@@ -1,4 +1,4 @@
-"""How well a large fleet is used, in simulated time: four parts of `thousand`."""
+"""Measures dispatch in a large fleet in simulated time: the parts quality, newcomer, hot and adapters of `thousand`."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from deployments.plan.simulation import Control, FleetSimulation
 from deployments.plan.traces import Trace, TracedRequest
 
 HOT_TOKENS = 1_000
-# Made up: so many loaded by one replica, and the seconds that one load takes.
+# Made-up values: adapters in all, adapters loaded by one replica at most, and seconds of one load.
 NUM_ADAPTERS, MAX_LOADED, ADAPTER_LOAD_S = 200, 8, 0.3
 _DISPATCH = "prefix_affinity"
-_SINCE_S = (0, 1, 2, 5, 10, 1_000)  # seconds since an ingress has started, from one to the next
-_TURN_S = 7.0  # from one turn of a conversation to the next, about: a pause of 5 s, and the answer
+_SINCE_S = (0, 1, 2, 5, 10, 1_000)  # bounds of intervals after the start of an ingress
+_TURN_S = 7.0  # approximate time between two turns of a conversation: a pause of 5 s and the answer
 
 
 def quality_figures(num_replicas: int, given: argparse.Namespace, *, hot_tokens: int = 0) -> dict[str, Any]:
-    """Of each number of ingresses, over the perfect dispatcher. `hot_tokens`: see `prefixes.conversations`."""
+    """Compare each number of ingresses with a perfect dispatcher. `hot_tokens`: see `prefixes.conversations`."""
     load = Load.of(num_replicas, given, hot_tokens)
     with looking_at_all():
         best = _served(load, num_replicas, 1, given.seed)
@@ -57,7 +57,7 @@ def quality_figures(num_replicas: int, given: argparse.Namespace, *, hot_tokens:
 
 @contextmanager
 def looking_at_all() -> Iterator[None]:
-    """Every replica of a large fleet is a candidate for each request."""
+    """Make every replica of a large fleet a candidate for each request."""
     usual = replica_registry.SMALL_FLEET
     replica_registry.SMALL_FLEET = sys.maxsize
     try:
@@ -68,7 +68,7 @@ def looking_at_all() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Conversations that ask for the same number of turns in each second, from the first to the last."""
+    """Conversations with a constant mean rate of turns from the first second to the last."""
 
     turns_per_s: float
     seconds: float
@@ -76,10 +76,10 @@ class Load:
 
     @classmethod
     def of(cls, num_replicas: int, given: argparse.Namespace, hot_tokens: int = 0) -> Load:
-        """A part of what so many replicas can compute."""
+        """Return a load of `given.load` times the rate that `num_replicas` replicas can compute."""
         rate, seconds = given.load * num_replicas * _turns_per_s(given.seed, hot_tokens), given.seconds
         begins_s = list(takewhile(lambda at_s: at_s < seconds, _begins_s(rate, random.Random(given.seed))))
-        # Some more turns than these conversations should have, as conversations may be short.
+        # More turns than these conversations need on average: many conversations may be short.
         num_turns = round(1.2 * prefixes.MEAN_TURNS * len(begins_s)) + 100
         trace = prefixes.conversations(num_turns, 1.0, random.Random(given.seed), given.seed, hot_tokens=hot_tokens)
         pairs = zip(trace.requests, begins_s, strict=False)
@@ -87,10 +87,10 @@ class Load:
 
 
 def _begins_s(turns_per_s: float, rng: random.Random) -> Iterator[float]:
-    """When conversations begin.
+    """Yield the times at which conversations begin.
 
-    At first all turns are first ones, so conversations begin as often as turns are asked for; the more conversations go
-    on, the fewer begin. Turns of one conversation follow each other after `_TURN_S`.
+    In the beginning all turns are first turns, so conversations begin at the rate of turns. The rate falls as running
+    conversations add turns, one every `_TURN_S`.
     """
     at_s, part = 0.0, 1 / prefixes.MEAN_TURNS
     while True:
@@ -100,17 +100,17 @@ def _begins_s(turns_per_s: float, rng: random.Random) -> Iterator[float]:
 
 @cache
 def _turns_per_s(seed: int, hot_tokens: int = 0) -> float:
-    """What one replica can compute in a second: of four that always have enough requests for all slots."""
+    """Return the turns a second that one replica can compute, the mean of four replicas whose slots are always full."""
     num_replicas, num_turns = 4, 2_400
     trace = prefixes.conversations(num_turns, 1e6, random.Random(seed), seed, hot_tokens=hot_tokens, mean_pause_s=1e-6)
     run = FleetSimulation(**fleet_fields(num_replicas, 1, seed)).run(trace)
-    # Without the beginning, where nothing is cached, and the end, where slots are empty.
+    # Leave out the first quarter, when nothing is cached, and the last, when slots are empty.
     first, last = np.percentile(run.last_tokens_s, (25, 75))
     return num_turns / 2 / float(last - first) / num_replicas
 
 
 class CutFleet(FleetSimulation):
-    """No request arrives after so many seconds."""
+    """A fleet that receives no request after `until_s` seconds."""
 
     def __init__(self, *, until_s: float, **more: Any) -> None:
         super().__init__(**more)
@@ -122,7 +122,7 @@ class CutFleet(FleetSimulation):
 
 
 def _served(load: Load, num_replicas: int, num_ingresses: int, seed: int) -> dict[str, float]:
-    """Of the requests that come after a third of the time: at first no replica has any prefix."""
+    """Return the figures of requests after the first third of the time, in which replicas fill their caches."""
     fleet = CutFleet(until_s=load.seconds, **fleet_fields(num_replicas, num_ingresses, seed))
     began, begins_s = time.process_time(), load.seconds / 3
     looks: list[NDArray[np.int64]] = []
@@ -145,7 +145,7 @@ def _served(load: Load, num_replicas: int, num_ingresses: int, seed: int) -> dic
 
 
 def _counted(fleet: FleetSimulation) -> NDArray[np.int64]:
-    """Tokens of prompts, of these the cached ones, and computed tokens until now: [3, num_replicas]."""
+    """Return prompt tokens, cached prompt tokens and computed tokens until now: [3, num_replicas]."""
     stats = [engine.stats() for engine in fleet.engines]
     prompts, cached = ([getattr(s, f"total_{name}_tokens") for s in stats] for name in ("prompt", "cached"))
     computed = [s.total_prompt_tokens - s.total_cached_tokens + s.total_generated_tokens for s in stats]
@@ -171,7 +171,7 @@ class _Arrival(NamedTuple):
 
 
 class _GrowingFleet(CutFleet):
-    """One more ingress starts after so many requests, and gets its part of the others."""
+    """A fleet where one more ingress starts after `grows_at` requests and gets its share of the later requests."""
 
     def __init__(self, *, grows_at: int, **more: Any) -> None:
         super().__init__(**more)
@@ -201,7 +201,7 @@ class _GrowingFleet(CutFleet):
 
 
 def newcomer_figures(num_replicas: int, given: argparse.Namespace) -> dict[str, Any]:
-    """By seconds since the new ingress has started."""
+    """Return the figures by seconds since the start of the new ingress."""
     load = Load.of(num_replicas, given)
     grows_at = round(load.turns_per_s * load.seconds / 2)
     of_fleet = fleet_fields(num_replicas, given.ingresses[0], given.seed)
@@ -251,14 +251,14 @@ class _Adapted(TracedRequest):
 
 @dataclass(slots=True)
 class _Adapters:
-    """Those that one replica has loaded. They are loaded one at a time, and the longest unused makes room."""
+    """The adapters of one replica. They are loaded one at a time; the least recently used idle one is evicted."""
 
-    loaded_at: dict[str, float] = field(default_factory=dict)  # by digest, the longest unused first
+    loaded_at: dict[str, float] = field(default_factory=dict)  # by digest, the least recently used first
     running: Counter[str] = field(default_factory=Counter)
     busy_until: float = 0.0
 
     def use(self, digest: str, now: float) -> float:
-        """When the adapter is there. It stays until the request that uses it has ended."""
+        """Use an adapter, loading it if needed, and return when it is ready. It stays loaded until the request ends."""
         at = self.loaded_at.pop(digest, None)
         if at is None:
             at = self.busy_until = max(now, self.busy_until) + ADAPTER_LOAD_S
@@ -271,7 +271,7 @@ class _Adapters:
 
 
 class _AdaptedFleet(CutFleet):
-    """Replicas that load adapters, and report which they have."""
+    """A fleet of replicas that load adapters and report the loaded ones."""
 
     def __init__(self, **more: Any) -> None:
         super().__init__(**more)
@@ -292,7 +292,7 @@ class _AdaptedFleet(CutFleet):
         return noted
 
     def _entered(self, replica: Any) -> Callable[[], None]:
-        """As the replica does, and each request holds its adapter until its end."""
+        """Return the `enter` of a replica, changed so that each request holds its adapter until it ends."""
 
         def entered() -> None:
             running = self._adapters[replica.replica_id].running
@@ -305,7 +305,7 @@ class _AdaptedFleet(CutFleet):
         return entered
 
     def _enter(self, replica: Any, request: Request) -> None:
-        assert request.adapter is not None, "each conversation has one"
+        assert request.adapter is not None, "each conversation has an adapter"
         adapters, digest = self._adapters[replica.replica_id], request.adapter.digest
         is_there = adapters.loaded_at.get(digest, inf) <= self._now
         self.num_found += is_there
@@ -327,14 +327,14 @@ class _AdaptedFleet(CutFleet):
 
 @dataclass(frozen=True, slots=True)
 class _Entering:
-    """A request whose adapter is loaded now."""
+    """A request that waits for the load of its adapter."""
 
     replica: Any
     request: Request
 
 
 def adapter_figures(num_replicas: int, given: argparse.Namespace) -> dict[str, Any]:
-    """Over the same conversations without adapters, by the number of ingresses."""
+    """Compare conversations with and without adapters, by the number of ingresses."""
     load = Load.of(num_replicas, given)
     figures: dict[str, Any] = {}
     for number in given.ingresses:
@@ -356,7 +356,7 @@ def adapter_figures(num_replicas: int, given: argparse.Namespace) -> dict[str, A
 
 
 def _adapted(trace: Trace, rng: random.Random) -> Trace:
-    """Each conversation has an adapter; the n-th is asked for 1/n as often as the first."""
+    """Give each conversation an adapter; the n-th adapter is requested 1/n as often as the first."""
     adapters = [Adapter(name=f"adapter-{number}", path="", digest=f"{number}") for number in range(NUM_ADAPTERS)]
     weights = [1 / (number + 1) for number in range(NUM_ADAPTERS)]
     firsts = [_with_adapter(each, rng.choices(adapters, weights)[0]) for each in trace.requests]

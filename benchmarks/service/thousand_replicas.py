@@ -1,8 +1,8 @@
-"""One process with many replicas for `benchmarks.service.thousand`: simulated engines behind real sockets.
+"""A process with many replicas for `benchmarks.service.thousand`: simulated engines behind real sockets.
 
     python -m benchmarks.service.thousand_replicas --number 100 --step-ms 500 --running 32
 
-It prints the addresses of its replicas as one line of JSON, and serves until its standard input ends.
+The process prints the addresses of its replicas as one line of JSON, and serves until its standard input ends.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from deployments.serve.process import freeze_loaded
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser("service.thousand_replicas", __doc__)
-    parser.add_argument("--number", type=positive, default=100, metavar="N", help="of replicas")
-    parser.add_argument("--step-ms", type=float, default=500.0, metavar="MS", help="of a simulated step")
-    parser.add_argument("--running", type=positive, default=32, metavar="N", help="requests of a replica at once")
-    parser.add_argument("--model", default="models/demo", metavar="DIR", help="the tokens of its tokenizer are drawn")
+    parser.add_argument("--number", type=positive, default=100, metavar="N", help="number of replicas")
+    parser.add_argument("--step-ms", type=float, default=500.0, metavar="MS", help="duration of a simulated step")
+    parser.add_argument("--running", type=positive, default=32, metavar="N", help="concurrent requests a replica")
+    parser.add_argument("--model", default="models/demo", metavar="DIR", help="model with the tokenizer to draw from")
     given = parser.parse_args(arguments)
     allow_many_files()
     config = EngineConfig(
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def serve(config: EngineConfig, number: int) -> None:
-    """Serve so many replicas until nothing is to be read any more."""
+    """Serve `number` replicas until standard input ends."""
     engines = [build_engine(config) for _ in range(number)]
     servers = [
         FrameServer(
@@ -60,12 +60,12 @@ async def serve(config: EngineConfig, number: int) -> None:
 
 
 def metrics(engine: AsyncEngine, replica_id: str) -> bytes:
-    """As a replica sends them."""
+    """Return the metrics of an engine, encoded as a replica sends them."""
     report = EngineReport(replica_id=replica_id, stats=engine.stats(), measurements=engine.measurements(), loop=_LOOP)
     return encoded(replica_metrics("demo", report, {}))
 
 
-# All replicas of this process share its event loop, but their reports are as long as those of others.
+# Replicas of this process share one event loop; constant figures give their reports the size of real reports.
 _LOOP = LoopSnapshot(
     delay_s=Distribution.empty(SECONDS), num_stalls=0, stalled_s=0.0, num_tasks=9, queued={"default": 0}
 )

@@ -1,4 +1,4 @@
-"""Many replicas over real sockets: the idle cost of one ingress and of many, and what events do to their streams."""
+"""Connects ingresses to many replicas over real sockets: measures the idle cost, and the streams during events."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from benchmarks.service.thousand_ingress import DRAIN_S, STEP_MS, Ingress, figur
 from deployments.open_files import allow_many_files
 from deployments.serve.process import collect_in_pieces
 
-NUM_PROCESSES = 10  # with a tenth of the replicas each
+NUM_PROCESSES = 10  # each has a tenth of the replicas
 IDLE_S = 10.0
-BEGIN_S, EVENT_S = 20.0, 24.0  # the streams begin within so long; when the event begins
-TOLD_AFTER_S = 2.0  # when Serve says that killed replicas are gone
-UPDATE_FROM_S, UPDATE_EVERY_S = 12.0, 2.5  # when the first tenth is replaced, and each next
-STREAMS_OF_ONE = 20  # of each replica
-STREAMS_OF_MANY = 5  # with many ingresses: each has frames of its own, and two cores have to carry all
-COUNT_AFTER_S = 4.0  # the loss of ingresses, what replicas still have
+BEGIN_S, EVENT_S = 20.0, 24.0  # time in which the streams begin; time until the event
+TOLD_AFTER_S = 2.0  # from a kill until Serve reports that the replicas are gone
+UPDATE_FROM_S, UPDATE_EVERY_S = 12.0, 2.5  # when the first tenth is replaced; time between two tenths
+STREAMS_OF_ONE = 20  # streams for each replica, with one ingress
+STREAMS_OF_MANY = 5  # streams for each replica, with many ingresses: each sends its own frames, all on two cores
+COUNT_AFTER_S = 4.0  # from the loss of ingresses until the requests of replicas are counted
 
-_keep_collected = cache(collect_in_pieces)  # once in this process, however many events there are
+_keep_collected = cache(collect_in_pieces)  # call it once in this process, for any number of events
 
 Processes = Sequence["subprocess.Popen[str]"]
 Event = Callable[[Ingress, Processes, Sequence[Sequence[str]]], Coroutine[Any, Any, None]]
@@ -42,7 +42,7 @@ Event = Callable[[Ingress, Processes, Sequence[Sequence[str]]], Coroutine[Any, A
 def sockets_figures(
     num_replicas: int, events: Sequence[str], num_streams: int | None, num_ingresses: Sequence[int], seed: int
 ) -> dict[str, Any]:
-    """The figures of each event, each with replicas of its own."""
+    """Return the figures of each event. Each event has replicas of its own."""
     allow_many_files()
     figures: dict[str, Any] = {}
     for event in events:
@@ -67,7 +67,7 @@ def sockets_figures(
 def replica_processes(
     num_replicas: int, num_streams: int, num_sets: int = 1
 ) -> Iterator[tuple[list[subprocess.Popen[str]], list[dict[str, Address]]]]:
-    """Start processes with replicas; give them and, for each, its addresses by id. A set has `num_replicas`."""
+    """Start replica processes; yield them, and the addresses by replica id of each. A set has `num_replicas`."""
     share, running = -(-num_replicas // NUM_PROCESSES), max(8, 2 * num_streams // num_replicas)
     command = child_command("benchmarks.service.thousand_replicas", "--number", str(share), "--step-ms", str(STEP_MS),
                             "--running", str(running))  # fmt: skip
@@ -91,11 +91,11 @@ def _child(command: Sequence[str]) -> subprocess.Popen[str]:
 
 
 def _said(child: subprocess.Popen[str]) -> Any:
-    """The next line of a child."""
+    """Return the next line of a child, decoded from JSON. Raises BenchmarkError if the child has ended."""
     assert child.stdout is not None, "it is a pipe"
     line = child.stdout.readline()
     if not line:
-        raise BenchmarkError("a process of replicas or of an ingress has ended too early")
+        raise BenchmarkError("a process of replicas or of an ingress ended too early")
     return json.loads(line)
 
 
@@ -119,7 +119,7 @@ def _end(processes: Processes) -> None:
 async def _one_ingress(
     event: str, processes: Processes, addresses: Sequence[dict[str, Address]], num_streams: int, seed: int
 ) -> dict[str, Any]:
-    """Be the ingress of the first set of replicas, with streams, and let the event happen to them."""
+    """Run an ingress over the first set of replicas in this process, and its streams during the event."""
     ingress = Ingress({key: each for group in addresses for key, each in group.items()}, name="0", seed=seed)
     groups = [list(each) for each in addresses]
     members = [each for group in groups[:NUM_PROCESSES] for each in group]
@@ -145,7 +145,7 @@ async def _one_ingress(
 
 
 async def _stay(ingress: Ingress, processes: Processes, groups: Sequence[Sequence[str]]) -> None:
-    """Nothing happens."""
+    """Do nothing: all replicas stay."""
 
 
 def _lose(num_processes: int) -> Event:
@@ -160,7 +160,7 @@ def _lose(num_processes: int) -> Event:
 
 
 async def _update(ingress: Ingress, processes: Processes, groups: Sequence[Sequence[str]]) -> None:
-    """One tenth after the other: new replicas come, old ones leave, and end when their time to drain is over."""
+    """Replace one tenth after the other. Old replicas leave at once, and are killed after their time to drain."""
     await asyncio.sleep(UPDATE_FROM_S)
     loop, current = asyncio.get_running_loop(), list(groups[:NUM_PROCESSES])
     for number in range(NUM_PROCESSES):
@@ -180,7 +180,7 @@ EVENTS: dict[str, Event] = {"stay": _stay, "tenth": _lose(1), "rack": _lose(3), 
 def _many_ingresses(
     number: int, replicas: Processes, addresses: Sequence[dict[str, Address]], num_streams: int
 ) -> dict[str, Any]:
-    """Start the ingresses, each in a process; half of them, rounded down, are killed under streams."""
+    """Start each ingress in a process; kill half of them, rounded down, during streams; return the figures."""
     known = json.dumps({key: each for group in addresses for key, each in group.items()})
     num_connections = number * sum(map(len, addresses))
     cpu_s = _cpu_s(replicas)
