@@ -1,4 +1,4 @@
-"""Where a replay first does something else than the log says, in words with numbers, and why that is likely so."""
+"""Find the first difference between a replay and its log, and describe it in words with numbers and a likely reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from app.engine.trace.entries import NOTHING, ScheduledTokens, StepRecord
 _MAX_LISTED = 8
 _CHANGED = "an entry before this step was changed or is missing, or the code is another"
 _MEMORY = "blocks were shared or given back otherwise: another prompt, a salt or an abort is missing"
-# What is compared as it is, before the tokens drawn and after them: in words, the field, and why it likely differs.
+# The fields to compare before and after the drawn tokens: in words, the field, and the likely reason for a difference.
 _BEFORE = (
     ("requests joined", "joined", _CHANGED),
     ("blocks of the requests that joined", "blocks", _MEMORY),
@@ -30,7 +30,7 @@ class Divergence:
     """The first difference between the log and the replay."""
 
     step: int
-    what: str  # the kind: requests computed, tokens, blocks, ...
+    what: str  # the kind of difference: requests computed, tokens, blocks, ...
     expected: str  # by the log
     got: str
     likely: str
@@ -43,24 +43,25 @@ class Divergence:
 
 
 class Comparison:
-    """Compares the steps of one run, in their order. Scheduled tokens are in full."""
+    """Compares the steps of one run, in their order. The scheduled tokens must be in full."""
 
     def __init__(
         self, names: Mapping[int, str], *, differences: Sequence[str], computes: bool, hides_tokens: bool = False
     ) -> None:
-        """`names`: the requests' ids by number. `differences`: of settings, code and versions from the log's, in words.
+        """`names`: the requests' ids by number. `differences`: how the set-up differs from the log's, in words.
 
-        `computes`: by a model; else tokens are those of the log.
+        `differences` covers settings, code and versions. `computes`: whether a model computes; else tokens come from
+        the log.
         """
         self._names = names
         self._differences = differences
         self._computes = computes
         self._hides_tokens = hides_tokens
         self._before = NOTHING
-        self._num_drawn: dict[int, int] = {}  # tokens so far, by number
+        self._num_drawn: dict[int, int] = {}  # number of tokens drawn, by request number
 
     def first_difference(self, recorded: StepRecord, made: StepRecord) -> Divergence | None:
-        """None when the replay made this step as it is recorded."""
+        """Return the first difference, or None if the replay made this step as recorded."""
         for what, expected, got, likely in self._all_differences(recorded, made):
             if self._differences:
                 likely = (
@@ -70,7 +71,7 @@ class Comparison:
         return None
 
     def _all_differences(self, recorded: StepRecord, made: StepRecord) -> Iterable[tuple[str, str, str, str]]:
-        """(what, expected, got, likely) of each, the causes before what follows from them."""
+        """Yield (what, expected, got, likely) for each difference. Causes come before their consequences."""
         scheduled, before = recorded.scheduled or NOTHING, self._before
         self._before = scheduled
         for what, name in (("scheduled", "began_at"), ("booked", "ended_at")):
@@ -139,16 +140,16 @@ def _rows(scheduled: ScheduledTokens) -> list[tuple[int, int, int, bool]]:
 
 
 def _lists(value: object) -> object:
-    """Read from JSON, tuples have become lists."""
+    """Return the value with lists in place of tuples, because JSON turns tuples into lists."""
     return [_lists(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def differences_between(recorded: Mapping[str, object], here: Mapping[str, object], path: str = "") -> Iterable[str]:
-    """`scheduler.policy.name: sjf in the log, fcfs here` for every leaf of two trees that differs."""
+    """Yield `scheduler.policy.name: sjf in the log, fcfs here` for every leaf that differs between two trees."""
     for name in dict.fromkeys((*recorded, *here)):
         before, now = recorded.get(name), here.get(name)
         if isinstance(before, dict) and isinstance(now, dict):
-            if before.get("name") != now.get("name"):  # another rule has other parameters
+            if before.get("name") != now.get("name"):  # another strategy or policy has other parameters
                 before, now = {"name": before.get("name")}, {"name": now.get("name")}
             yield from differences_between(before, now, f"{path}{name}.")
         elif before != now:
