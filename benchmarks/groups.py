@@ -2,17 +2,15 @@
 
     python -m benchmarks.groups --base-url http://127.0.0.1:8000 --model demo --seconds 300 --slo-ttft-ms 1000
 
-This command sends no request: it reads /metrics while the service has its own traffic. The time is cut into parts, and
-/metrics is read at the end of each part. Requests of one moment are not independent of each other, so the intervals are
-computed from the differences between parts (batch means; a mean is a ratio estimator, its variance by linearisation:
-Cochran, "Sampling Techniques", chapter 6). A verdict is about one figure: of twenty figures without any difference, one
-is called better or worse at 95%.
+Sends no request: reads /metrics at the end of each part of the time, while the service has its own traffic. Requests of
+one moment are not independent of each other, so the intervals are computed from the differences between parts (batch
+means; a mean is a ratio estimator, its variance by linearisation: Cochran, "Sampling Techniques", chapter 6). A verdict
+is about one figure: of twenty figures without any difference, one is called better or worse at 95%.
 
 The metrics have these limits:
 
 * Means of TTFT and ITL are exact: a histogram has the sum and the count.
-* A share within a limit is exact only if the limit is the end of a bucket, so other limits are refused. Percentiles are
-  not compared.
+* A share within a limit is exact only at the end of a bucket: other limits are refused. Percentiles are not compared.
 * Goodput is the share of requests with their first token within --slo-ttft-ms, among all requests that had a first
   token, failed or missed their deadline. A histogram does not say which tokens belong to which request, so the share of
   tokens within --slo-itl-ms is a separate figure. A request that fails after its first token is counted twice.
@@ -44,7 +42,7 @@ from benchmarks.harness.figures import table
 from benchmarks.harness.http_call import Target
 from benchmarks.harness.service import got
 
-MIN_PARTS = 10  # Both arms need requests in this many parts; fewer parts say too little about their differences.
+MIN_PARTS = 10  # parts with requests of both arms; fewer parts say too little about their differences
 _CONFIDENCE = 0.95  # of each interval
 _TTFT, _ITL = "carousel_first_token_seconds", "carousel_inter_token_seconds"
 # The heads of the rows, and whether a higher value is better.
@@ -347,9 +345,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--slo-ttft-ms", type=above_zero, default=1000.0, metavar="MS", help="limit of the first token (1000)"
     )
-    parser.add_argument(
-        "--slo-itl-ms", type=above_zero, default=100.0, metavar="MS", help="limit of each token gap (100)"
-    )
+    parser.add_argument("--slo-itl-ms", type=above_zero, default=100.0, metavar="MS", help="limit of each gap (100)")
     parser.add_argument("--reference", metavar="GROUP", help="the group to compare with; default: first by name")
     parser.add_argument("--key-file", metavar="FILE", help="a file with an API key that may read /metrics")
     return parser

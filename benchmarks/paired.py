@@ -83,9 +83,7 @@ def in_words(compared: Mapping[str, Mapping[str, Any]]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("paired", __doc__)
     parser.add_argument("--base", required=True, metavar="DIR", help="the other checkout")
-    parser.add_argument(
-        "--base-module", metavar="MODULE", help="the benchmark's name in the other checkout, if it differs"
-    )
+    parser.add_argument("--base-module", metavar="MODULE", help="the benchmark's name in --base, if it differs")
     parser.add_argument("--rounds", type=positive, default=5, metavar="N")
     parser.add_argument("--figures", default="", metavar="REGEX", help="only figures with names that match")
     parser.add_argument("module", metavar="MODULE", help="for example engine.throughput")

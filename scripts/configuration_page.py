@@ -133,7 +133,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _values(field: FieldInfo) -> str:
-    """Return the valid values of a setting: the choices, the range, or else the kind of value."""
+    """Return the valid values of a setting: the choices, the range, or the kind of value."""
     if branches_of(field):
         return ", ".join(f"`{name}`" for name in names_of(field)) or "see below"
     annotation, metadata = _plain(field.annotation, list(field.metadata))

@@ -125,9 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--url", help="URL of a running service")
     parser.add_argument("--key", default="", help="API key of the service at --url")
     parser.add_argument("--model", default=MODEL, metavar="NAME", help=f"a model at --url; default {MODEL}")
-    parser.add_argument(
-        "--tools-model", metavar="NAME", help="a model at --url whose template has tools; default --model"
-    )
+    parser.add_argument("--tools-model", metavar="NAME", help="a model whose template has tools; default --model")
     parser.add_argument("--only", action="append", default=[], metavar="ID", help="a case; may be given several times")
     return parser
 

@@ -56,9 +56,8 @@ def _refuse(constant: str) -> Any:
 def sent(request: Mapping[str, Any], service: Service) -> Got:
     """Send a request and read its answer to the end.
 
-    `request` has a `path`. It may have a `body` (JSON) or `raw` (text), otherwise the request is a GET. `headers`
-    (lines) replace the usual headers of equal names, and `version` is the version of HTTP. This function does not
-    raise: if the connection fails, it returns an answer of status 0.
+    `request` has a `path` and perhaps a `body` (JSON) or `raw` (text), otherwise it is a GET. Its `headers` (lines)
+    replace the usual headers of equal names; `version` is that of HTTP. If the connection fails, the status is 0.
     """
     try:
         with socket.create_connection((service.target.host, service.target.port), timeout=TIMEOUT_S) as connection:

@@ -62,7 +62,7 @@ def scripted_model() -> Iterator[Path]:
 
 
 def _weights(scripts: list[list[int]]) -> LlamaForCausalLM:
-    """Return a Llama that writes each script to its end. Its only layer adds nothing to a token's embedding."""
+    """Return a Llama that writes each script to its end. The only layer adds nothing to a token's embedding."""
     end = scripts[0][-1]
     config = LlamaConfig(
         vocab_size=1 + max(token for script in scripts for token in script), hidden_size=64, intermediate_size=64,

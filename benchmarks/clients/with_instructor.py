@@ -1,4 +1,4 @@
-"""instructor: typed objects, in each mode in which instructor can request them from a server like this one."""
+"""instructor: typed objects, in each mode that instructor has for servers like this one."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class Carousel:
     def __init__(
         self, engine: Engine, *, trace: StepTrace | None = None, start_clock: Callable[[], Clock] = MonotonicClock
     ) -> None:
-        """`trace`: an observer of the engine. Its times and the times of the run count from one moment."""
+        """`trace`: an observer of the engine. The times of the trace and of the run count from one moment."""
         self._engine = engine
         self._trace = trace
         self._start_clock = start_clock

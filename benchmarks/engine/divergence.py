@@ -48,10 +48,9 @@ class Comparison:
     def __init__(
         self, names: Mapping[int, str], *, differences: Sequence[str], computes: bool, hides_tokens: bool = False
     ) -> None:
-        """`names`: the requests' ids by number. `differences`: how the set-up differs from the log's, in words.
+        """`names`: the requests' ids by number. `computes`: whether a model computes; else tokens come from the log.
 
-        `differences` covers settings, code and versions. `computes`: whether a model computes; else tokens come from
-        the log.
+        `differences`: where settings, code and versions differ from the log, in words.
         """
         self._names = names
         self._differences = differences

@@ -73,7 +73,7 @@ def resolve_device(asked: str | None) -> Literal["cpu", "cuda"]:
 
 
 def dtype_name(model: ModelConfig) -> str:
-    """Return fp32 or bf16, the type in which the engine will hold the weights."""
+    """Return fp32 or bf16, the type of the weights in the engine."""
     chosen = dtype_of(model, resolve_model_path(model.path)).dtype
     return next(short for short, name in DTYPES.items() if getattr(torch, name) is chosen)
 

@@ -157,9 +157,9 @@ def _measured(engines: Mapping[str, Engine], request: Request, streams: int, rou
 
 
 def _served(engine: Engine, requests: Sequence[Request]) -> tuple[float, dict[str, list[int]], tuple[int, int, int]]:
-    """Serve the requests; return the tokens a second after all prompts are computed, the tokens, and the step counts.
+    """Return tokens a second, the tokens of each request, and (steps, accepted tokens, rejected tokens).
 
-    The counts are of steps, accepted tokens and rejected tokens, all after the prompts.
+    The speed and the counts begin when all prompts are computed.
     """
     engine.clear_prefix_cache()
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
@@ -187,9 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--lines", type=positive, default=300, metavar="N", help="lines of the file (300)")
     parser.add_argument("--rename", default="sequence=item", metavar="OLD=NEW", help="(sequence=item)")
     parser.add_argument("--tokens", type=positive, metavar="N", help="most tokens of an output (all)")
-    parser.add_argument(
-        "--streams", type=positive, nargs="+", default=[1, 16], metavar="N", help="requests at once (1 16)"
-    )
+    parser.add_argument("--streams", type=positive, nargs="+", default=[1, 16], metavar="N", help="streams (1 16)")
     parser.add_argument("--own", action="store_true", help="the model's own tokens count")
     parser.add_argument("--threads", type=positive, default=2, metavar="N", help="threads of the model (2)")
     parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="runs of each way (3)")

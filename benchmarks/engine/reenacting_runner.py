@@ -1,6 +1,6 @@
 """Model runners that repeat a step log: they fail where the recorded runner failed, and draw the recorded tokens.
 
-With a real runner inside, they compute and draw the tokens of that runner.
+A real runner inside computes the steps and draws its own tokens.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _fail_matchers(batch: StepBatch, numbers: Sequence[int]) -> None:
 
 
 class ReenactingLauncher(ReenactingRunner):
-    """A `ReenactingRunner` for an engine that launches ahead. It computes a step when the result is asked for."""
+    """A `ReenactingRunner` for an engine that launches ahead. A step is computed when its result is requested."""
 
     launches = True
 

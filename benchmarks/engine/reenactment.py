@@ -48,7 +48,7 @@ class RecordedClock:
         self._times = deque(at for at in times if at is not None)
 
     def __call__(self) -> float:
-        if self._times:  # else the engine reads the clock more often than in the log; the comparison reports this
+        if self._times:  # the engine may read the clock more often than in the log; the comparison reports this
             self._last = self._times.popleft()
         return self._last
 

@@ -4,9 +4,8 @@
 
 LOG is a folder that `engine.step_log.path` named, or a file in that folder. Arrivals, aborts and retunings come before
 the recorded steps, and the clock returns the recorded times. The model is the log's model unless another one is given.
-Requests use the adapters that the log names, and the files of the adapters must be unchanged. `--simulated` draws the
-recorded tokens without a model and so tests only the decisions of the scheduler. Exit status: 0 the same, 1 diverged, 2
-the log cannot be read or an adapter has changed.
+Requests use the adapters that the log names, with unchanged files. `--simulated` draws the recorded tokens without a
+model and so tests only the decisions. Exit status: 0 the same, 1 diverged, 2 unreadable log or changed adapter.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class RecordedRun:
 
     def _entries_of(self, path: Path, *, is_last: bool) -> Iterator[Entry]:
         with _opened(path) as file:
-            next(file)  # skip the header
+            next(file)  # the header
             for number, line in enumerate(file, start=2):
                 try:
                     yield parse(line.decode())

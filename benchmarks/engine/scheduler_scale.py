@@ -212,14 +212,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser("engine.scheduler_scale", __doc__)
     parser.add_argument("--running", type=int, default=1024, help="sequences in every step (1024)")
     parser.add_argument("--waiting", type=int, default=20_000, help="sequences in the queue (20000)")
-    parser.add_argument(
-        "--steps", type=int, default=200, help="steps measured for each number of waiting requests (200)"
-    )
+    parser.add_argument("--steps", type=int, default=200, help="measured steps per number of waiting requests (200)")
     policies = names_of(SchedulerConfig.model_fields["policy"])
     parser.add_argument("--policy", choices=policies, default="fcfs", help="scheduling policy (fcfs)")
-    parser.add_argument(
-        "--step-log", metavar="DIR", help="record every step in this folder, as engine.step_log.path does"
-    )
+    parser.add_argument("--step-log", metavar="DIR", help="record every step here, like engine.step_log.path")
     return parser
 
 

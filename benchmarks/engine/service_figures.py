@@ -137,9 +137,9 @@ def service_figures(workload: Workload, served: Served, slo: Slo | None) -> dict
 
 
 def jain_over_tenants(workload: Workload, served: Served, *, min_steps: int = MIN_CONTENDED_STEPS) -> float | None:
-    """Return Jain's index over the tokens of each tenant, in steps in which requests of every tenant waited.
+    """Return Jain's index over the tokens of each tenant, in steps with waiting requests of every tenant.
 
-    Over a whole run the index would say nothing, because all requests are served in the end. Returns None if there are
+    The index would say nothing over a whole run, because all requests are served in the end. Returns None if there are
     fewer such steps than `min_steps`.
     """
     tenant_of = {timed.request.request_id: timed.request.tenant for timed in workload.requests}

@@ -198,10 +198,9 @@ def base_assignments(assignments: Assignments) -> dict[str, str | None]:
 def trials(
     given: argparse.Namespace, assignments: Assignments, *, strategies: str | None, policies: str | None
 ) -> list[Trial]:
-    """Return every given strategy with every given policy; by default all strategies with fcfs, all policies once.
+    """Return all pairs of given names; default: every strategy with fcfs, every policy with continuous.
 
-    By default, the policies run with continuous. Whole batches have the size `scheduler.max_running` unless a size is
-    set, so that all trials have equal slots.
+    Whole batches have the size `scheduler.max_running` unless a size is set, so that all trials have equal slots.
 
     Raises:
         BenchmarkError: a name is unknown; the message says which names exist.

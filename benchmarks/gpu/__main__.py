@@ -3,9 +3,8 @@
 Each stage runs in its own process with its own deadline, and appends one JSON line to FOLDER/results.jsonl. A table in
 Markdown is printed last and written to FOLDER/table.md. Figures with targets are measured first, and twice. If a stage
 fails, its error is recorded and the next stage runs. A second call with the same folder resumes where the first call
-stopped, even in the middle of a stage. A stage is skipped if it has a result on this device and its files have not
-changed, unless --again is given. FOLDER has the kernels that Triton has compiled: copy the whole folder back, and to
-the next machine.
+stopped, even in the middle of a stage. Without --again, a stage is skipped if it has a result on this device with the
+present files. FOLDER has the kernels that Triton has compiled: copy the whole folder back, and to the next machine.
 
 On a card that has never run this code, begin with --first-contact. It takes some three minutes, and then
 FOLDER/results.jsonl says which backends work and why the others fail.
@@ -223,9 +222,7 @@ def _named(names: Sequence[str]) -> tuple[Stage, ...]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("gpu", __doc__)
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="FOLDER", help="folder for results, logs and the table"
-    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder for results, logs and table")
     parser.add_argument(
         "--stages", nargs="+", metavar="STAGE", help=f"run only these; all: {', '.join(stage.name for stage in STAGES)}"
     )
@@ -235,11 +232,7 @@ def _parser() -> argparse.ArgumentParser:
         help="run only the stage contact: does each backend work here?",
     )
     parser.add_argument(
-        "--budget-s",
-        type=float,
-        default=3600.0,
-        metavar="S",
-        help="no stage starts that needs more than the rest of this time",
+        "--budget-s", type=float, default=3600.0, metavar="S", help="no stage starts that needs more than is left"
     )
     parser.add_argument(
         "--slow", type=above_zero, default=1.0, metavar="TIMES", help="factor on all times of stages, for a slower card"

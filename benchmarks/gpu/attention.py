@@ -1,7 +1,5 @@
-"""Measure attention alone, from a graph: bytes read in a decode step and operations in a prompt, beside torch's
-attention.
-
-Also measures other launches of the same kernels: stages of the pipeline, warps, keys in a tile.
+"""Measure attention alone, from a graph, beside torch's own attention: the rate of bytes in decode, of products in
+prefill. Also measures other launches of the same kernels: stages of the pipeline, warps, keys in a tile.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Query the driver about the card, once or during a stage: clocks, causes of slow clocks, other processes.
 
-Without a driver, the queries return None.
+Without a driver, the answers are empty.
 """
 
 from __future__ import annotations

@@ -33,8 +33,7 @@ def in_processes(
     """Call `work(bench, *arguments)` for each of the arguments, all at once.
 
     deadline_s: for all processes together, with their starts; ten times as long for a stand-in. takes_cpu_for_gpu and
-    verifies: see `standing_in`; takes_cpu_for_gpu must be False if other processes, started by the work, do the
-    computing.
+    verifies: see `standing_in`; takes_cpu_for_gpu must be False if the work computes in processes that it starts.
     """
     files = [bench.out / f"{bench.stage}-{number}.json" for number in range(len(arguments))]
     processes = []

@@ -36,7 +36,7 @@ def measure(bench: Bench) -> None:
         if backend == TORCH:
             expected = {model: found.get(model, {}).get("tokens") for model in MODELS}
         for model in MODELS:
-            row = dict(found.get(model, {"failed": f"its process {child.end} first"}))
+            row = dict(found.get(model, {"failed": f"its process {child.end} before this model"}))
             tokens = row.pop("tokens", None)
             is_equal = None if tokens is None or expected[model] is None else tokens == expected[model]
             bench.row("contact", backend=backend, model=model, equal=is_equal, **row)

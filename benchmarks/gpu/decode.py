@@ -1,7 +1,4 @@
-"""Compare decode steps by replay with the least time of their bytes at the measured rate of copies.
-
-Prompts are compared with the measured rate of matrix products.
-"""
+"""Compare decode steps by replay with the measured rate of copies, and prompts with that of matrix products."""
 
 from __future__ import annotations
 
@@ -126,8 +123,7 @@ def _timed(bench: Bench, runner: ModelRunner, replays: Replays, batch: StepBatch
 def bytes_of_a_step(model: LoadedModel) -> int:
     """Return the bytes of weights that a decode step reads: all weights except the table of embeddings.
 
-    A step reads one row of that table for each sequence. The models of these benchmarks do not tie their head to the
-    table.
+    A step reads one row of that table for each sequence. The models of these benchmarks have a separate head.
     """
     assert model.facts.embedding_size is not None, "a known model gives embeddings"
     table = model.facts.vocab_size * model.facts.embedding_size * model.dtype.itemsize

@@ -36,6 +36,4 @@ def measure(bench: Bench) -> None:
         if found := re.match(r"(FAILED|ERROR) (.*)", line):
             bench.row("failed tests", test=found[2][:200])
     if done.returncode != 0:
-        raise BenchmarkError(
-            f"pytest ended with status {done.returncode}; {bench.out / 'pytest.log'} has the whole output"
-        )
+        raise BenchmarkError(f"pytest ended with status {done.returncode}; see {bench.out / 'pytest.log'}")

@@ -99,7 +99,7 @@ def _duration(event: Any) -> float:
 
 
 def _idle_us(kernels: Sequence[Any]) -> float:
-    """Return the microseconds between the first kernel and the last kernel in which no kernel runs."""
+    """Return the microseconds without a running kernel between the first and the last kernel."""
     idle, busy_until = 0.0, float(kernels[0].time_range.end)
     for _, after in pairwise(kernels):
         idle += max(0.0, after.time_range.start - busy_until)

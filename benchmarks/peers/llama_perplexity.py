@@ -135,9 +135,7 @@ def _ours(given: argparse.Namespace, texts: Sequence[list[int]]) -> list[Read]:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("peers.llama_perplexity", __doc__)
     parser.add_argument("--model", required=True, metavar="FILE.gguf")
-    parser.add_argument(
-        "--llama", default="python", metavar="PYTHON", help="Python of the environment with llama-cpp-python"
-    )
+    parser.add_argument("--llama", default="python", metavar="PYTHON", help="of an environment with llama-cpp-python")
     parser.add_argument("--texts", type=positive, default=20, metavar="N", help="pieces of this project's pages (20)")
     parser.add_argument("--tokens", type=positive, default=64, metavar="N", help="tokens of each piece (64)")
     parser.add_argument("--steps", action="store_true", help="also compare llama.cpp with itself, one token at a time")
