@@ -9,19 +9,19 @@ from itertools import zip_longest
 from app.engine.trace.entries import NOTHING, ScheduledTokens, StepRecord
 
 _MAX_LISTED = 8
-_CHANGED = "an entry before this step was changed or is missing, or the code is another"
-_MEMORY = "blocks were shared or given back otherwise: another prompt, a salt or an abort is missing"
+_CHANGED = "an earlier entry of the log was changed or is missing, or the code has changed"
+_MEMORY = "blocks were shared or freed differently: a prompt differs, or a salt or an abort is missing"
 # The fields to compare before and after the drawn tokens: in words, the field, and the likely reason for a difference.
 _BEFORE = (
     ("requests joined", "joined", _CHANGED),
     ("blocks of the requests that joined", "blocks", _MEMORY),
     ("free blocks", "num_free_blocks", _MEMORY),
-    ("how many wait", "num_waiting", _CHANGED),
-    ("why the first one waits", "wait_reason", _CHANGED),
+    ("number of waiting requests", "num_waiting", _CHANGED),
+    ("reason why the first request waits", "wait_reason", _CHANGED),
 )
 _AFTER = (
-    ("what failed", "failures", _CHANGED),
-    ("requests ended", "ended", "other end tokens, another max_tokens or deadline of the request, or another code"),
+    ("failures", "failures", _CHANGED),
+    ("requests ended", "ended", "the end tokens, the request's max_tokens or deadline, or the code has changed"),
 )
 
 
@@ -63,9 +63,7 @@ class Comparison:
         """Return the first difference, or None if the replay made this step as recorded."""
         for what, expected, got, likely in self._all_differences(recorded, made):
             if self._differences:
-                likely = (
-                    f"the replay is set up otherwise ({'; '.join(self._differences)}); if that is not why, {likely}"
-                )
+                likely = f"the set-up of the replay differs ({'; '.join(self._differences)}); otherwise {likely}"
             return Divergence(step=recorded.number, what=what, expected=expected, got=got, likely=likely)
         return None
 
@@ -92,12 +90,9 @@ class Comparison:
         self, recorded: StepRecord, made: StepRecord, scheduled: ScheduledTokens, before: ScheduledTokens
     ) -> Iterable[tuple[str, str, str, str]]:
         if self._computes:
-            likely = (
-                "everything that it was computed from was the same until here; the model's weights, its number type or "
-                "the machine are others"
-            )
+            likely = "all inputs of this token were the same; the weights, their number type or the machine has changed"
         else:
-            likely = "tokens are those of the log in this replay, so its lines contradict each other: it was edited"
+            likely = "this replay takes its tokens from the log, so the log contradicts itself: it was edited"
         for drawn, redrawn in zip_longest(recorded.drawn(scheduled, before), made.drawn(scheduled, before)):
             number, _ = drawn or redrawn or (0, 0)
             self._num_drawn[number] = self._num_drawn.get(number, 0) + 1

@@ -91,7 +91,7 @@ class ReenactingRunner(ModelRunner, Drafter):
 
     def _stood_in(self, record: StepRecord, sequence: EngineSequence, position: int, count: int) -> list[int]:
         """Return `count` stand-in tokens of a request, from a position on."""
-        assert self._stand_ins is not None, "only a log without prompts needs them"
+        assert self._stand_ins is not None, "only a log without prompts needs stand-ins"
         number = sequence.arrival
         tokens = [self._stand_ins.token(number, at) for at in range(position, position + count)]
         if (number, "stop") in record.ended:

@@ -149,8 +149,8 @@ def replay(log: str, *, model: str | None = None, simulated: bool = False, setti
         matchers.close()
     if found.num_lost:
         run.notes.append(
-            f"{found.num_lost:,} entries were dropped after step {found.num_steps}, the disk was too slow: "
-            f"nothing after them can be run again"
+            f"{found.num_lost:,} entries were dropped after step {found.num_steps} because the disk was too slow: "
+            f"no later step can be replayed"
         )
     return Outcome(
         run=run.header.run,
@@ -216,7 +216,7 @@ def _configured(header: Header, model: str | None, settings: Sequence[str]) -> E
     try:
         return engine_config(base | dict(assignments))
     except (ValidationError, KeyError, TypeError) as error:
-        raise BenchmarkError(f"the log's settings are none of this version: {error}") from error
+        raise BenchmarkError(f"the log's settings are not valid in this version: {error}") from error
 
 
 def _cache_of(header: Header) -> dict[str, Any]:
@@ -264,7 +264,7 @@ def _check_adapter(recorded: Adapter) -> None:
     if found.digest != recorded.digest:
         raise BenchmarkError(
             f"the adapter {recorded.name} in {recorded.path} is {found.digest} here and {recorded.digest} in the log: "
-            f"put the files there that the run had, or replay with --simulated"
+            f"restore the files of the run, or replay with --simulated"
         )
 
 
@@ -296,7 +296,7 @@ def _only_run_in(folder: Path) -> Path:
     if len(first_files) == 1:
         return next(iter(first_files.values()))
     found = ", ".join(path.name for path in sorted(first_files.values())[-8:]) or "no steps-*.jsonl"
-    raise BenchmarkError(f"{folder} holds {len(first_files)} runs: name a file of the one that is meant ({found})")
+    raise BenchmarkError(f"{folder} holds {len(first_files)} runs: name a file of one run ({found})")
 
 
 def _header_of(path: Path) -> Header:

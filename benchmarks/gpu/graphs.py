@@ -63,7 +63,7 @@ class Replays:
         expected = times * (1 + runner.adapts) * (len(graph_sizes(limits.max_running)) + len(mixed))
         if self.num_graphs < expected:
             raise BenchmarkError(
-                f"{self.num_graphs} of {expected} CUDA graphs were captured: other steps run eagerly, slower; the "
+                f"{self.num_graphs} of {expected} CUDA graphs were captured: steps without a graph are slower; the "
                 f"warnings above say why"
             )
 

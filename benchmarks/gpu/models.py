@@ -215,7 +215,7 @@ def engine_of(
     runner: of the model; default: a new runner.
     """
     num_blocks = config.cache.num_blocks
-    assert num_blocks is not None, "engines that share a model have KV memory of a set size"
+    assert num_blocks is not None, "an engine that shares a model needs cache.num_blocks"
     runner = runner or model.runner(config, num_blocks=num_blocks, num_threads=1)
     return assemble(
         config.scheduler,
