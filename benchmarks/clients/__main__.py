@@ -126,7 +126,7 @@ def check(client: Client, python: Path, url: str, model: str = MODEL_NAME, folde
 
 
 def _ended(command: list[str], variables: dict[str, str]) -> tuple[int, str, str]:
-    """Return (status, stdout, stderr) of a client's checks. Kills all processes that they started after a timeout."""
+    """Return (status, stdout, stderr) of a client's checks. A timeout kills all processes that they started."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
     with subprocess.Popen(
         command, cwd=PROJECT, env=kept | variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -1,4 +1,4 @@
-"""lm-eval (EleutherAI's harness): equal tasks through the service and with equal weights in its own process.
+"""lm-eval (EleutherAI's harness): the same tasks through the service and with the same weights in its own process.
 
 Its model `hf` is the oracle. Log-likelihoods must agree within 1e-4 for every choice of every question, or within a
 millionth of their value if that is larger. Generated texts and scores must be equal. Both sides compute in float32,

@@ -1,4 +1,4 @@
-"""An engine that repeats a recorded run: equal arrivals before equal steps, at the recorded times."""
+"""An engine that repeats a recorded run: the same arrivals before the same steps, at the recorded times."""
 
 from __future__ import annotations
 

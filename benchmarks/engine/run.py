@@ -1,4 +1,4 @@
-"""Serve a workload with an engine: the time of each token, repeats from equal states, the figures of all repeats."""
+"""Serve a workload with an engine: the time of each token, repeats from the same state, the figures of all repeats."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def warmed_up(contender: Contender, workload: Workload) -> float:
 
 
 def measured_runs(contender: Contender, workload: Workload, *, repeat: int) -> list[Run]:
-    """Serve the workload `repeat` times from equal states; print a line of progress for each repeat on stderr.
+    """Serve the workload `repeat` times from the same state; print a line of progress for each repeat on stderr.
 
     Raises:
         BenchmarkError: a request ended without a token.

@@ -96,7 +96,7 @@ def _attended(bench: Bench, shape: HeadShape, pieces: Pieces, launch: Mapping[st
 
 
 class _Launched:
-    """The kernels' module. Options replace those of each launch that has options of these names."""
+    """The kernels' module. `options` replace the options of a launch that have the same names."""
 
     def __init__(self, kernels: Any, options: Mapping[str, int]) -> None:
         self._kernels = kernels

@@ -1,4 +1,4 @@
-"""Measure the cost of LoRA adapters in a step: equal sequences with and without adapters, in turn.
+"""Measure the cost of LoRA adapters in a step: the same sequences with and without adapters, in turn.
 
 The adapters are random and change every linear layer of the 8B shape; each has its own slot. Sequence N has adapter N
 modulo the number of adapters. Each round runs every kind once, and each ratio is the median over the rounds.

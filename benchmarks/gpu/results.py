@@ -40,7 +40,7 @@ STAGES = (
     Stage("rates", "rates", 20, "versions, the card, rates of copies and of matrix products", 2),
     Stage("decode", "decode", 60, "steps by replay against bytes / rate of copies; prompts", 2),
     Stage("engine", "engine", 40, "the whole engine on requests of ragged lengths", 2),
-    Stage("transformers", "transformers_batching", 60, "transformers' own batching of equal requests", 2),
+    Stage("transformers", "transformers_batching", 60, "transformers' own batching of the requests of `engine`", 2),
     Stage("sampler", "sampler", 20, "draws: greedy, top-p, top-k, grammar, penalties, logprobs", 2),
     Stage("memory", "memory", 50, "an 8B model's start; memory predicted and used; the worst step", 2),
     Stage("lora", "lora", 50, "decode steps and prompts with LoRA adapters against none", 2),
