@@ -1,5 +1,5 @@
-"""The engine and the service measured, compared with others, put under faults. Not part of the installed package.
+"""Measurements, comparisons and fault tests of the engine and the service. Not part of the installed package.
 
-Commands are `python -m benchmarks.ROOM.NAME`; README.md lists them, `--help` prints the options. Those of the engine
-need torch and transformers and no Ray; those of the service start it as `make serve` does.
+Run a benchmark with `python -m benchmarks.ROOM.NAME`. README.md lists the benchmarks, and `--help` prints the options.
+The benchmarks of the engine need torch and transformers and no Ray; the others start the service as `make serve` does.
 """

@@ -1,20 +1,20 @@
-"""Which arm of an A/B trial is better in TTFT, ITL and goodput, by the live service's own metrics.
+"""Compare the arms of an A/B trial in TTFT, ITL and goodput, from the metrics of the live service.
 
     python -m benchmarks.groups --base-url http://127.0.0.1:8000 --model demo --seconds 300 --slo-ttft-ms 1000
 
-Sends no request: reads /metrics while the service has its own traffic. The time is cut into parts, and /metrics is read
-at the end of each; the intervals come from how the parts differ, as requests of one moment are not independent of each
-other (batch means; a mean is a ratio estimator, its variance by linearisation: Cochran, "Sampling Techniques", chapter
-6). A verdict is about one figure: of twenty figures without any difference, one is called better or worse at 95%.
+Sends no request: reads /metrics at the end of each part of the time, while the service has its own traffic. Requests of
+one moment are not independent of each other, so the intervals are computed from the differences between parts (batch
+means; a mean is a ratio estimator, its variance by linearisation: Cochran, "Sampling Techniques", chapter 6). A verdict
+is about one figure: of twenty figures without any difference, one is called better or worse at 95%.
 
-What the metrics say, and what they do not:
+The metrics have these limits:
 
 * Means of TTFT and ITL are exact: a histogram has the sum and the count.
-* A share within a limit is exact only where a bucket ends, so limits are such ends. Percentiles are not compared.
-* Goodput is the share of requests with their first token within --slo-ttft-ms, of all that had one and all that failed
-  or missed their deadline. The share of tokens within --slo-itl-ms stands beside it: which tokens are of which request
-  is not in a histogram. A request that fails after its first token counts as both.
-* Requests count for the group that computed them. Those of `class="background"` are left out, except in failures.
+* A share within a limit is exact only at the end of a bucket: other limits are refused. Percentiles are not compared.
+* Goodput is the share of requests with their first token within --slo-ttft-ms, among all requests that had a first
+  token, failed or missed their deadline. A histogram does not say which tokens belong to which request, so the share of
+  tokens within --slo-itl-ms is a separate figure. A request that fails after its first token is counted twice.
+* A request counts for the group that computed it. Requests of `class="background"` count only among the failures.
 
 Prints a table for each arm against the reference and one JSON object.
 """
@@ -42,10 +42,10 @@ from benchmarks.harness.figures import table
 from benchmarks.harness.http_call import Target
 from benchmarks.harness.service import got
 
-MIN_PARTS = 10  # in which both arms had requests; fewer say too little about how parts differ
+MIN_PARTS = 10  # parts with requests of both arms; fewer parts say too little about their differences
 _CONFIDENCE = 0.95  # of each interval
 _TTFT, _ITL = "carousel_first_token_seconds", "carousel_inter_token_seconds"
-# Heads of the rows, and whether more is better.
+# The heads of the rows, and whether a higher value is better.
 _FIRST, _GAPS, _GOOD, _IN_TIME = "TTFT mean s", "ITL mean s", "goodput, share", "tokens in time, share"
 _MORE_IS_BETTER = {_FIRST: False, _GAPS: False, _GOOD: True, _IN_TIME: True}
 _LOST = ("carousel_engine_failed_total", "carousel_engine_missed_total")
@@ -56,22 +56,22 @@ FloatArray = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A sum and a count for each part of a run, in the order of time. Their ratio is a mean or, of ones, a share."""
+    """A sum and a count for each part of a run, in the order of time. Their ratio is a mean, or a share (sum of 1s)."""
 
     sums: FloatArray
-    counts: FloatArray  # of one arm at least one is above 0
+    counts: FloatArray  # for each arm, at least one count is above 0
 
     @property
     def ratio(self) -> float:
         return float(self.sums.sum() / self.counts.sum())
 
     def residuals(self) -> FloatArray:
-        """What each part adds to the error of the ratio, times the number of parts; their sum is 0."""
+        """Return the contribution of each part to the error of the ratio, times the number of parts. Their sum is 0."""
         return (self.sums - self.ratio * self.counts) / float(self.counts.mean())
 
 
 def difference_of(ours: Parts, theirs: Parts, confidence: float) -> tuple[float, float]:
-    """Our ratio minus theirs, and how far to each side it may be off.
+    """Return our ratio minus their ratio, and the half-width of the confidence interval.
 
     The parts are pairs: load that rises for both arms in a part cancels out.
     """
@@ -81,9 +81,9 @@ def difference_of(ours: Parts, theirs: Parts, confidence: float) -> tuple[float,
 
 
 def critical_value(confidence: float, num_parts: int) -> float:
-    """Of Student's t with a degree of freedom less than there are parts: standard errors to each side.
+    """Return the critical value of Student's t for num_parts - 1 degrees of freedom, in standard errors to each side.
 
-    Abramowitz and Stegun 26.7.5; from 10 parts on it is within 0.001 of the tables at 95%.
+    Abramowitz and Stegun 26.7.5; with 10 parts or more, the value is within 0.001 of the tables at 95%.
     """
     x, freedom = NormalDist().inv_cdf((1 + confidence) / 2), num_parts - 1
     terms = (
@@ -97,19 +97,19 @@ def critical_value(confidence: float, num_parts: int) -> float:
 
 @dataclass(slots=True)
 class ArmReading:
-    """What one scrape says of a group, counted since the service started."""
+    """The counts of a group in one scrape, since the service started."""
 
-    # First tokens, the sum of their seconds, those in time; the same of the gaps between tokens.
+    # First tokens, the sum of their seconds, and the first tokens in time; then the same 3 numbers for token gaps.
     counts: FloatArray = field(default_factory=lambda: np.zeros(6))
-    lost: dict[str, float] = field(default_factory=dict)  # requests that failed or came too late, by replica
+    lost: dict[str, float] = field(default_factory=dict)  # failed or late requests, by replica
 
 
 Reading = Mapping[str, ArmReading]  # by group
-Arm = Mapping[str, Parts]  # what happened to the requests of a group, part by part, by the heads of the rows
+Arm = Mapping[str, Parts]  # the counts of a group's requests in each part, by the heads of the rows
 
 
 class Limits(NamedTuple):
-    """What is in time, in seconds; each the end of a bucket."""
+    """The limits in seconds. Each limit is the end of a bucket."""
 
     ttft_s: float
     itl_s: float
@@ -117,7 +117,7 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One figure of an arm beside that of the reference."""
+    """One figure of an arm beside the figure of the reference."""
 
     arm: str
     figure: str
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """Watches the service for the time asked for, then compares.
+    """Watch the service for the given time, then compare the arms.
 
     Raises:
         BenchmarkError: /metrics cannot be read, there is no such model or reference, or there are too few requests.
@@ -166,7 +166,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def metrics_of(base_url: str, key_file: str | None) -> Callable[[], str]:
-    """Asks for the text of a service's /metrics. Both raise BenchmarkError: for a wrong option, and for no answer."""
+    """Return a function that gets the text of /metrics. Both raise BenchmarkError: a wrong option, or no response."""
     target, headers = Target.parse(base_url), {}
     if key_file is not None:
         try:
@@ -187,9 +187,9 @@ def metrics_of(base_url: str, key_file: str | None) -> Callable[[], str]:
 
 
 def watched(text: Callable[[], str], model: str, limits: Limits, *, seconds: float, num_parts: int) -> list[Reading]:
-    """A reading at the start and one at the end of each part.
+    """Take a reading at the start and one at the end of each part.
 
-    One that lacks a process is left out: its part and the next are one.
+    A reading that lacks a process is left out: its part and the next part become one.
     """
     start = time.monotonic()
     readings: list[Reading] = []
@@ -200,7 +200,7 @@ def watched(text: Callable[[], str], model: str, limits: Limits, *, seconds: flo
             tell(f"part {number} of {num_parts}: a process did not answer in time; this reading is left out")
             continue
         if readings and reading.keys() != readings[0].keys():
-            raise BenchmarkError("the groups have changed meanwhile: compare while the config stays as it is")
+            raise BenchmarkError("the groups have changed during the comparison: keep the config while it runs")
         if readings:
             since = {name: arm.counts[0] - readings[0][name].counts[0] for name, arm in reading.items()}
             done = ", ".join(f"{name} {number:,.0f} requests" for name, number in since.items())
@@ -214,10 +214,10 @@ def watched(text: Callable[[], str], model: str, limits: Limits, *, seconds: flo
 
 
 def read(text: str, model: str, limits: Limits) -> Reading | None:
-    """The groups of a model in the text of /metrics; None if a process is missing in it.
+    """Return the groups of a model in the text of /metrics, or None if the text lacks a process.
 
     Raises:
-        BenchmarkError: there is no such model, or it has fewer than two groups.
+        BenchmarkError: there is no such model, or the model has fewer than two groups.
     """
     needed = "\n".join(line for line in text.splitlines() if line.startswith(_NEEDED))
     samples = [sample for family in text_string_to_metric_families(needed) for sample in family.samples]
@@ -253,10 +253,10 @@ def _count(arm: ArmReading, name: str, labels: Mapping[str, str], value: float, 
 
 
 def arm_of(name: str, readings: Sequence[Reading]) -> Arm:
-    """A group's counts in each part.
+    """Return a group's counts in each part.
 
     Raises:
-        BenchmarkError: it had requests in too few parts, or its counts fell.
+        BenchmarkError: the group had requests in too few parts, or its counts fell.
     """
     arms = [reading[name] for reading in readings]
     added = np.diff([arm.counts for arm in arms], axis=0).T
@@ -282,7 +282,7 @@ def num_requests(arm: Arm) -> float:
 
 
 def _newly_lost(before: Mapping[str, float], after: Mapping[str, float]) -> float:
-    """Of replicas that ended or restarted, what they counted last is not known."""
+    """Return the new losses. The last counts of a replica that ended or restarted are unknown and count as 0."""
     return sum(max(0.0, value - before.get(replica, 0.0)) for replica, value in after.items())
 
 
@@ -290,7 +290,7 @@ def _newly_lost(before: Mapping[str, float], after: Mapping[str, float]) -> floa
 
 
 def compared(name: str, arm: Arm, reference: Arm, *, confidence: float) -> list[Finding]:
-    """All figures of an arm beside the reference's."""
+    """Compare all figures of an arm with the figures of the reference."""
     findings = []
     for figure, more_is_better in _MORE_IS_BETTER.items():
         ours, theirs = arm[figure], reference[figure]
@@ -304,7 +304,7 @@ def compared(name: str, arm: Arm, reference: Arm, *, confidence: float) -> list[
 
 
 def in_words(findings: Sequence[Finding], reference: str) -> str:
-    """A line for each figure of each arm."""
+    """Return a table with a line for each figure of each arm."""
     rows = [
         [each.arm, each.figure, f"{each.value:.4g}", f"{each.reference_value:.4g}", f"{each.difference:+.3g}",
          f"{each.low:+.3g} … {each.high:+.3g}", each.verdict]
@@ -317,13 +317,13 @@ def in_words(findings: Sequence[Finding], reference: str) -> str:
 
 
 def _limit(option: str, milliseconds: float) -> float:
-    """In seconds. Raises BenchmarkError when no bucket ends there."""
+    """Return the limit in seconds. Raises BenchmarkError if the limit is not the end of a bucket."""
     seconds = milliseconds / 1000
     found = next((bound for bound in SECONDS if math.isclose(bound, seconds)), None)
     if found is None:
         near = sorted(sorted(SECONDS, key=lambda bound: abs(math.log(bound / seconds)))[:4])
         raise BenchmarkError(
-            f"{option} {milliseconds:g}: no bucket of the metrics ends there, so what is within it is not known; near "
+            f"{option} {milliseconds:g}: no bucket of the metrics ends there, so the share within it is unknown; near "
             f"it are {', '.join(f'{bound * 1000:g}' for bound in near)}"
         )
     return found
@@ -339,15 +339,15 @@ def _num_parts(text: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("groups", __doc__)
     parser.add_argument("--base-url", required=True, metavar="URL", help="http://HOST:PORT, with or without /v1")
-    parser.add_argument("--model", required=True, metavar="NAME", help="as the service calls it, no alias")
-    parser.add_argument("--seconds", type=above_zero, default=300.0, metavar="S", help="to watch (300)")
-    parser.add_argument("--parts", type=_num_parts, default=30, metavar="N", help="into which the time is cut (30)")
+    parser.add_argument("--model", required=True, metavar="NAME", help="the model's name in the service, no alias")
+    parser.add_argument("--seconds", type=above_zero, default=300.0, metavar="S", help="how long to watch (300)")
+    parser.add_argument("--parts", type=_num_parts, default=30, metavar="N", help="number of parts of that time (30)")
     parser.add_argument(
-        "--slo-ttft-ms", type=above_zero, default=1000.0, metavar="MS", help="first token within (1000)"
+        "--slo-ttft-ms", type=above_zero, default=1000.0, metavar="MS", help="limit of the first token (1000)"
     )
-    parser.add_argument("--slo-itl-ms", type=above_zero, default=100.0, metavar="MS", help="each further one (100)")
-    parser.add_argument("--reference", metavar="GROUP", help="the others are compared with it; default: first by name")
-    parser.add_argument("--key-file", metavar="FILE", help="holds an API key that may read /metrics")
+    parser.add_argument("--slo-itl-ms", type=above_zero, default=100.0, metavar="MS", help="limit of each gap (100)")
+    parser.add_argument("--reference", metavar="GROUP", help="the group to compare with; default: first by name")
+    parser.add_argument("--key-file", metavar="FILE", help="a file with an API key that may read /metrics")
     return parser
 
 

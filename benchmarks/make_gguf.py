@@ -1,10 +1,10 @@
-r"""A GGUF file of a Llama in a folder, for comparisons with llama.cpp:
+r"""Make a GGUF file of a Llama in a folder, for comparisons with llama.cpp:
 
     python -m benchmarks.make_gguf --model DIR --out FILE-f16.gguf
     $LLAMA_ENV/bin/python -m benchmarks.make_gguf --quantise Q4_K_M --model FILE-f16.gguf --out FILE.gguf
 
-The first command writes float16, with the tokenizer of the folder. The second one has llama.cpp quantise such a file,
-and needs llama-cpp-python alone.
+The first command writes float16 with the tokenizer of the folder. The second command calls llama.cpp to quantise such a
+file, and needs only llama-cpp-python.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.harness.command import command_parser, tell
 
-# Of llama.cpp's `llama_ftype`.
+# Values of llama.cpp's `llama_ftype`.
 _FTYPES = {
     "Q4_0": 2,
     "Q4_1": 3,
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser("make_gguf", __doc__)
     parser.add_argument("--model", required=True, metavar="DIR|FILE", help="a folder; with --quantise a GGUF file")
     parser.add_argument("--out", required=True, metavar="FILE")
-    parser.add_argument("--quantise", choices=tuple(_FTYPES), help="by llama.cpp")
+    parser.add_argument("--quantise", choices=tuple(_FTYPES), help="quantise with llama.cpp")
     given = parser.parse_args(arguments)
     if given.quantise:
         quantise(Path(given.model), Path(given.out), _FTYPES[given.quantise])
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def write_gguf(folder: Path, path: Path) -> None:
-    """Write the Llama of a folder in float16, and its norms in float32."""
+    """Write the Llama of a folder in float16, with its norms in float32."""
     import numpy as np
     from gguf import GGUFWriter, get_tensor_name_map
     from gguf.constants import MODEL_ARCH
@@ -65,7 +65,7 @@ def write_gguf(folder: Path, path: Path) -> None:
             for name in opened.keys():  # noqa: SIM118  it is no mapping
                 weight = opened.get_tensor(name).float().numpy()
                 for end, count in heads.items():
-                    if name.endswith(end):  # llama.cpp turns neighbours
+                    if name.endswith(end):  # llama.cpp rotates neighbours
                         weight = weight.reshape(count, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
                 matrix = 2
                 kind: Any = np.float16 if weight.ndim == matrix else np.float32
@@ -102,7 +102,7 @@ def _describe(writer: Any, config: dict[str, Any], tokenizer: dict[str, Any]) ->
 
 
 def quantise(source: Path, target: Path, ftype: int) -> None:
-    """Have llama.cpp quantise a file. Raises SystemExit if it does not."""
+    """Quantise a file with llama.cpp. Raises SystemExit if llama.cpp fails."""
     import llama_cpp
 
     llama_cpp.llama_backend_init()

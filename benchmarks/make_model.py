@@ -1,7 +1,7 @@
-"""A random Llama of a known shape, with a tokenizer: `python -m benchmarks.make_model --shape 135m --out DIR`.
+"""Make a random Llama of a known shape, with a tokenizer: `python -m benchmarks.make_model --shape 135m --out DIR`.
 
-The same shape, seed and torch give the same weights. Speed does not depend on what the weights say. At the default
-spread a random model repeats its last token for ever; use `--init-range 0.1` where tokens are compared.
+The same shape, seed and torch version give the same weights. The values of the weights do not change the speed. With
+the default spread, a random model repeats its last token for ever: use `--init-range 0.1` if tokens are compared.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.harness.command import command_parser, tell
 
 CONTEXT_LENGTH = 8192
 END, TURN_START, TURN_END = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-MAX_TOKENIZER_SIZE = 16384  # what the standard library's text gives sensible merges for
+MAX_TOKENIZER_SIZE = 16384  # the text of the standard library has sensible merges up to this size
 CHAT_TEMPLATE = (
     f"{{% for message in messages %}}{{{{ '{TURN_START}' + message['role'] + '\\n' + message['content']"
     f" + '{TURN_END}\\n' }}}}{{% endfor %}}"
@@ -34,7 +34,7 @@ SHAPES: dict[str, Shape] = {
         "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
         "intermediate_size": 1536, "vocab_size": 49152,
     },
-    # Llama 3.2 1B; making it takes 8 GB of memory
+    # Llama 3.2 1B; making this model takes 8 GB of memory
     "1b": {
         "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
         "intermediate_size": 8192, "vocab_size": 128256,
@@ -51,14 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", required=True, choices=tuple(SHAPES))
     parser.add_argument("--out", required=True, metavar="DIR")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--init-range", type=float, default=0.02, metavar="SPREAD", help="of the random weights")
+    parser.add_argument("--init-range", type=float, default=0.02, metavar="SPREAD", help="spread of the random weights")
     given = parser.parse_args(arguments)
     make_model(SHAPES[given.shape], given.out, seed=given.seed, init_range=given.init_range, texts=standard_library())
     return 0
 
 
 def make_model(shape: Shape, folder: str, *, seed: int, init_range: float, texts: Sequence[Path]) -> None:
-    """Write a model folder in bfloat16: weights, configuration, a tokenizer trained on the texts."""
+    """Write a model folder in bfloat16: weights, configuration, and a tokenizer trained on the texts."""
     tokenizer = train_tokenizer(texts, min(shape["vocab_size"], MAX_TOKENIZER_SIZE))
     model = random_llama(shape, seed=seed, init_range=init_range)
     model.save_pretrained(folder)
@@ -79,13 +79,13 @@ def random_llama(shape: Shape, *, seed: int, init_range: float) -> LlamaForCausa
         eos_token_id=0,
         pad_token_id=0,
     )
-    config.rope_theta = 100_000.0  # the older spelling, for readers that know no other
+    config.rope_theta = 100_000.0  # the older name of the setting, for readers that know only this name
     torch.manual_seed(seed)
     return LlamaForCausalLM(config).to(torch.bfloat16)
 
 
 def train_tokenizer(texts: Sequence[Path], size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE, so that any text encodes. May come out smaller where the texts are short."""
+    """Train byte-level BPE, which encodes any text. The vocabulary may be smaller than `size` for short texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -105,7 +105,7 @@ def train_tokenizer(texts: Sequence[Path], size: int) -> PreTrainedTokenizerFast
 
 
 def standard_library() -> list[Path]:
-    """Text that every machine with Python has."""
+    """Return the paths of text that every machine with Python has."""
     return sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
 
 

@@ -1,4 +1,4 @@
-"""The workloads of the figures in docs, from a seed: `python -m benchmarks.make_workload sharegpt --out FILE`.
+"""Make the workloads of the figures in docs, from a seed: `python -m benchmarks.make_workload sharegpt --out FILE`.
 
     sharegpt        64 requests of ragged lengths: log-normal, 16 to 512 prompt tokens, 8 to 256 to generate
     uniform         32 requests of 128 prompt tokens, 64 to generate
@@ -6,9 +6,9 @@
     decode          32 requests of 16 prompt tokens, 128 to generate; for the rate of decode at any number at once
     prefill         8 requests of 512 prompt tokens, one to generate
 
-Random tokens, greedy, end-of-text ignored. Lengths depend on the name and the seed alone, tokens on the vocabulary too.
-With --requests there are more or fewer of the same, with --prompt their prompts have another length; with --tenants the
-first sends half of them, the others the rest.
+The tokens are random, sampling is greedy, and end-of-text is ignored. Lengths depend only on the name and the seed;
+tokens also depend on the vocabulary. --requests changes the number of requests, and --prompt changes the length of
+their prompts. With --tenants, the first tenant sends half of the requests and the other tenants send the rest.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from benchmarks.harness.command import BenchmarkError, command_parser, positive,
 
 SEED = 1234
 VOCAB_SIZE = 49152
-_FIRST_TOKEN = 300  # the ids below are special tokens and single bytes in many vocabularies
-_VARIANT = 0  # of the tokens: other numbers give other tokens in prompts of the same lengths
+_FIRST_TOKEN = 300  # smaller ids are special tokens and single bytes in many vocabularies
+_VARIANT = 0  # of the tokens: another number gives other tokens in prompts of equal lengths
 
 Line = dict[str, Any]
 
@@ -40,15 +40,15 @@ def make_workload(
     num_prompt: int | None = None,
     num_tenants: int = 1,
 ) -> list[Line]:
-    """The lines of a workload.
+    """Return the lines of a workload.
 
     Raises:
-        BenchmarkError: the vocabulary is too small, or prompts of this workload have no one length.
+        BenchmarkError: the vocabulary is too small, or the prompts of this workload differ in length.
     """
     if num_prompt and name in _OF_OTHER_LENGTHS:
         raise BenchmarkError(f"--prompt {num_prompt:,}: the prompts of {name} have lengths of their own; leave it out")
     if vocab_size <= _FIRST_TOKEN:
-        raise BenchmarkError(f"--vocab {vocab_size:,}: prompts are of ids from {_FIRST_TOKEN} on; it must be larger")
+        raise BenchmarkError(f"--vocab {vocab_size:,}: prompts are of ids from {_FIRST_TOKEN} up; it must be larger")
     lengths = random.Random(f"{name}-{seed}")
     tokens = Tokens(random.Random(f"{name}-{seed}-{_VARIANT}"), vocab_size)
     usual_number, make = WORKLOADS[name]
@@ -73,7 +73,7 @@ class Tokens:
         return self._source.choices(self._known, k=number)
 
 
-Lengths = tuple[list[int], int]  # the tokens of a prompt, and how many to generate
+Lengths = tuple[list[int], int]  # the tokens of a prompt, and the number of tokens to generate
 
 
 def _ragged(lengths: random.Random, tokens: Tokens, num_requests: int) -> list[Lengths]:
@@ -88,7 +88,7 @@ def _ragged(lengths: random.Random, tokens: Tokens, num_requests: int) -> list[L
 def _equal(
     _: random.Random, tokens: Tokens, num_requests: int, *, num_prompt: int, num_output: int, num_shared: int = 0
 ) -> list[Lengths]:
-    """Requests of one length, which begin with tokens that all of them have."""
+    """Make requests of one length with a common prefix of `num_shared` tokens."""
     prefix = tokens.draw(num_shared)
     return [(prefix + tokens.draw(num_prompt), num_output) for _ in range(num_requests)]
 
@@ -104,7 +104,7 @@ _OF_OTHER_LENGTHS = ("sharegpt", "shared_prefix")
 
 
 def _tenant(number: int, num_tenants: int) -> int:
-    """Every second request is the first tenant's."""
+    """Return the tenant of a request. Every second request belongs to the first tenant."""
     return 0 if number % 2 == 0 else 1 + number // 2 % (num_tenants - 1)
 
 
@@ -118,9 +118,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", required=True, metavar="FILE")
     parser.add_argument("--vocab", type=int, default=VOCAB_SIZE, metavar="N", help="the model's vocabulary size")
     parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--requests", type=positive, metavar="N", help="how many; default: as above")
+    parser.add_argument("--requests", type=positive, metavar="N", help="number of requests; default: as above")
     parser.add_argument("--prompt", type=positive, metavar="N", help="tokens of each prompt; default: as above")
-    parser.add_argument("--tenants", type=positive, default=1, metavar="N", help="that the requests belong to, in turn")
+    parser.add_argument("--tenants", type=positive, default=1, metavar="N", help="number of tenants of the requests")
     given = parser.parse_args(arguments)
     try:
         lines = make_workload(

@@ -1,15 +1,16 @@
-"""What share of small faults in a file do its tests notice? Mutants by mutmut, a seeded draw of them.
+"""Measure the share of small faults in a file that its tests notice. mutmut makes the mutants; a seed draws some.
 
     make mutants FILES=app/engine/block_pool.py
     python -m benchmarks.mutants app/engine/block_pool.py app/api/http/sse.py --sample 30 --seed 1
 
-Works in a folder of its own (`--folder` keeps it), with copies of `app` and `tests`. For each file one process runs the
-tests that `TESTS` names once, then for each mutant those of them that call the mutated function, the fastest first, in
-a fork of itself, until one fails. Prints each mutant that no test noticed as a diff: it is a gap in the tests, or the
-same program in other words. mutmut changes the bodies of functions, but not of those with a decorator other than
-staticmethod and classmethod (so no properties), and one fault each. Lines that only log or that assert an invariant of
-ours are left as they are. A mutant is noticed too where it computes 30 times as long as its tests and a minute more, or
-sleeps for 100 seconds in all: so what else the machine does, or a stop of all these processes, changes no verdict.
+The command works in its own folder (`--folder` keeps it), with copies of `app` and `tests`. For each file, one process
+runs the tests that `TESTS` names once. For each mutant, a fork of that process then runs the tests that call the
+mutated function, the fastest first, until one fails. The command prints each mutant that no test noticed as a diff: the
+mutant is a gap in the tests, or the same program in other words. mutmut changes the bodies of functions, one fault per
+mutant. It skips functions with a decorator other than staticmethod and classmethod (so no properties). Lines that only
+log or that assert an invariant of ours are not mutated. A mutant is also noticed if it computes 30 times as long as its
+tests plus a minute, or sleeps for 100 seconds in all, so the load of the machine or a stop of all these processes
+changes no verdict.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """Mutants of each file. Raises BenchmarkError where mutmut is missing or the tests fail without a mutant."""
+    """Try mutants of each file. Raises BenchmarkError if mutmut is missing or the tests fail without a mutant."""
     files = given.files or list(TESTS)
     for file in files:
         if file not in TESTS:
@@ -86,12 +87,12 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def drawn(names: Sequence[str], number: int, seed: int) -> list[str]:
-    """As many of these mutants, all of them where there are fewer; the same for the same seed, whatever their order."""
+    """Draw `number` of these mutants, or all if there are fewer. The draw depends on the seed, not on their order."""
     return random.Random(seed).sample(sorted(names), min(number, len(names)))
 
 
 def counted(verdicts: Mapping[str, str]) -> dict[str, int]:
-    """How many mutants were tried, how many of them a test noticed, and how many by each of mutmut's verdicts."""
+    """Return the number of mutants tried, of mutants noticed, and of mutants for each of mutmut's verdicts."""
     by_verdict = Counter(verdicts.values())
     return {"tried": len(verdicts), "noticed": sum(by_verdict[verdict] for verdict in NOTICED), **by_verdict}
 
@@ -105,14 +106,14 @@ def in_words(figures: Mapping[str, Mapping[str, int]]) -> str:
 
 
 def _verdicts(files: Sequence[str], folder: Path, given: argparse.Namespace) -> dict[str, dict[str, str]]:
-    """By file and mutant."""
+    """Return the verdict of each mutant, by file and mutant."""
     try:
         from mutmut.mutation.file_mutation import mutate_file_contents
     except ImportError as error:
         raise BenchmarkError(f"{error}; `make mutants` installs it") from error
     _lay_out(folder)
     found: dict[str, dict[str, str]] = {}
-    with chdir(folder):  # where mutmut reads its settings
+    with chdir(folder):  # mutmut reads its settings here
         for file in files:
             source, module = Path(file).read_text(encoding="utf-8"), file.removesuffix(".py").replace("/", ".")
             mutated = mutate_file_contents(file, source)
@@ -130,7 +131,7 @@ def _verdicts(files: Sequence[str], folder: Path, given: argparse.Namespace) -> 
 
 
 def _diff(mutated: Any, name: str) -> str:
-    """What one mutant of a mutated file changes."""
+    """Return the change that one mutant makes, as a diff."""
     lines, original = mutated.code.splitlines(), f"{name.partition('__mutmut_')[0]}__mutmut_orig"
     before, after = (
         [line.replace(each, "") for line in lines[span.start - 1 : span.end]]
@@ -140,7 +141,7 @@ def _diff(mutated: Any, name: str) -> str:
 
 
 def _lay_out(folder: Path) -> None:
-    """A folder with copies of what is mutated and of the tests, links to the rest, and mutmut's settings."""
+    """Fill a folder with copies of `app` and the tests, links to the other folders, and mutmut's settings."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("app", "tests"):
         shutil.copytree(PROJECT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -155,7 +156,7 @@ def _lay_out(folder: Path) -> None:
 
 
 def _run(names: Sequence[str], tests: Sequence[str]) -> dict[str, str]:
-    """The verdicts of these tests on mutants, which `pytest_runtestloop` writes. Raises BenchmarkError."""
+    """Return the verdicts of these tests on mutants, which `pytest_runtestloop` writes. Raises BenchmarkError."""
     Path("mutants.json").write_text(json.dumps(names), encoding="utf-8")
     options = ["-q", "-p", "benchmarks.mutants", "-p", "no:cacheprovider", "-o", "timeout=0"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MUTANT_UNDER_TEST": "stats"}  # a fork has one thread
@@ -170,17 +171,17 @@ def _run(names: Sequence[str], tests: Sequence[str]) -> dict[str, str]:
 
 
 def pytest_runtestloop(session: Any) -> bool:
-    """In place of pytest's own, where this module is its plugin: all tests, and then the mutants."""
+    """Run all tests and then the mutants. Replaces pytest's own loop when this module is a pytest plugin."""
     from mutmut.mutation import trampoline
 
     called: set[str] = set()
     trampoline.record_trampoline_hit = lambda name, **_: called.add(name)
-    tests: defaultdict[str, list[tuple[float, Any]]] = defaultdict(list)  # of each function, with the CPU seconds
+    tests: defaultdict[str, list[tuple[float, Any]]] = defaultdict(list)  # for each function, with CPU seconds
     for item, following in zip(session.items, [*session.items[1:], None], strict=True):
         called.clear()
         began = time.process_time()
         if _fails(item, following):
-            return True  # the session counts it
+            return True  # the session counts the failure
         for name in called:
             tests[name].append((time.process_time() - began, item))
     names = json.loads(Path("mutants.json").read_text(encoding="utf-8"))
@@ -198,7 +199,7 @@ def _fails(item: Any, following: Any) -> bool:
 
 
 def _verdict(name: str, tests: Sequence[tuple[float, Any]]) -> str:
-    """Of these tests, which are sorted by their CPU seconds, on one mutant."""
+    """Return the verdict of these tests on one mutant. The tests are sorted by their CPU seconds."""
     if not tests:
         return "no tests"
     limit_s = int(time.process_time() + 60 + 30 * sum(seconds for seconds, _ in tests))
@@ -222,9 +223,9 @@ def _verdict(name: str, tests: Sequence[tuple[float, Any]]) -> str:
 
 
 def _is_asleep(pid: int) -> bool:
-    """Whether no thread of a process computes, or could if others did not."""
+    """Return whether all threads of a process sleep: none computes or waits for a core."""
     states: set[str] = set()
-    with suppress(OSError):  # a thread that ends
+    with suppress(OSError):  # a thread may end meanwhile
         for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
             states.add(stat.read_text(encoding="utf-8").rpartition(")")[2].split()[0])
     return states == {"S"}
@@ -232,15 +233,11 @@ def _is_asleep(pid: int) -> bool:
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("mutants", __doc__)
-    parser.add_argument("files", nargs="*", metavar="FILE", help="of TESTS; without any, all of them")
+    parser.add_argument("files", nargs="*", metavar="FILE", help="a file in TESTS; default: all of TESTS")
     parser.add_argument("--sample", type=positive, default=30, metavar="N", help="mutants of each file (30)")
-    parser.add_argument("--seed", type=int, default=1, help="of the draw (1)")
-    parser.add_argument(
-        "--only", default="", metavar="REGEX", help="of those drawn, only mutants with names that match"
-    )
-    parser.add_argument(
-        "--folder", metavar="DIR", help="keep the work there, in a folder that does not exist or is empty"
-    )
+    parser.add_argument("--seed", type=int, default=1, help="seed of the draw (1)")
+    parser.add_argument("--only", default="", metavar="REGEX", help="try only drawn mutants with names that match")
+    parser.add_argument("--folder", metavar="DIR", help="keep the work in this folder, which must be new or empty")
     return parser
 
 

@@ -1,12 +1,12 @@
-"""Whether a benchmark's figures differ between this checkout and another one of the same project.
+"""Compare a benchmark's figures between this checkout and another checkout of the same project.
 
     git worktree add ../base COMMIT
     python -m benchmarks.paired --base ../base --rounds 5 -- engine.throughput --model DIR --workload FILE.jsonl
     python -m benchmarks.paired --base ../base --base-module throughput -- engine.throughput --model DIR ...
 
-Runs `python -m benchmarks.MODULE ARGUMENTS` in both checkouts in turn, one process each, in the opposite order in every
-second round. Prints each number of their JSON: the two medians and the ratio, this checkout over the base (its median
-over the rounds, its lowest and its highest value). The last line of stdout is one JSON object. Relative paths in
+Runs `python -m benchmarks.MODULE ARGUMENTS` in both checkouts in turn, one process each, and reverses the order in
+every second round. For each number of their JSON, prints the two medians and the ratio of this checkout to the base
+(median over the rounds, lowest and highest value). The last line of stdout is one JSON object. Relative paths in
 ARGUMENTS count from the root of each checkout.
 """
 
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """All rounds in both checkouts. Raises BenchmarkError when a run of either fails."""
+    """Run all rounds in both checkouts. Raises BenchmarkError if a run of either checkout fails."""
     trees = {HERE: PROJECT, BASE: Path(given.base).resolve()}
     modules = {HERE: given.module, BASE: given.base_module or given.module}
     if not (trees[BASE] / "benchmarks").is_dir():
@@ -54,7 +54,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 def comparison(
     here: Sequence[Mapping[str, Any]], base: Sequence[Mapping[str, Any]], pattern: str = ""
 ) -> dict[str, dict[str, Any]]:
-    """By name of a figure that all runs have: both medians, the median of the ratios, the lowest and the highest."""
+    """Return both medians and the median, lowest and highest ratio of each figure that all runs have, by its name."""
     ours, theirs = [list(map(numbers_of, rounds)) for rounds in (here, base)]
     compared = {}
     for name in ours[0]:
@@ -83,11 +83,11 @@ def in_words(compared: Mapping[str, Mapping[str, Any]]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("paired", __doc__)
     parser.add_argument("--base", required=True, metavar="DIR", help="the other checkout")
-    parser.add_argument("--base-module", metavar="MODULE", help="the benchmark's name there, where it has another")
+    parser.add_argument("--base-module", metavar="MODULE", help="the benchmark's name in --base, if it differs")
     parser.add_argument("--rounds", type=positive, default=5, metavar="N")
     parser.add_argument("--figures", default="", metavar="REGEX", help="only figures with names that match")
     parser.add_argument("module", metavar="MODULE", help="for example engine.throughput")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="of the benchmark")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="arguments of the benchmark")
     return parser
 
 

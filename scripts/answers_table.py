@@ -1,6 +1,6 @@
-"""Writes the tables of docs/guide/coming-from.md: `python -m scripts.answers_table`.
+"""Write the tables of docs/guide/coming-from.md: `python -m scripts.answers_table`.
 
-The rows follow from what `carousel serve` and `carousel` answer.
+The rows follow from the answers of `carousel serve` and `carousel`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def table() -> str:
 
 
 def _marked(answer: str) -> str:
-    """With its settings and flags as code."""
+    """Return the answer with its settings and flags in backquotes."""
     if "`" in answer:
         return answer
     return re.sub(r"(models\[\]\.[\w.]+|--[a-z-]+)", r"`\1`", answer)
 
 
 def page() -> str:
-    """The page with the table as it should be."""
+    """Return the text of the page with the current table."""
     return with_table(PAGE, table(), command="scripts.answers_table", source="deployments/launcher/arguments.py")
 
 

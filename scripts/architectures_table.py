@@ -1,7 +1,7 @@
-"""Writes the table of architectures in docs/guide/serve-a-model.md: `python -m scripts.architectures_table`.
+"""Write the table of architectures in docs/guide/serve-a-model.md: `python -m scripts.architectures_table`.
 
-Its rows follow from `app.model.abilities`. Whether an architecture has recurrent layers follows from the code that
-transformers has for it, and whether it has windows from its default configuration.
+The rows follow from `app.model.abilities`. The transformers code of an architecture says whether the architecture has
+recurrent layers, and its default configuration says whether it has windows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from app.model.recurrent_layers import has_operators
 from scripts.written_tables import with_table
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "guide" / "serve-a-model.md"
-# Beside those of our decoders: hybrids, and models that many people serve. Others are as GPT-2.
+# The table also has these: hybrids, and models that many people serve. All further architectures are like GPT-2.
 _ON_TRANSFORMERS_CODE = (
     "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM", "Lfm2MoeForCausalLM", "GraniteMoeHybridForCausalLM",
     "BambaForCausalLM", "FalconH1ForCausalLM", "NemotronHForCausalLM", "GptOssForCausalLM", "Phi3ForCausalLM",
@@ -27,7 +27,7 @@ _ON_TRANSFORMERS_CODE = (
 
 
 def abilities() -> list[Abilities]:
-    """Of each architecture in the table."""
+    """Return the abilities of each architecture in the table."""
     classes = {each.__name__: (config, each) for config, each in AutoModelForCausalLM._model_mapping.items()}
     return [_of(*classes[name]) for name in (*ARCHITECTURES, *_ON_TRANSFORMERS_CODE)]
 
@@ -47,7 +47,7 @@ def _of(config: type[PreTrainedConfig], model: type[PreTrainedModel]) -> Abiliti
 
 
 def _shape(config: Any, layer: int) -> LayerShape:
-    """Some models have heads of another size in layers with full attention."""
+    """Return the shape of a layer. In some models, layers with full attention have another head size."""
     by_layer = getattr(config, "per_layer_config", None)
     own = by_layer[layer] if by_layer else config
     size = getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads
@@ -73,7 +73,7 @@ def _numbered(reason: str, reasons: list[str]) -> str:
 
 
 def page() -> str:
-    """The page with the table as it should be."""
+    """Return the text of the page with the current table."""
     return with_table(PAGE, table(), command="scripts.architectures_table", source="app/model/abilities.py")
 
 

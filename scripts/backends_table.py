@@ -1,6 +1,6 @@
-"""Writes the table of backends in docs/design/gpu.md: `python -m scripts.backends_table`.
+"""Write the table of backends in docs/design/gpu.md: `python -m scripts.backends_table`.
 
-Its rows follow from `app.model.gpu_backends`.
+The rows follow from `app.model.gpu_backends`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _yes(is_so: bool) -> str:
 
 
 def page() -> str:
-    """The page with the table as it should be."""
+    """Return the text of the page with the current table."""
     return with_table(PAGE, table(), command="scripts.backends_table", source="app/model/gpu_backends.py")
 
 

@@ -1,4 +1,4 @@
-"""Writes docs/reference/configuration.md from the settings themselves: `python -m scripts.configuration_page`."""
+"""Write docs/reference/configuration.md from the settings themselves: `python -m scripts.configuration_page`."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ _SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the text of the whole page."""
     keys = "## The file that `api.keys_file` names\n\nA list of API keys.\n"
     return "\n".join([_HEAD, *_section(ApplicationConfig, ""), keys, *_table(KeyConfig.model_fields.items())])
 
 
 def _section(branch: type[BaseModel], path: str) -> Iterator[str]:
-    """A branch's own settings as a table, then those of its choices by name, then each branch below it."""
+    """Yield a branch's own settings as a table, then the choices by name, then each branch below this branch."""
     fields = branch.model_fields.items()
     inner = {name: kinds for name, field in fields if len(kinds := branches_of(field)) > 0}
     own = [(name, field) for name, field in fields if len(inner.get(name, ())) != 1 or field.default is None]
@@ -71,12 +71,12 @@ def _section(branch: type[BaseModel], path: str) -> Iterator[str]:
 
 
 def _marked(path: str, field: FieldInfo) -> str:
-    """The path of a branch, or of a list of them."""
+    """Return the path, with `[]` after it if the field is a list of branches."""
     return f"{path}[]" if get_origin(field.annotation) is tuple else path
 
 
 def _presets() -> Iterator[str]:
-    """What each preset sets."""
+    """Yield a table with the values that each preset sets."""
     names = list(dict.fromkeys(name for values in PRESETS.values() for name in values))
     yield f"| `preset` | {' | '.join(f'`{name}`' for name in names)} |\n|{'---|' * (len(names) + 1)}"
     for preset in PRESETS:
@@ -86,9 +86,9 @@ def _presets() -> Iterator[str]:
 
 
 def _choice(name: str, kinds: Iterable[type[BaseModel]]) -> Iterator[str]:
-    """What may be chosen by name, with the parameters of each."""
+    """Yield a table of the choices by name, with the parameters of each choice."""
     yield f"| `{name}` | Parameter | Default; others | Meaning |\n|---|---|---|---|"
-    seen: set[str] = set()  # what other choices have too stands once
+    seen: set[str] = set()  # a row that several choices share is written once
     for kind in kinds:
         rows = {
             parameter: f"`{parameter}` | {_default_and_values(field)} | {field.description}"
@@ -110,7 +110,7 @@ def _table(fields: Iterable[tuple[str, FieldInfo]]) -> Iterator[str]:
 
 
 def _default_and_values(field: FieldInfo) -> str:
-    """Both in one cell. A default tells the kind of value, and is one of the choices."""
+    """Return the default and the values in one cell. A default shows the kind of value and is one of the choices."""
     default, values = _default(field), _values(field)
     if isinstance(field.default, (bool, int, float, str)):
         kind = next((word for word in _WORDS.values() if values.startswith(word)), "")
@@ -133,7 +133,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _values(field: FieldInfo) -> str:
-    """What may be written: the choices, the range, or else the kind of value."""
+    """Return the valid values of a setting: the choices, the range, or the kind of value."""
     if branches_of(field):
         return ", ".join(f"`{name}`" for name in names_of(field)) or "see below"
     annotation, metadata = _plain(field.annotation, list(field.metadata))
@@ -157,7 +157,7 @@ def _number(limit: float) -> str:
 
 
 def _plain(annotation: Any, metadata: list[Any]) -> tuple[Any, list[Any]]:
-    """An annotation without None and without `Annotated`, the limits of which go to the others."""
+    """Return the annotation without None and without `Annotated`, and the metadata with the limits of `Annotated`."""
     if get_origin(annotation) in (Union, UnionType):
         [annotation] = [each for each in get_args(annotation) if each is not NoneType]
         return _plain(annotation, metadata)

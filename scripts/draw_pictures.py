@@ -1,7 +1,7 @@
 """Draw the pictures of the documentation: `python -m scripts.draw_pictures`. Needs matplotlib (the extra `plots`).
 
-`overview.svg` shows the processes that a request passes and what an engine does with its slots. `packages.svg` shows
-the packages of `app`, and which imports which, read from the code.
+`overview.svg` shows the processes that a request passes and the slots of an engine over time. `packages.svg` shows the
+packages of `app` and the imports between them, read from the code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from matplotlib.patches import FancyBboxPatch
 
 PROJECT = Path(__file__).resolve().parent.parent
 PICTURES = PROJECT / "docs" / "pictures"
-# Modules that any package may import, and the process of a rank, which uses what `build` does: no arrows.
+# These modules have no arrows: any package may import them. `rank` is the process of a rank and uses what `build` uses.
 EVERYWHERE = frozenset(
     {
         "child_process",
@@ -43,7 +43,7 @@ EVERYWHERE = frozenset(
 )
 INK, PAPER, BLUE, GREEN, ORANGE, GREY = "#24292f", "#ffffff", "#dbeafe", "#dcfce7", "#ffedd5", "#f1f5f9"
 
-# Where each package stands in the picture: its row from the top, its first column and how many columns it takes.
+# The position of each package in the picture: the row from the top, the first column and the number of columns.
 PLACES: Mapping[str, tuple[int, int, int]] = {
     "deployments": (0, 0, 6),
     "jobs": (1, 0, 2), "build": (1, 3, 3),
@@ -106,7 +106,7 @@ def overview() -> Figure:
 
 
 def _slots(axes: Any) -> None:
-    """Requests that join and leave at every step: (slot, first step, number of steps)."""
+    """Draw requests that join and leave at every step. Each entry is (slot, first step, number of steps)."""
     held = [
         (0, 0, 4), (0, 4, 6), (1, 0, 7), (1, 7, 3), (2, 1, 2), (2, 3, 5), (2, 8, 2), (3, 2, 3), (3, 5, 5),
     ]  # fmt: skip
@@ -130,9 +130,9 @@ def _slots(axes: Any) -> None:
 
 
 def packages() -> Figure:
-    """The packages of `app` and `deployments`, with an arrow from each to those that it imports.
+    """The packages of `app` and `deployments`, with an arrow from each package to the packages that it imports.
 
-    An import that also follows from others has no arrow.
+    An import that follows from other imports has no arrow.
     """
     figure, axes = _canvas(13.2, 7.2)
     boxes = {name: _placed(*place, name) for name, place in PLACES.items()}
@@ -151,7 +151,7 @@ def packages() -> Figure:
 
 
 def _direct(imports: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
-    """The imports that do not also follow from others, looked at from the top of the picture."""
+    """Yield the imports that do not follow from other imports, from the top of the picture to the bottom."""
     left = {name: list(targets) for name, targets in imports.items()}
     for name in sorted(left, key=lambda name: PLACES[name]):
         for target in imports[name]:
@@ -172,7 +172,7 @@ def _reached(start: str, imports: Mapping[str, Sequence[str]]) -> set[str]:
 
 
 def imported() -> dict[str, list[str]]:
-    """By package (or module) of `app`, and for `deployments`: those that it imports."""
+    """Return the imported packages for each package (or module) of `app` and for `deployments`."""
     found: dict[str, set[str]] = {}
     for root in ("app", "deployments"):
         for path in sorted((PROJECT / root).rglob("*.py")):
@@ -190,7 +190,7 @@ def _imports(path: Path) -> Iterator[str]:
 
 
 def _package(module: str) -> str:
-    """`app.engine.scheduler` as `engine`; "" for what is not ours."""
+    """Return the package of a module: `engine` for `app.engine.scheduler`, "" for a module that is not ours."""
     root, *rest = module.split(".")
     return root if root == "deployments" else rest[0] if root == "app" and rest and rest[0] != "__init__" else ""
 
@@ -239,7 +239,7 @@ def _draw(axes: Any, box: Box) -> None:
 
 
 def _connect(axes: Any, upper: Box, lower: Box, style: str) -> None:
-    """From the bottom of one box to the top of another: straight down where one is above the other."""
+    """Draw an arrow from the bottom of one box to the top of another. The arrow is vertical if they overlap in x."""
     left, right = max(upper.x, lower.x) + 0.3, min(upper.x + upper.width, lower.x + lower.width) - 0.3
     start, end = upper.centre[0], lower.centre[0]
     if left <= right:

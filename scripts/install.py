@@ -1,6 +1,6 @@
 """Run `pip install`, and show one line with the present step of pip. The output of pip is printed if pip fails.
 
-This module needs the standard library alone.
+This module needs only the standard library.
 
     python -m scripts.install -c constraints.txt -e .
 """
@@ -17,7 +17,7 @@ from deployments.launcher.terminal import StatusLines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status of pip."""
+    """Run pip and return its exit status."""
     options = ["--disable-pip-version-check", "--no-input", "--progress-bar=off"]
     command = [sys.executable, "-m", "pip", "install", *options, *(sys.argv[1:] if arguments is None else arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def step_in(printed: Sequence[str], *, has_names: bool) -> str:
-    """The present step of pip, by the lines that pip has printed. has_names: the step names its package."""
+    """Return the present step of pip, from the lines that pip has printed. has_names: the step names its package."""
     for line in reversed(printed):
         if line.startswith("Installing collected packages"):
             return f"installing {line.count(',') + 1} packages"
@@ -51,4 +51,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        sys.exit("Stopped. The same command goes on with the set-up.")
+        sys.exit("Stopped. Run the same command again to resume the set-up.")

@@ -1,4 +1,4 @@
-"""Tables in pages of the docs that are written from code."""
+"""Tables in the pages of the documentation that are written from code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _END = "<!-- The end of the table. -->"
 
 
 def with_table(page: Path, table: str, *, command: str, source: str) -> str:
-    """The text of a page with this table between its two marks.
+    """Return the text of a page with this table between the two marks of the page.
 
     command: the module that writes the table. source: the file to change instead of the table.
     """

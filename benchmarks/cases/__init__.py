@@ -1,1 +1,1 @@
-"""Requests that went wrong here or elsewhere, with the answers that are right: `python -m benchmarks.cases`."""
+"""Requests that were answered wrongly here or elsewhere, with the right answers: `python -m benchmarks.cases`."""

@@ -1,10 +1,10 @@
-"""Cases after public reports and after the suites of other servers: each request is sent, and its answer compared.
+"""Cases from public reports and from the test suites of other servers. Each request is sent and its answer is checked.
 
     python -m benchmarks.cases --url http://127.0.0.1:8000 --key sk-...
 
-Without --url a service with the bundled model is started, as `make serve` does, with keys and batches. A line for each
-case that fails has the request, the right answer and what came. The last line is one JSON object. Exits with 1 when a
-case fails. A case that no request can show names the test that has it in place of a request, and is counted only.
+Without --url, the command starts a service with the bundled model as `make serve` does, with keys and batches. For each
+case that fails, a line has the request, the right answer and the answer that came. The last line is one JSON object.
+The exit status is 1 if a case fails. A case that no request can show names a test instead, and is only counted.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from benchmarks.harness.service import application, service, with_tools, write_k
 
 FOLDER = Path(__file__).parent
 MODEL, TOOLS_MODEL = "demo", "demo-tools"
-TOOLS = {"tool_parser": "hermes"}  # the added place in the template does not tell how the model writes calls
+TOOLS = {"tool_parser": "hermes"}  # the added tools part of the template does not say how the model writes calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A request that was answered wrongly, here or by another server."""
+    """A request that this server or another server answered wrongly."""
 
     id: str
     source: str  # an address, a repository and the number of its issue, or `own`
@@ -42,7 +42,7 @@ class Case:
     right: str  # in words
     request: Mapping[str, Any] = field(default_factory=dict)
     expect: Mapping[str, Any] = field(default_factory=dict)
-    elsewhere: str = ""  # the test that has it, where no request can show it
+    elsewhere: str = ""  # the test that covers the case if no request can show it
 
     @property
     def needs_key(self) -> bool:
@@ -50,7 +50,7 @@ class Case:
 
 
 def read_cases() -> list[Case]:
-    """All cases, in the order of their files."""
+    """Return all cases, in the order of their files."""
     paths = sorted(FOLDER.glob("*.jsonl"))
     return [Case(**json.loads(line)) for path in paths for line in path.read_text("utf-8").splitlines()]
 
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def report(cases: Sequence[Case], running: Service) -> int:
-    """Send each case and print those that fail, then the counts; returns the exit status."""
+    """Send each case, print the cases that fail and then the counts, and return the exit status."""
     asked = [case for case in cases if case.request and (running.key or not case.needs_key)]
     num_failed = 0
     for case in asked:
@@ -110,7 +110,7 @@ def _service(given: argparse.Namespace) -> Iterator[Service]:
 
 
 def served(with_place_for_tools: str, keys: Path, folder: str) -> dict[str, Any]:
-    """The `args` of the service that is started: the bundled model as it is, and with a place for tools."""
+    """Return the `args` of the started service: the bundled model as it is, and a copy whose template has tools."""
     paths = {MODEL: "models/demo", TOOLS_MODEL: with_place_for_tools}
     models = [
         model
@@ -122,10 +122,10 @@ def served(with_place_for_tools: str, keys: Path, folder: str) -> dict[str, Any]
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("cases", __doc__)
-    parser.add_argument("--url", help="of a running service")
-    parser.add_argument("--key", default="", help="of the service at --url")
-    parser.add_argument("--model", default=MODEL, metavar="NAME", help=f"at --url; default {MODEL}")
-    parser.add_argument("--tools-model", metavar="NAME", help="a model there with a place for tools; default --model")
+    parser.add_argument("--url", help="URL of a running service")
+    parser.add_argument("--key", default="", help="API key of the service at --url")
+    parser.add_argument("--model", default=MODEL, metavar="NAME", help=f"a model at --url; default {MODEL}")
+    parser.add_argument("--tools-model", metavar="NAME", help="a model whose template has tools; default --model")
     parser.add_argument("--only", action="append", default=[], metavar="ID", help="a case; may be given several times")
     return parser
 

@@ -1,18 +1,18 @@
-"""The checks of an answer, which a case has as data.
+"""The checks of an answer. A case has its checks as data.
 
-`status`            one of these
+`status`            the status is one of these numbers
 `has`               values by their paths, as `choices.0.text`; `*` stands for every element
-`matches`           expressions that values are, by their paths
-`begins`            beginnings of texts, by their paths
-`at_most`           the largest right numbers, by their paths
+`matches`           regular expressions that the values match, by the paths of the values
+`begins`            prefixes of texts, by the paths of the texts
+`at_most`           the largest right numbers, by the paths of the numbers
 `absent`            names that the object does not have
-`header`            texts that headers contain, by their names
-`no_header`         headers that are not there
+`header`            texts that headers contain, by the names of the headers
+`no_header`         headers that the answer does not have
 `lines`             every line of a stream, as Python splits lines, is a whole field of an event
-`same_as`           the value at `here` is that at `there` in the answer to another `request`
-`one_of`            several such objects, of which one has to be right
+`same_as`           the value at `here` equals the value at `there` in the answer to another `request`
+`one_of`            several objects of checks; the checks of one object must hold
 
-A status of 5xx and a body that says that it is JSON, and is not, are faults in every case.
+A status of 5xx is a fault in every case. So is a body that is declared as JSON and is not JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Expected = Mapping[str, Any]
 
 
 def problems(expected: Expected, got: Got, send: Send) -> list[str]:
-    """The faults of an answer, in words; none if it is right. `send` asks the other request of `same_as`."""
+    """Return the faults of an answer in words; none if it is right. `send` sends the other request of `same_as`."""
     if not 200 <= got.status < 500:
         return [f"status {got.status}"]
     if "json" in got.headers.get("content-type", "") and (broken := _broken(got)):
@@ -137,7 +137,7 @@ CHECKS: Mapping[str, Callable[[Any, Got, Send], Iterator[str]]] = {
 
 
 def _at(path: str, got: Got) -> Iterator[Any]:
-    """The values at a path in an answer; none where there is no such place."""
+    """Yield the values at a path in an answer; none if the path does not exist."""
     try:
         values = [got.content]
     except ValueError:

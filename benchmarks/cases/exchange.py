@@ -1,4 +1,4 @@
-"""One request of a case, on a connection of its own, byte for byte as it was reported, and its answer."""
+"""Send one request of a case on its own connection, byte for byte as it was reported, and read its answer."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """The service that is asked, and its names for `$MODEL`, `$TOOLS` and `$KEY` in requests."""
+    """The service under test, and its names for `$MODEL`, `$TOOLS` and `$KEY` in requests."""
 
     target: Target
     model: str
-    tools_model: str  # one whose chat template has a place for tools
+    tools_model: str  # a model whose chat template has tools
     key: str = ""
 
     def filled(self, text: str) -> str:
-        """A text of a case with the names of this service."""
+        """Return a text of a case with the names of this service filled in."""
         return text.replace("$MODEL", self.model).replace("$TOOLS", self.tools_model).replace("$KEY", self.key)
 
 
 @dataclass(frozen=True, slots=True)
 class Got:
-    """An answer. If there was none, its status is 0, and its text is the reason."""
+    """An answer. If no answer came, the status is 0 and the text is the reason."""
 
     status: int
-    headers: Mapping[str, str]  # by names in small letters
+    headers: Mapping[str, str]  # by names in lower case
     text: str
 
     @property
     def content(self) -> Any:
-        """The JSON of the body; of a stream `{"events": [...]}`. Raises ValueError when there is none."""
+        """The JSON of the body; `{"events": [...]}` for a stream. Raises ValueError if there is no JSON."""
         if "text/event-stream" in self.headers.get("content-type", ""):
             lines = EventStream().feed(self.text.encode())
             return {"events": [_json(line.decode()) for line in lines if line != b"[DONE]"]}
@@ -56,8 +56,8 @@ def _refuse(constant: str) -> Any:
 def sent(request: Mapping[str, Any], service: Service) -> Got:
     """Send a request and read its answer to the end.
 
-    `request` has a `path`, and a `body` (JSON) or `raw` (text), else it is a GET; `headers` (lines), in place of the
-    usual ones of the same names; `version` of HTTP. Does not raise: a connection that fails is an answer of status 0.
+    `request` has a `path` and perhaps a `body` (JSON) or `raw` (text), otherwise it is a GET. Its `headers` (lines)
+    replace the usual headers of equal names; `version` is that of HTTP. If the connection fails, the status is 0.
     """
     try:
         with socket.create_connection((service.target.host, service.target.port), timeout=TIMEOUT_S) as connection:

@@ -1,1 +1,1 @@
-"""Clients that we did not write, each in an environment of its own, against the live service."""
+"""Clients that we did not write, each in its own environment, against the live service."""

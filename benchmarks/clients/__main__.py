@@ -1,12 +1,12 @@
-"""Clients that we did not write against the live service, as `make clients` runs them.
+"""Run clients that we did not write against the live service; `make clients` calls this command.
 
     python -m benchmarks.clients --environments .clients
 
-Installs each client with pip or npm into an environment of its own under that folder (once; a later run uses what is
-there), starts the service with a model, and lets every client make its checks. Coding agents ask a service of their
-own, with a model that calls their tools. The last lines of stdout are a table of `docs/results/clients.md` and the
-commands that the clients were run with. A client that cannot be installed has a row that says so, and the others go on;
-a client from npm is skipped where there is no npm. Exits with 1 when a check failed or a client could not be installed.
+Installs each client with pip or npm into its own environment in that folder (once; later runs use the environment),
+starts the service with a model, and lets every client make its checks. Coding agents use a second service, with a model
+that calls their tools. The last lines of stdout are a table of `docs/results/clients.md` and the commands that the
+clients ran. If a client cannot be installed, its row says so and the other clients still run. A client from npm is
+skipped if the machine has no npm. The exit status is 1 if a check failed or a client could not be installed.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ CLIENT_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one client's checks."""
+    """The result of one client's checks."""
 
     client: Client
     version: str = "not installed"
     num_checks: int = 0
     problems: list[str] = field(default_factory=list)
-    commands: list[str] = field(default_factory=list)  # that its own programs were run with
+    commands: list[str] = field(default_factory=list)  # commands that ran the client's own programs
     is_skipped: bool = False
 
     @property
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _outcomes(clients: Sequence[Client], environments: Path, model: Path) -> list[Outcome]:
-    """One of each client, in their order. Raises BenchmarkError where the service does not start."""
+    """Return an outcome for each client, in their order. Raises BenchmarkError if the service does not start."""
     pythons: dict[Client, Path] = {}
     found: dict[Client, Outcome] = {}
     for client in clients:
@@ -93,15 +93,15 @@ def _outcomes(clients: Sequence[Client], environments: Path, model: Path) -> lis
 
 
 def served(model: str) -> dict[str, Any]:
-    """The application's `args`: one model with everything that clients ask of it, and batches."""
-    # The bundled model's template shows no format of calls; with one, calls may be offered without being forced.
+    """Return the application's `args`: one model with all features that the clients use, and batches."""
+    # The bundled model's template shows no format of calls. With a parser, calls may be offered without being forced.
     branch = {"pooling": "last", "tool_parser": "hermes"}
-    settings = {"path": model, "dtype": "float32"}  # as lm-eval's own model, also where bfloat16 is quick
+    settings = {"path": model, "dtype": "float32"}  # equal to lm-eval's own model, even if bfloat16 is fast
     return application(MODEL_NAME, {"model": settings}, model=branch, batches={})
 
 
 def check(client: Client, python: Path, url: str, model: str = MODEL_NAME, folder: Path | None = None) -> Outcome:
-    """Let a client make its checks. One that does not get to its end has a problem more."""
+    """Let a client make its checks. A client that does not finish has one more problem."""
     tell(f"{client.package}: checking")
     with tempfile.TemporaryDirectory(prefix="carousel-clients-") as temporary:
         status, stdout, stderr = _ended(
@@ -126,7 +126,7 @@ def check(client: Client, python: Path, url: str, model: str = MODEL_NAME, folde
 
 
 def _ended(command: list[str], variables: dict[str, str]) -> tuple[int, str, str]:
-    """(status, stdout, stderr) of a client's page; whatever it has started does not outlive it."""
+    """Return (status, stdout, stderr) of a client's checks. A timeout kills all processes that they started."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
     with subprocess.Popen(
         command, cwd=PROJECT, env=kept | variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -137,7 +137,7 @@ def _ended(command: list[str], variables: dict[str, str]) -> tuple[int, str, str
         except subprocess.TimeoutExpired:
             os.killpg(page.pid, signal.SIGKILL)
             stdout, stderr = page.communicate()
-            return 1, stdout, f"not over after {CLIENT_TIMEOUT_S:.0f} s"
+            return 1, stdout, f"not finished after {CLIENT_TIMEOUT_S:.0f} s"
     return page.returncode, stdout, stderr
 
 
@@ -146,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="models/demo", metavar="DIR", help="folder of a transformers model")
     parser.add_argument("--environments", default=".clients", metavar="DIR", help="where the clients are installed")
     parser.add_argument(
-        "--only", nargs="+", choices=[client.package for client in CLIENTS], help="these clients; default: all"
+        "--only", nargs="+", choices=[client.package for client in CLIENTS], help="run only these clients; default: all"
     )
     return parser
 

@@ -1,4 +1,4 @@
-"""Checks that run in a client's own environment: the standard library only."""
+"""Checks that run in a client's own environment. This module needs only the standard library."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from typing import TypeVar
 BASE_URL = os.environ.get("CAROUSEL_URL", "http://127.0.0.1:8000")
 MODEL = os.environ.get("CAROUSEL_MODEL", "demo")
 FOLDER = os.environ.get("CAROUSEL_MODEL_FOLDER", "models/demo")  # for clients that count tokens themselves
-OUT = Path(tempfile.gettempdir())  # a folder of this run's own: `make clients` says where temporary files go
+OUT = Path(tempfile.gettempdir())  # this run's own folder: `make clients` sets the place of temporary files
 
 Check = Callable[[], None]
 Wrong = TypeVar("Wrong", bound=Exception)
 
 
 def run(*checks: Check, **named: Check) -> None:
-    """Each of them, whatever comes of the others; a line of JSON for each."""
+    """Run each check, even if another check fails, and print a line of JSON for each."""
     for name, check in (named | {check.__name__: check for check in checks}).items():
         problem = None
         try:
             check()
-        except Exception as error:  # whatever a client raises is what came of the check
+        except Exception as error:  # any error of a client is the result of the check
             problem = f"{type(error).__name__}: {error}"[:500]
         print(json.dumps({"check": name, "problem": problem}), flush=True)
 
 
 def expect(is_so: bool, problem: object) -> None:
-    """Raises AssertionError; unlike `assert` under every interpreter option."""
+    """Raise AssertionError if it is not so; unlike `assert`, this works under every interpreter option."""
     if not is_so:
         raise AssertionError(problem)
 
 
 def raised(kind: type[Wrong], ask: Callable[[], object]) -> Wrong:
-    """The error of this kind that a client raises. Raises AssertionError where it raises none."""
+    """Return the error of this kind that a client raises. Raises AssertionError if the client raises none."""
     try:
         ask()
     except kind as error:
@@ -49,17 +49,17 @@ def raised(kind: type[Wrong], ask: Callable[[], object]) -> Wrong:
 
 
 def tell(note: str) -> None:
-    """A line of JSON for what was found beside right or wrong."""
+    """Print a line of JSON with a note that is neither a success nor a problem."""
     print(json.dumps({"note": note}), flush=True)
 
 
 def ran(*command: str | Path, timeout_s: float = 600.0, variables: Mapping[str, str] = MappingProxyType({})) -> str:
-    """What a program of this environment printed on both streams; a line of JSON tells the command.
+    """Run a program of this environment; return the output of both streams. A line of JSON reports the command.
 
-    `variables`: more of the program's environment. It has no standard input, and works in the folder of this run where
-    it has variables.
+    `variables`: added to the program's environment. The program has no standard input. With variables, it works in the
+    folder of this run.
 
-    Raises AssertionError when it fails, with the end of what it printed.
+    Raises AssertionError when the program fails, with the end of its output.
     """
     words = [str(word) for word in command]
     settings = [f"{name}={value}" for name, value in variables.items()]
@@ -75,7 +75,7 @@ def ran(*command: str | Path, timeout_s: float = 600.0, variables: Mapping[str, 
 
 
 def shown(words: list[str]) -> str:
-    """A command as it can be repeated on another machine."""
+    """Return a command in a form that can be repeated on another machine."""
     text = shlex.join(words)
     for value, name in ((BASE_URL, "$URL"), (FOLDER, "$FOLDER"), (str(OUT), "$OUT")):
         text = text.replace(value, name)

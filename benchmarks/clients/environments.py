@@ -1,4 +1,4 @@
-"""The clients: what each of them needs, and an environment for it, made once."""
+"""The clients, their requirements, and an environment for each, made once."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from benchmarks.harness.machine import PROJECT
 
 INSTALL_TIMEOUT_S = 1800.0
 _CONSTRAINTS = PROJECT / "constraints.txt"
-_SHARED = ("torch==",)  # clients have pins of their own; but whatever needs torch takes the project's
-PRESENT = ("ray", "curl")  # nothing to install: one comes with the project, the other with the machine
+_SHARED = ("torch==",)  # clients choose their other versions; clients that need torch get the project's version
+PRESENT = ("ray", "curl")  # not installed: ray comes with the project, curl with the machine
 
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """What is installed, and the module with its checks."""
+    """A client's package, its installation, and the module with its checks."""
 
     package: str
     module: str
-    requirement: str = ""  # what pip is asked for, where it is not the package's name
-    also: tuple[str, ...] = ()  # what it needs beside itself and does not say
-    before: tuple[str, ...] = ()  # what has to be there before it can be built
-    options: tuple[str, ...] = ()  # pip's, and
-    variables: Mapping[str, str] = field(default_factory=dict, hash=False)  # the environment's, while it is installed
+    requirement: str = ""  # given to pip if it differs from the package's name
+    also: tuple[str, ...] = ()  # requirements that the package does not declare
+    before: tuple[str, ...] = ()  # packages that must be installed before the build
+    options: tuple[str, ...] = ()  # options of pip
+    variables: Mapping[str, str] = field(default_factory=dict, hash=False)  # environment variables of the installation
     worked_around: str = "nothing"
-    is_agent: bool = False  # a coding agent from npm, which asks a model that calls its tools
+    is_agent: bool = False  # a coding agent from npm, whose model calls its tools
 
     @property
     def skipped_because(self) -> str:
-        """Why this machine cannot have the client; "" where it can."""
+        """The reason why this machine cannot have the client, or ""."""
         if self.is_agent and shutil.which("npm") is None:
             return "it comes from npm, which this machine does not have; install Node.js"
         return ""
@@ -72,7 +72,7 @@ CLIENTS = (
         worked_around="run without `HF_HUB_OFFLINE`: with it aiperf 0.13 takes no tokenizer from a folder",
     ),
     Client("guidellm", "benchmarks.clients.with_guidellm", also=("torch",)),
-    # Its wheels on PyPI are for CUDA and gigabytes large. From its sources, for no device, it is Python alone; and its
+    # The wheels on PyPI are for CUDA and gigabytes large. Built from source for no device, vllm is pure Python, and its
     # client needs few of the packages that its server needs.
     Client(
         "vllm", "benchmarks.clients.with_vllm", requirement="vllm==0.33.0", also=("xgrammar==0.2.8", "apache-tvm-ffi"),
@@ -97,10 +97,10 @@ CLIENTS = (
 
 
 def installed(client: Client, folder: Path) -> Path:
-    """The interpreter that has the client; its environment is made, or made anew where it was made for something else.
+    """Return the interpreter that has the client. Makes the environment if its requirements are new or have changed.
 
     Raises:
-        BenchmarkError: pip or npm could not install it; its own words, and what to do.
+        BenchmarkError: pip or npm could not install the client; has their output and a remedy.
     """
     if client.package in PRESENT:
         return Path(sys.executable)

@@ -1,7 +1,7 @@
-"""A model for coding agents: it calls their shell, and when it has read the result, it says so.
+"""A model for coding agents that calls their shell and reports the result of the call.
 
-No model that is small enough to be bundled uses tools by itself. The weights here are made by hand: every token has one
-that follows it, whatever was before, and the chat template chooses the first one by what the conversation has.
+No model that is small enough to be bundled uses tools by itself. The weights here are made by hand: every token has a
+fixed next token, and the chat template chooses the first token by the content of the conversation.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _TEMPLATE = (
 
 @contextmanager
 def scripted_model() -> Iterator[Path]:
-    """The model's folder until the end of the block."""
+    """Yield the model's folder, which exists until the end of the block."""
     scripts = [[_BEGIN.format(name), call, _END] for name, call in _CALLS.items()]
     scripts.append([_BEGIN.format("answer"), ANSWER, _END])
     tokenizer = PreTrainedTokenizerFast.from_pretrained(PROJECT / "models" / "demo")
@@ -62,7 +62,7 @@ def scripted_model() -> Iterator[Path]:
 
 
 def _weights(scripts: list[list[int]]) -> LlamaForCausalLM:
-    """A Llama that writes each script to its end. Its only layer adds nothing to what stands for a token."""
+    """Return a Llama that writes each script to its end. The only layer adds nothing to a token's embedding."""
     end = scripts[0][-1]
     config = LlamaConfig(
         vocab_size=1 + max(token for script in scripts for token in script), hidden_size=64, intermediate_size=64,

@@ -1,7 +1,7 @@
-"""What the scripted model and the checks of coding agents both know: the standard library only."""
+"""Texts shared by the scripted model and the checks of coding agents. This module needs only the standard library."""
 
 from __future__ import annotations
 
-COMMAND = "echo carousel-$((40+2))"  # that the model calls
-RESULT = "carousel-42"  # of the command
-ANSWER = "The shell has answered."  # of the model, when it has read the result or has no tools
+COMMAND = "echo carousel-$((40+2))"  # called by the model
+RESULT = "carousel-42"  # output of the command
+ANSWER = "The shell has answered."  # the model's answer after the result, or without tools

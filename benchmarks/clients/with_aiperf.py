@@ -1,4 +1,4 @@
-"""aiperf (NVIDIA): a load with numbers that are all known beforehand, then one in which requests are cut off."""
+"""aiperf (NVIDIA): a load whose numbers are all known beforehand, then a load with cancelled requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.clients.checks import BASE_URL, FOLDER, MODEL, OUT, expect, ran, run
 
-os.environ.pop("HF_HUB_OFFLINE", None)  # where it is set, aiperf 0.13 takes a folder's path for a repository's name
+os.environ.pop("HF_HUB_OFFLINE", None)  # if set, aiperf 0.13 takes a folder's path for a repository's name
 
 NUM_REQUESTS, INPUT_TOKENS, OUTPUT_TOKENS = 64, 64, 32
 NUM_CUT, CUT_OUTPUT_TOKENS = 60, 256
@@ -22,7 +22,7 @@ _PROFILE = (
 
 
 def load(kind: str) -> None:
-    """All are answered, in the lengths that were asked for."""
+    """Check that all requests are answered, in the requested lengths."""
     folder = OUT / kind
     ran(*_PROFILE, "--endpoint-type", kind, "--concurrency", "8", "--request-count", str(NUM_REQUESTS),
         "--output-tokens-mean", str(OUTPUT_TOKENS), "--artifact-dir", folder)  # fmt: skip
@@ -36,7 +36,7 @@ def load(kind: str) -> None:
 
 
 def cut_off() -> None:
-    """Some are cut off by the client; the others are answered whole, and so are the requests after them."""
+    """Check that requests are answered whole while the client cancels others, and afterwards."""
     folder = OUT / "cut"
     ran(*_PROFILE, "--endpoint-type", "chat", "--concurrency", "16", "--request-count", str(NUM_CUT),
         "--output-tokens-mean", str(CUT_OUTPUT_TOKENS), "--request-cancellation-rate", "30",
@@ -51,7 +51,7 @@ def cut_off() -> None:
 
 
 def the_services_own_numbers() -> None:
-    """It scrapes /metrics by itself beside a load."""
+    """Check that aiperf scraped /metrics itself during a load."""
     metrics = json.loads((OUT / "chat" / "server_metrics_export.json").read_text())
     expect(any(name.startswith("vllm:") for name in metrics["metrics"]), list(metrics))
 

@@ -13,7 +13,7 @@ from benchmarks.clients.checks import BASE_URL, MODEL, expect, raised, run
 os.environ.pop("ANTHROPIC_AUTH_TOKEN", None)
 CLIENT = anthropic.Anthropic(base_url=BASE_URL, api_key="none", max_retries=0)
 HELLO: list[Any] = [{"role": "user", "content": "What is 2 plus 3?"}]
-GREEDY: Any = {"temperature": 0}  # which the package has no name for
+GREEDY: Any = {"temperature": 0}  # the package has no name for this parameter
 TOOL: Any = {
     "name": "look",
     "description": "Looks.",
@@ -62,7 +62,7 @@ def forced_tool_call_and_its_result() -> None:
     expect(streamed.type == "tool_use" and streamed.input == {}, streamed)
     result: Any = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "five"}]}
     turns = [*HELLO, {"role": "assistant", "content": answer.content}, result]
-    # The bundled model's own way to write calls is not known, so only a forced call can be offered.
+    # The bundled model's format of calls is unknown, so only a forced call can be offered.
     none: Any = {"type": "none"}
     after = CLIENT.messages.create(model=MODEL, max_tokens=8, messages=turns, tools=[TOOL], tool_choice=none)
     expect(after.usage.output_tokens > 0, after)

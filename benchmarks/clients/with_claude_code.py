@@ -1,4 +1,4 @@
-"""Claude Code as a person starts it, but for its terminal: a call of its shell, the result of the call, the answer."""
+"""Claude Code as a person starts it, without its terminal: a shell call, the result of the call, the answer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.clients.checks import BASE_URL, MODEL, OUT, expect, ran, run
 from benchmarks.clients.told import ANSWER
 
 _SETTINGS = {
-    "HOME": str(OUT),  # it writes there
+    "HOME": str(OUT),  # Claude Code writes to this folder
     "ANTHROPIC_BASE_URL": BASE_URL,
     "ANTHROPIC_AUTH_TOKEN": "none",
     "ANTHROPIC_MODEL": MODEL,

@@ -1,4 +1,4 @@
-"""Codex CLI as a person starts it, but for its terminal: a call of its shell, the result of the call, the answer."""
+"""Codex CLI as a person starts it, without its terminal: a shell call, the result of the call, the answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""cohere: its rerank of both versions of the API; beside it, a body as Jina's documentation has it."""
+"""cohere: the rerank endpoint in both versions of its API, and a request body from Jina's documentation."""
 
 from __future__ import annotations
 

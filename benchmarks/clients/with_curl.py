@@ -1,4 +1,4 @@
-"""curl: what a person types first, and how a stream looks on the wire."""
+"""curl: the first commands that a person types, and the format of a stream on the wire."""
 
 from __future__ import annotations
 

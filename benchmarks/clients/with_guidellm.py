@@ -1,4 +1,4 @@
-"""guidellm: concurrent streams with synthetic prompts, on both endpoints, read from the report that it writes."""
+"""guidellm: concurrent streams with synthetic prompts on both endpoints, checked in the report that guidellm writes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NUM_REQUESTS, INPUT_TOKENS, OUTPUT_TOKENS = 64, 64, 32
 
 
 def load(endpoint: str) -> None:
-    """64 completed, none errored, each with the tokens that were asked for."""
+    """Check that 64 requests complete without errors, each with the requested number of tokens."""
     saved = OUT / f"{endpoint.strip('/').replace('/', '-')}.json"
     ran(
         "guidellm", "run", "--backend", f"kind=openai_http,target={BASE_URL},model={MODEL},request_format={endpoint}",

@@ -1,4 +1,4 @@
-"""instructor: objects of a type, by each of its ways to ask a server like this one for them."""
+"""instructor: typed objects, in each mode that instructor has for servers like this one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ASKED: dict[str, Any] = {"model": MODEL, "messages": _HELLO, "max_tokens": 200,
 
 
 class Answer(BaseModel):
-    model_config = ConfigDict(extra="forbid")  # else the bundled model adds keys without end
+    model_config = ConfigDict(extra="forbid")  # otherwise the bundled model adds keys without end
 
     is_even: bool
     size: Literal["small", "large"]
@@ -53,7 +53,7 @@ def asynchronous() -> None:
 
 
 if __name__ == "__main__":
-    # Its way "JSON" asks for any object and expects the right one, which takes a model that reads schemas in prompts.
+    # Mode "JSON" asks for any object and expects the right one, so it needs a model that reads schemas in prompts.
     run(
         pieces_of_an_object, several_objects, asynchronous,
         tool=partial(an_object, instructor.Mode.TOOLS),

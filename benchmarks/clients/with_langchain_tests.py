@@ -1,4 +1,4 @@
-"""LangChain's standard tests of chat models and of vectors, through langchain-openai; each of them is a check."""
+"""LangChain's standard tests of chat models and vectors, through langchain-openai. Each test is a check."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from benchmarks.clients.checks import BASE_URL, MODEL, expect, run, tell
 
 _WHERE = {"model": MODEL, "base_url": f"{BASE_URL}/v1", "api_key": "none", "max_retries": 0}
 
-# Of the bundled model: the end of a string, of an object and of a list, the 3 that tools are asked with; tab, line and
-# space. Without this it goes on with strings and white space until `max_tokens`, and calls tools with other numbers.
+# Biases for the bundled model: the end of a string, of an object and of a list, the 3 in calls of tools; tab, line and
+# space. Without them the model writes strings and white space until `max_tokens`, and calls tools with other numbers.
 _ENDS = {6: 30, 97: 33, 65: 30, 23: 12, 202: -100, 203: -100, 225: -100}
 
 
@@ -50,10 +50,10 @@ class TestVectors(EmbeddingsIntegrationTests):  # type: ignore[misc]
 
 
 class Outcomes:
-    """pytest's plugin: what came of each test."""
+    """A pytest plugin that records the outcome of each test."""
 
     def __init__(self) -> None:
-        self.problems: dict[str, str] = {}  # by test, "" where it passed
+        self.problems: dict[str, str] = {}  # by test; "" if it passed
         self.skipped: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -67,7 +67,7 @@ class Outcomes:
 if __name__ == "__main__":
     outcomes = Outcomes()
     settings = {"asyncio_mode": "auto"}
-    # langchain-openai keeps connections from one test to the next, which only one event loop can use.
+    # langchain-openai reuses connections in later tests, and a connection works in only one event loop.
     settings |= {f"asyncio_default_{kind}_loop_scope": "session" for kind in ("test", "fixture")}
     options = [f"--override-ini={name}={value}" for name, value in settings.items()]
     pytest.main(["-c", "/dev/null", "-p", "no:cacheprovider", "--tb=short", *options, __file__], plugins=[outcomes])

@@ -1,4 +1,4 @@
-"""litellm, under both names that it has for servers like this one."""
+"""litellm, under both provider names that it has for servers like this one."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """lm-eval (EleutherAI's harness): the same tasks through the service and with the same weights in its own process.
 
-Its model `hf` is the oracle: log-likelihoods agree within 1e-4 for every choice of every question, or within a
-millionth of theirs where that is more; the texts that are generated are equal, and so are the scores. Both compute in
-float32, which rounds a sum of -500 to 2e-4 (`tests/test_log_likelihoods.py`). One process for all of it, as torch
-takes longer to be imported than the tasks take.
+Its model `hf` is the oracle. Log-likelihoods must agree within 1e-4 for every choice of every question, or within a
+millionth of their value if that is larger. Generated texts and scores must be equal. Both sides compute in float32,
+which rounds a sum of -500 to 2e-4 (`tests/test_log_likelihoods.py`). One process runs all tasks, because the import of
+torch takes longer than the tasks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Samples = dict[str, list[dict[str, Any]]]  # by task, in the questions' order
 
 
 def agree(model: str, where: str, tasks: tuple[str, ...] = (CHOICE, GENERATION), *, has_template: bool = False) -> None:
-    """What comes through the service is what the same weights come to without it."""
+    """Check that the service gives the results that the same weights give without the service."""
     found, expected = evaluated(model, where, tasks, has_template), by_itself(has_template)
     for task in tasks:
         expect(len(found[task]) == len(expected[task]) == NUM_QUESTIONS, (task, len(found[task])))
@@ -52,7 +52,7 @@ def evaluated(model: str, where: str, tasks: tuple[str, ...], has_template: bool
 
 
 def _agree_in_choices(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """(log-likelihood, is greedy) of each choice, and what the question scored."""
+    """Compare (log-likelihood, is greedy) of each choice, and the score of the question."""
     pairs = list(zip(_likelihoods(ours), _likelihoods(theirs), strict=True))
     expect(len(pairs) == len(ours["doc"]["choices"]), ours)
     for (value, is_greedy), (expected, is_greedy_there) in pairs:

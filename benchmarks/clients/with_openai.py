@@ -103,7 +103,7 @@ def a_response_that_is_kept_and_read_on() -> None:
 
 
 def embeddings() -> None:
-    answer = client.embeddings.create(model=MODEL, input=["one", "two"])  # base64, as the package asks by itself
+    answer = client.embeddings.create(model=MODEL, input=["one", "two"])  # base64, the package's default
     length = sum(number * number for number in answer.data[0].embedding)
     expect(len(answer.data) == 2 and abs(length - 1) < 1e-3, length)
 

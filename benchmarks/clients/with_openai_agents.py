@@ -1,4 +1,4 @@
-"""openai-agents: a tool that is called, its result, an answer; over chats and over responses, whole and streamed."""
+"""openai-agents: a tool call, its result and an answer, over chats and over responses, whole and streamed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def an_answer(kind: type[Any]) -> None:
 
 
 def a_tool_and_its_result(kind: type[Any]) -> None:
-    """The call is forced, the answer after it is not."""
+    """Check a forced call and the answer after it, which is not forced."""
     found = Runner.run_sync(_with_tool(kind), _HELLO)
     kinds = [item.type for item in found.new_items]
     expect(kinds[:2] == ["tool_call_item", "tool_call_output_item"] and kinds[-1] == "message_output_item", kinds)

@@ -1,4 +1,4 @@
-"""pydantic-ai: answers, objects of a type, tools, streams, over chats and over responses."""
+"""pydantic-ai: answers, typed objects, tools and streams, over chats and over responses."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def an_answer_and_its_stream(kind: type[Any]) -> None:
 
 
 def objects(kind: type[Any]) -> None:
-    """As a tool's arguments and as a schema."""
+    """Check objects that come as a tool's arguments and objects that follow a schema."""
     for form in (ToolOutput, NativeOutput):
         found = _agent(kind, output_type=form(Answer), retries=0).run_sync(_HELLO).output
         expect(isinstance(found, Answer), (form, found))
 
 
 def an_object_beside_a_tool(kind: type[Any]) -> None:
-    """Every step is a forced call; which of the two is the model's choice."""
+    """Check an object beside a tool. Every step is a forced call; the model chooses between the two."""
     agent = _agent(kind, 400, output_type=ToolOutput(Answer), retries=0)  # the bundled model writes characters
 
     @agent.tool_plain  # type: ignore[untyped-decorator]

@@ -53,13 +53,13 @@ def constant_rate() -> None:
 
 
 def _num_discarded(printed: str) -> int:
-    """Those before the steady state, which it only prints."""
+    """Return the number of requests before the steady state, which Ray only prints."""
     words = printed.split(" warmup requests discarded")[0].split()
     return int(words[-1])
 
 
 def _expect_tokens(result: dict[str, Any]) -> None:
-    """As the service's usage told them. Answers may end before their limit: it cannot ask for more."""
+    """Check the tokens in the service's usage. Answers may end early: Ray cannot request exact lengths."""
     for each in result["raw_metrics"]:
         expect(each["input_tokens"] > 0 and 0 < each["output_tokens"] <= OUTPUT_TOKENS, each)
 

@@ -1,4 +1,4 @@
-"""schemathesis, its command line: requests made from the published description, right ones and wrong ones."""
+"""schemathesis, by its command line: valid and invalid requests made from the published description."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 from benchmarks.clients.checks import BASE_URL, OUT, expect, ran, run
 
 NUM_EXAMPLES = 5  # of each operation; tests/api/test_schemathesis.py makes more
-# As in tests/api/test_schemathesis.py: no description can say what only a model or a compiler can judge.
+# As in tests/api/test_schemathesis.py: a description cannot state rules that only a model or a compiler can check.
 _CHECKS = (
     "not_a_server_error,status_code_conformance,content_type_conformance,response_headers_conformance,"
     "response_schema_conformance,negative_data_rejection,unsupported_method"

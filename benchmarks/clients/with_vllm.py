@@ -1,4 +1,4 @@
-"""`vllm bench serve`, vLLM's own client: random prompts at a rate, on both endpoints, read from the result it saves."""
+"""`vllm bench serve`, vLLM's own client: random prompts at a rate on both endpoints, checked in its saved result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NUM_PROMPTS, INPUT_TOKENS, OUTPUT_TOKENS = 64, 64, 32
 
 
 def load(backend: str, endpoint: str) -> None:
-    """All complete, none fails, each with the tokens that were asked for."""
+    """Check that all requests complete, each with the requested number of tokens."""
     ran(
         "vllm", "bench", "serve", "--backend", backend, "--base-url", BASE_URL, "--endpoint", endpoint,
         "--model", MODEL, "--tokenizer", FOLDER, "--dataset-name", "random", "--random-input-len", str(INPUT_TOKENS),

@@ -12,12 +12,12 @@ from benchmarks.harness.workload import TimedRequest, Workload
 
 
 class Carousel:
-    """Adds requests when they arrive (open loop: whether or not the engine keeps up) and steps while there is work."""
+    """Add requests when they arrive (open loop: even if the engine cannot keep up) and step while there is work."""
 
     def __init__(
         self, engine: Engine, *, trace: StepTrace | None = None, start_clock: Callable[[], Clock] = MonotonicClock
     ) -> None:
-        """`trace`: an observer of the engine; its times and those of the run count from the same moment."""
+        """`trace`: an observer of the engine. The times of the trace and of the run count from one moment."""
         self._engine = engine
         self._trace = trace
         self._start_clock = start_clock
@@ -34,9 +34,9 @@ class Carousel:
             now_s = clock.now()
             while arriving and arriving[0].arrival_s <= now_s:
                 timed = arriving.popleft()
-                # When it came, not when we looked: its deadline counts from there.
+                # The deadline counts from the arrival, not from the moment of this loop.
                 engine.add(timed.request, arrived_at=engine.now() - (now_s - timed.arrival_s))
-            if engine.idle_s != 0.0:  # nothing to do before the next arrival, or before the strategy's timer
+            if engine.idle_s != 0.0:  # nothing to do until the next arrival or the strategy's timer
                 self._wait(clock, arriving)
                 continue
             deltas = engine.step()

@@ -1,4 +1,4 @@
-"""Where a replay first does something else than the log says, in words with numbers, and why that is likely so."""
+"""Find the first difference between a replay and its log, and describe it in words with numbers and a likely reason."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from itertools import zip_longest
 from app.engine.trace.entries import NOTHING, ScheduledTokens, StepRecord
 
 _MAX_LISTED = 8
-_CHANGED = "an entry before this step was changed or is missing, or the code is another"
-_MEMORY = "blocks were shared or given back otherwise: another prompt, a salt or an abort is missing"
-# What is compared as it is, before the tokens drawn and after them: in words, the field, and why it likely differs.
+_CHANGED = "an earlier entry of the log was changed or is missing, or the code has changed"
+_MEMORY = "blocks were shared or freed differently: a prompt differs, or a salt or an abort is missing"
+# The fields to compare before and after the drawn tokens: in words, the field, and the likely reason for a difference.
 _BEFORE = (
     ("requests joined", "joined", _CHANGED),
     ("blocks of the requests that joined", "blocks", _MEMORY),
     ("free blocks", "num_free_blocks", _MEMORY),
-    ("how many wait", "num_waiting", _CHANGED),
-    ("why the first one waits", "wait_reason", _CHANGED),
+    ("number of waiting requests", "num_waiting", _CHANGED),
+    ("reason why the first request waits", "wait_reason", _CHANGED),
 )
 _AFTER = (
-    ("what failed", "failures", _CHANGED),
-    ("requests ended", "ended", "other end tokens, another max_tokens or deadline of the request, or another code"),
+    ("failures", "failures", _CHANGED),
+    ("requests ended", "ended", "the end tokens, the request's max_tokens or deadline, or the code has changed"),
 )
 
 
@@ -30,7 +30,7 @@ class Divergence:
     """The first difference between the log and the replay."""
 
     step: int
-    what: str  # the kind: requests computed, tokens, blocks, ...
+    what: str  # the kind of difference: requests computed, tokens, blocks, ...
     expected: str  # by the log
     got: str
     likely: str
@@ -43,34 +43,32 @@ class Divergence:
 
 
 class Comparison:
-    """Compares the steps of one run, in their order. Scheduled tokens are in full."""
+    """Compares the steps of one run, in their order. The scheduled tokens must be in full."""
 
     def __init__(
         self, names: Mapping[int, str], *, differences: Sequence[str], computes: bool, hides_tokens: bool = False
     ) -> None:
-        """`names`: the requests' ids by number. `differences`: of settings, code and versions from the log's, in words.
+        """`names`: the requests' ids by number. `computes`: whether a model computes; else tokens come from the log.
 
-        `computes`: by a model; else tokens are those of the log.
+        `differences`: where settings, code and versions differ from the log, in words.
         """
         self._names = names
         self._differences = differences
         self._computes = computes
         self._hides_tokens = hides_tokens
         self._before = NOTHING
-        self._num_drawn: dict[int, int] = {}  # tokens so far, by number
+        self._num_drawn: dict[int, int] = {}  # number of tokens drawn, by request number
 
     def first_difference(self, recorded: StepRecord, made: StepRecord) -> Divergence | None:
-        """None when the replay made this step as it is recorded."""
+        """Return the first difference, or None if the replay made this step as recorded."""
         for what, expected, got, likely in self._all_differences(recorded, made):
             if self._differences:
-                likely = (
-                    f"the replay is set up otherwise ({'; '.join(self._differences)}); if that is not why, {likely}"
-                )
+                likely = f"the set-up of the replay differs ({'; '.join(self._differences)}); otherwise {likely}"
             return Divergence(step=recorded.number, what=what, expected=expected, got=got, likely=likely)
         return None
 
     def _all_differences(self, recorded: StepRecord, made: StepRecord) -> Iterable[tuple[str, str, str, str]]:
-        """(what, expected, got, likely) of each, the causes before what follows from them."""
+        """Yield (what, expected, got, likely) for each difference. Causes come before their consequences."""
         scheduled, before = recorded.scheduled or NOTHING, self._before
         self._before = scheduled
         for what, name in (("scheduled", "began_at"), ("booked", "ended_at")):
@@ -92,12 +90,9 @@ class Comparison:
         self, recorded: StepRecord, made: StepRecord, scheduled: ScheduledTokens, before: ScheduledTokens
     ) -> Iterable[tuple[str, str, str, str]]:
         if self._computes:
-            likely = (
-                "everything that it was computed from was the same until here; the model's weights, its number type or "
-                "the machine are others"
-            )
+            likely = "all inputs of this token were the same; the weights, their number type or the machine has changed"
         else:
-            likely = "tokens are those of the log in this replay, so its lines contradict each other: it was edited"
+            likely = "this replay takes its tokens from the log, so the log contradicts itself: it was edited"
         for drawn, redrawn in zip_longest(recorded.drawn(scheduled, before), made.drawn(scheduled, before)):
             number, _ = drawn or redrawn or (0, 0)
             self._num_drawn[number] = self._num_drawn.get(number, 0) + 1
@@ -139,16 +134,16 @@ def _rows(scheduled: ScheduledTokens) -> list[tuple[int, int, int, bool]]:
 
 
 def _lists(value: object) -> object:
-    """Read from JSON, tuples have become lists."""
+    """Return the value with lists in place of tuples, because JSON turns tuples into lists."""
     return [_lists(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def differences_between(recorded: Mapping[str, object], here: Mapping[str, object], path: str = "") -> Iterable[str]:
-    """`scheduler.policy.name: sjf in the log, fcfs here` for every leaf of two trees that differs."""
+    """Yield `scheduler.policy.name: sjf in the log, fcfs here` for every leaf that differs between two trees."""
     for name in dict.fromkeys((*recorded, *here)):
         before, now = recorded.get(name), here.get(name)
         if isinstance(before, dict) and isinstance(now, dict):
-            if before.get("name") != now.get("name"):  # another rule has other parameters
+            if before.get("name") != now.get("name"):  # another strategy or policy has other parameters
                 before, now = {"name": before.get("name")}, {"name": now.get("name")}
             yield from differences_between(before, now, f"{path}{name}.")
         elif before != now:

@@ -1,4 +1,4 @@
-"""From options to a loaded engine of ours, with room for the workload."""
+"""Load an engine of ours from options, with room for the workload."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from benchmarks.harness.workload import Workload, read_workload, read_workloads
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """An engine, what it was built from and what it is to serve."""
+    """An engine, the settings it was built from, and the workloads it is to serve."""
 
     engine: Engine
     config: EngineConfig
     workload: Workload
     setup: Setup
-    also: Mapping[str, Workload] = field(default_factory=dict)  # to be served after `workload`, by name
+    also: Mapping[str, Workload] = field(default_factory=dict)  # to serve after `workload`, by name
 
 
 def load_engine(given: argparse.Namespace, assignments: Assignments) -> LoadedEngine:
     """Read the workload, then build the engine. Notes go to stderr.
 
     Raises:
-        BenchmarkError: an option or the workload is wrong, or does not fit.
+        BenchmarkError: an option or the workload is wrong, or the workload does not fit.
         CarouselError: the engine cannot be built; the message says why.
     """
     workload = read_workload(given.workload)
@@ -67,19 +67,19 @@ def load_engine(given: argparse.Namespace, assignments: Assignments) -> LoadedEn
 
 
 def resolve_device(asked: str | None) -> Literal["cpu", "cuda"]:
-    """cpu or cuda; cuda by default where there is one."""
+    """Return cpu or cuda. The default is cuda if a CUDA device is available."""
     wants_cuda = asked == "cuda" or (asked != "cpu" and torch.cuda.is_available())
     return "cuda" if wants_cuda else "cpu"
 
 
 def dtype_name(model: ModelConfig) -> str:
-    """fp32 or bf16, as the engine will hold the weights."""
+    """Return fp32 or bf16, the type of the weights in the engine."""
     chosen = dtype_of(model, resolve_model_path(model.path)).dtype
     return next(short for short, name in DTYPES.items() if getattr(torch, name) is chosen)
 
 
 def configured(given: argparse.Namespace, assignments: Assignments) -> EngineConfig:
-    """The engine's settings as asked; `--set` comes last. Raises BenchmarkError when a value is refused."""
+    """Return the requested settings of the engine; `--set` comes last. Raises BenchmarkError if a value is refused."""
     chosen = {
         "model.path": given.model,
         "model.dtype": DTYPES[given.dtype] if given.dtype else None,
@@ -93,15 +93,15 @@ _MEMORY_SETTINGS = frozenset({"cache.num_blocks", "cache.memory_gib", "cache.gpu
 
 
 def num_blocks_for(workload: Workload, *, block_size: int, max_running: int) -> int:
-    """Blocks for the longest requests that may run at once, each with a slot more than it can fill."""
+    """Return the blocks for the longest requests that may run at once, each with one token more than it can fill."""
     longest = sorted((timed.max_total_tokens for timed in workload.requests), reverse=True)[:max_running]
     return sum(num_tokens // block_size + 1 for num_tokens in longest)
 
 
 def with_room(config: EngineConfig, workload: Workload, assignments: Assignments, device: str) -> EngineConfig:
-    """The settings with as many blocks as the workload can fill, where no setting of memory is given.
+    """Return the settings with as many blocks as the workload can fill, unless a setting of memory is given.
 
-    On a GPU the default stays: it is whatever the weights leave.
+    On a GPU the default stays: the memory that the weights leave.
     """
     if device == "cuda" or _MEMORY_SETTINGS & assignments.keys():
         return config
@@ -110,10 +110,10 @@ def with_room(config: EngineConfig, workload: Workload, assignments: Assignments
 
 
 def check_fit(engine: Engine, config: EngineConfig, workload: Workload) -> str | None:
-    """A remark when memory is short of what may run at once; None when it is not.
+    """Return a remark if the KV memory is too small for the requests that may run at once, else None.
 
     Raises:
-        BenchmarkError: a request is longer than the model or the pool allows, or has tokens that the model has not.
+        BenchmarkError: a request is longer than the model or the pool allows, or has tokens that the model lacks.
     """
     num_blocks, size = engine.stats().num_blocks, config.cache.block_size
     longest = max(workload.requests, key=lambda timed: timed.max_total_tokens)

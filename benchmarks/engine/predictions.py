@@ -1,15 +1,15 @@
-"""What a prediction brings: a file is written again with a name changed, and its old text is the prediction.
+"""Measure the gain of predictions: a file is rewritten with a name changed, and its old text is the prediction.
 
     python -m benchmarks.engine.predictions --model DIR [--file app/engine/scheduler.py --lines 300]
         [--rename sequence=item] [--streams 1 16] [--rounds 3] [--own]
 
-Three ways, in turn, on one loaded model: `without` drafts; with drafts by `lookup` in prompt and output
-(`speculation.method: lookup`); with a `prediction` and that setting off. The prompt of all has the old text.
+Compares three ways in turn on one loaded model: `without` drafts; with drafts by `lookup` in prompt and output
+(`speculation.method: lookup`); with a `prediction` and that setting off. The prompt of all three has the old text.
 
-The text is dictated: the model computes every step, and in place of each token that it draws comes the token of the
-edited file. So a step takes what it takes, and drafts are kept as by a model that makes no mistake in the edit, which
-small models cannot. With `--own` the model's own tokens count, whatever they are; all ways must give the same.
-The last line of stdout is one JSON object.
+The text is dictated: the model computes every step, and the token of the edited file replaces each token that the model
+draws. So a step takes its usual time, and drafts are accepted as by a model that makes no mistake in the edit; small
+models do make mistakes. With `--own`, the model's own tokens count, and all three ways must give equal tokens. The last
+line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WAYS = ("without", "lookup", "prediction")
 
 
 class Dictation(ModelRunner):
-    """Computes with a model, and draws the tokens of one text for every request; behind it comes an end token."""
+    """Computes with a model, but draws the tokens of one text for every request and then an end token."""
 
     def __init__(self, model: ModelRunner, text: Sequence[int], end: int) -> None:
         self._model, self._text, self._end = model, text, end
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """All numbers of streams. Raises BenchmarkError where two ways give different tokens."""
+    """Measure every number of streams. Raises BenchmarkError if two ways give different tokens."""
     tokenizer = Tokenizer.load(resolve_model_path(given.model))
     old, new, prompt = _edit(given, tokenizer)
     request = Request(
@@ -84,7 +84,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _edit(given: argparse.Namespace, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """The tokens of the file, of the edited file, and of a chat that asks for the edit."""
+    """Return the tokens of the file, of the edited file, and of a chat that asks for the edit."""
     name, separator, other = given.rename.partition("=")
     try:
         lines = Path(given.file).read_text(encoding="utf-8").splitlines(keepends=True)[: given.lines]
@@ -100,7 +100,7 @@ def _edit(given: argparse.Namespace, tokenizer: Tokenizer) -> tuple[tuple[int, .
 
 
 def _engines(given: argparse.Namespace, request: Request, text: Sequence[int]) -> Mapping[str, Engine]:
-    """One for each way, on one model: what is left of one run is of no use to the next."""
+    """Return an engine for each way, all on one model. The prefix cache is cleared before each run."""
     streams, block_size = max(given.streams), 16
     num_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
     config = engine_config(
@@ -140,7 +140,7 @@ def _measured(engines: Mapping[str, Engine], request: Request, streams: int, rou
         ]
         speed, tokens, counts[way] = _served(engines[way], requests)
         if tokens != (outputs := outputs or tokens):
-            raise BenchmarkError(f"{way}, {streams} streams: the tokens are others than in the first run")
+            raise BenchmarkError(f"{way}, {streams} streams: the tokens differ from the first run")
         speeds[way].append(speed)
         tell(f"{streams} streams, round {number} of {rounds}: {way}: {speed:.1f} tokens/s")
     num_steps, accepted, rejected = counts["prediction"]
@@ -157,8 +157,10 @@ def _measured(engines: Mapping[str, Engine], request: Request, streams: int, rou
 
 
 def _served(engine: Engine, requests: Sequence[Request]) -> tuple[float, dict[str, list[int]], tuple[int, int, int]]:
-    """Tokens a second once all prompts are computed; the tokens of each; and the steps, accepted and rejected tokens
-    from then on."""
+    """Return tokens a second, the tokens of each request, and (steps, accepted tokens, rejected tokens).
+
+    The speed and the counts begin when all prompts are computed.
+    """
     engine.clear_prefix_cache()
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
     accepted = rejected = 0
@@ -182,13 +184,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser("engine.predictions", __doc__)
     parser.add_argument("--model", required=True, metavar="DIR")
     parser.add_argument("--file", default="app/engine/scheduler.py", help="(app/engine/scheduler.py)")
-    parser.add_argument("--lines", type=positive, default=300, metavar="N", help="of the file (300)")
+    parser.add_argument("--lines", type=positive, default=300, metavar="N", help="lines of the file (300)")
     parser.add_argument("--rename", default="sequence=item", metavar="OLD=NEW", help="(sequence=item)")
-    parser.add_argument("--tokens", type=positive, metavar="N", help="of an output, at most (all)")
-    parser.add_argument("--streams", type=positive, nargs="+", default=[1, 16], metavar="N", help="at once (1 16)")
+    parser.add_argument("--tokens", type=positive, metavar="N", help="most tokens of an output (all)")
+    parser.add_argument("--streams", type=positive, nargs="+", default=[1, 16], metavar="N", help="streams (1 16)")
     parser.add_argument("--own", action="store_true", help="the model's own tokens count")
-    parser.add_argument("--threads", type=positive, default=2, metavar="N", help="of the model (2)")
-    parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="runs each way (3)")
+    parser.add_argument("--threads", type=positive, default=2, metavar="N", help="threads of the model (2)")
+    parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="runs of each way (3)")
     return parser
 
 

@@ -1,17 +1,17 @@
-"""What quantised weights and KV memory cost in quality: the same model with others reads texts that it wrote itself.
+"""Measure the loss of quality by quantised weights and KV memory, on texts that the original model wrote.
 
     python -m benchmarks.engine.quality --model DIR [--quantization int8 int4 fp8] [--dtype bf16] [--texts N]
 
-The model as it is answers as many prompts as `--texts` says, sampled at temperature 1 with a seed for each, and again
-greedily. Both models then read all prompts with these answers (teacher-forced), and each token is compared: its mean
-log-likelihood and the perplexities' ratio over the sampled texts, how often both find the same token likeliest there,
-and the share of the greedy tokens that the quantised model finds likeliest too. The standard error of the ratio takes
-the texts as independent, the tokens of one not. `divergence` is half the mean square of a token's difference: it
-estimates the Kullback-Leibler divergence in nats, and so the ratio's logarithm, with less noise. `floor`: the same of
-the model as it is in the other number type, which rounds as well. `--kv int8` or `fp8` adds keys and values in that
-type, alone and with each kind of weights that goes with it. `fp8` rounds weights and inputs of the layers' products, or
-keys and values, as on a GPU, and computes in transformers' code; no GPU is needed. The last line of stdout is one JSON
-object.
+The original model answers `--texts` prompts, sampled at temperature 1 with a seed for each, and again greedily. Both
+models then read all prompts with these answers (teacher-forced), and each token is compared. The figures are: the mean
+log-likelihood and the ratio of the perplexities over the sampled texts; how often both models find one token likeliest
+in these texts; and the share of the greedy tokens that the quantised model also finds likeliest. The standard error of
+the ratio treats texts as independent, but not the tokens of one text. `divergence` is half the mean square of a token's
+difference: it estimates the Kullback-Leibler divergence in nats, and so the ratio's logarithm, with less noise. `floor`
+has the figures of the original model in the other number type, which also rounds. `--kv int8` or `fp8` adds keys and
+values in that type, alone and with each matching kind of weights. `fp8` rounds the weights and inputs of the layers'
+products, or keys and values, as on a GPU, and computes in transformers' code; no GPU is needed. The last line of stdout
+is one JSON object.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """Builds the models one after the other, as two would not fit everywhere."""
+    """Compare the models. They are built one after the other, because two may not fit in memory."""
     other_dtype = next(name for short, name in DTYPES.items() if short != given.dtype)
     model = ModelConfig(path=given.model, device="cpu", dtype=DTYPES[given.dtype], num_threads=given.threads)
     tell(f"{model.path} writes {2 * given.texts} texts")
@@ -90,7 +90,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         others += [
             (f"{kind}, kv {given.kv}", other, given.kv)
             for kind, other in weights.items()
-            if (kind == "fp8") == (given.kv == "fp8")  # on a GPU, or on a CPU
+            if (kind == "fp8") == (given.kv == "fp8")  # FP8 is for GPUs, the other types are for CPUs
         ]
     for name, other, kv in (*others, ("floor", model.model_copy(update={"dtype": other_dtype}), "auto")):
         tell(f"{name}: {other.dtype}, weights {other.quantization}, KV memory {kv}")
@@ -105,13 +105,13 @@ _Scores = list[TokenLogprobs]  # of the tokens of one answer
 
 
 def compared(own: Sequence[list[_Scores]], other: Sequence[list[_Scores]]) -> dict[str, float]:
-    """Both: the scores of the sampled texts, and of the greedy ones."""
+    """Compare two models. `own` and `other` each have the scores of the sampled texts and of the greedy texts."""
     sampled, greedy = (
         [list(zip(*text, strict=True)) for text in zip(*both, strict=True)] for both in zip(own, other, strict=True)
     )
     losses = [[mine.logprob - theirs.logprob for mine, theirs in text] for text in sampled]
     tokens = [loss for text in losses for loss in text]
-    # Of the mean difference of a token's log-likelihoods, with texts independent of each other.
+    # The standard error of a token's mean difference in log-likelihood; texts are independent of each other.
     error = math.hypot(*(sum(text) - fmean(tokens) * len(text) for text in losses)) / len(tokens)
     ratio = math.exp(_mean(own[0]) - _mean(other[0]))
     return {
@@ -129,7 +129,7 @@ def _mean(texts: list[_Scores]) -> float:
 
 
 def _same(texts: Sequence[Sequence[tuple[TokenLogprobs, ...]]]) -> float:
-    """How often both find the same token likeliest."""
+    """Return how often both models find one token likeliest."""
     return round(fmean(mine.top_token_ids[0] == theirs.top_token_ids[0] for text in texts for mine, theirs in text), 6)
 
 
@@ -139,14 +139,14 @@ def _engine(model: ModelConfig, kv: KvType = "auto") -> Engine:
 
 
 def _engine_in_fp8(model: ModelConfig, kv: KvType) -> Engine:
-    """transformers' code with the products of the layers in FP8, or its keys and values, or both."""
+    """Return an engine on transformers' code with the products of the layers, the keys and values, or both in FP8."""
     config = EngineConfig(
         model=model.model_copy(update={"backend": "torch", "quantization": "none"}),
         scheduler=SchedulerConfig(max_running=RUNNING),
     )
     torch.set_num_threads(model.num_threads or 1)
     loaded = load_model(config.model, resolve_model_path(model.path))
-    assert isinstance(loaded, TransformersModel), "the others have weights of their own"
+    assert isinstance(loaded, TransformersModel), "other backends have their own weights"
     for layer in loaded.module.base_model.layers if model.quantization == "fp8" else ():
         for parent in [*layer.modules()]:
             for name, child in [*parent.named_children()]:
@@ -166,7 +166,7 @@ def _engine_in_fp8(model: ModelConfig, kv: KvType) -> Engine:
 
 
 class RoundedKVCache(KVCache):
-    """Keys and values as FP8 holds them, but for one more rounding of each to the model's type."""
+    """Keys and values rounded as in FP8, with one more rounding of each value to the model's type."""
 
     def write(
         self, place: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, part: int = 0
@@ -175,13 +175,13 @@ class RoundedKVCache(KVCache):
 
 
 def _rounded(heads: torch.Tensor) -> torch.Tensor:
-    """[num_tokens, num_kv_heads, dim], with a scale for each token and head."""
+    """Round [num_tokens, num_kv_heads, dim] to FP8 and back, with a scale for each token and head."""
     values, scales = in_fp8(heads.reshape(-1, heads.shape[-1]))
     return (values.float() * scales).to(heads.dtype).view(heads.shape)
 
 
 class Fp8Linear(nn.Module):
-    """A linear layer as `app/model/cuda/fp8.py` computes it, but for the order of sums."""
+    """A linear layer that computes like `app/model/cuda/fp8.py`, except for the order of sums."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -229,17 +229,17 @@ def _run(engine: Engine, prompts: Sequence[tuple[int, ...]], samplings: Sequence
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("engine.quality", __doc__)
-    parser.add_argument("--model", required=True, metavar="PATH", help="a folder, or whatever model.path takes")
+    parser.add_argument("--model", required=True, metavar="PATH", help="a folder, or another value of model.path")
     parser.add_argument(
-        "--kv", choices=get_args(KvType), default="auto", help="type of keys and values, besides (auto)"
+        "--kv", choices=get_args(KvType), default="auto", help="also measure keys and values of this type (auto)"
     )
     parser.add_argument(
-        "--quantization", nargs="*", choices=KINDS, default=KINDS[:-1], help="of the weights (int8 int4)"
+        "--quantization", nargs="*", choices=KINDS, default=KINDS[:-1], help="types of the weights (int8 int4)"
     )
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16", help="number type of both models (bf16)")
-    parser.add_argument("--texts", type=positive, default=200, metavar="N", help="prompts (200)")
-    parser.add_argument("--tokens", type=positive, default=64, metavar="N", help="of an answer, at most (64)")
-    parser.add_argument("--threads", type=positive, default=1, metavar="N", help="of the models (1)")
+    parser.add_argument("--texts", type=positive, default=200, metavar="N", help="number of prompts (200)")
+    parser.add_argument("--tokens", type=positive, default=64, metavar="N", help="most tokens of an answer (64)")
+    parser.add_argument("--threads", type=positive, default=1, metavar="N", help="threads of the models (1)")
     return parser
 
 

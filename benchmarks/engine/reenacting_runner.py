@@ -1,6 +1,6 @@
-"""Model runners that do what a step log says of theirs: they fail where those failed, and draw what those drew.
+"""Model runners that repeat a step log: they fail where the recorded runner failed, and draw the recorded tokens.
 
-With a real runner inside they compute, and draw what it draws.
+A real runner inside computes the steps and draws its own tokens.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from app.engine.trace.entries import (
 
 
 class RecordedFailure(Exception):
-    """The step failed here when it was recorded."""
+    """The step failed at this point when it was recorded."""
 
 
 class ReenactingRunner(ModelRunner, Drafter):
-    """Is told each step's record before the engine steps. `numbers` of requests are those of the log."""
+    """Repeats recorded steps; `expect` sets the record of each step. `numbers` of requests come from the log."""
 
     def __init__(self, model: ModelRunner | None, stand_ins: StandIns | None, eos_token_ids: tuple[int, ...]) -> None:
-        """Without a model the recorded tokens are drawn, or those that stand for them."""
+        """Without a model, the recorded tokens or their stand-ins are drawn."""
         self._model = model
         self._stand_ins = stand_ins
         self._eos_token_ids = eos_token_ids
         self._record = self._after = StepRecord(0)
-        # number → tokens, once the whole batch has been seen; one token each, but for steps with drafts
+        # number → tokens, once the whole batch has been seen; one token per request, except in steps with drafts
         self._recorded: dict[int, list[int]] | None = None
 
     def expect(self, record: StepRecord, after: StepRecord | None) -> None:
-        """What comes next is this step, then the one after it."""
+        """Set the record of the next step and of the step after it."""
         self._record, self._after, self._recorded = record, after or StepRecord(0), None
 
     def run(self, batch: StepBatch) -> StepResult:
-        """Compute a step, or a part of one that failed."""
+        """Compute a step, or a part of a step that failed."""
         is_whole, tokens = self._recorded is None, self._tokens_of(batch)
         for how, numbers in self._record.failures:
             if how is FailureKind.MATCHERS:
                 _fail_matchers(batch, numbers)
             is_to_blame = any(sequence.arrival in numbers for sequence in batch.sequences)
-            # A step that failed as a whole and in no part of it is the fault of no request.
+            # If a step failed as a whole but no part of it failed, no request caused the failure.
             if how is FailureKind.DEVICE or (
                 how is FailureKind.REQUESTS and (is_to_blame or (is_whole and not numbers))
             ):
@@ -63,7 +63,7 @@ class ReenactingRunner(ModelRunner, Drafter):
         return StepResult(tokens) if self._model is None else self._model.run(batch)
 
     def fill(self, item: ScheduledSequence) -> None:
-        """Have the model, where there is one, compute tokens after which none is drawn."""
+        """Compute tokens with the model, if there is one, without drawing a token."""
         if self._model is not None:
             self._model.run(StepBatch((item,), (), num_scheduled_tokens=len(item.token_ids)))
 
@@ -74,24 +74,24 @@ class ReenactingRunner(ModelRunner, Drafter):
             self._recorded = self._kept(self._record, [sequence.arrival for _, sequence in sampled])
         tokens: list[int] = []
         for item, sequence in sampled:
-            # Where others are sampled than the record says, it has no token; the comparison finds that out.
+            # A request that the record did not sample has no token; the comparison reports the difference.
             kept = self._recorded.get(sequence.arrival) or [0]
             if self._stand_ins is not None:
                 position = item.start + 1 if batch.has_drafts else item.end
                 kept = self._stood_in(self._record, sequence, position, len(kept))
             num_draws = len(item.token_ids) if batch.has_drafts else 1
-            tokens += [*kept, *[0] * num_draws][:num_draws]  # what was drawn behind the kept ones is not known
+            tokens += [*kept, *[0] * num_draws][:num_draws]  # tokens drawn after the accepted ones are not known
         return tokens
 
     def _kept(self, record: StepRecord, numbers: Sequence[int]) -> dict[int, list[int]]:
-        """The recorded tokens by request; of a log without prompts, zeros in their place."""
+        """Return the recorded tokens by request. For a log without prompts, return zeros instead."""
         counts = record.num_kept or [1] * len(numbers)
         tokens = iter(record.token_ids or [0] * (sum(counts) if self._stand_ins is not None else 0))
         return {number: list(islice(tokens, count)) for number, count in zip(numbers, counts, strict=False)}
 
     def _stood_in(self, record: StepRecord, sequence: EngineSequence, position: int, count: int) -> list[int]:
-        """What stands for so many tokens of a request from a position on."""
-        assert self._stand_ins is not None, "only a log without prompts needs them"
+        """Return `count` stand-in tokens of a request, from a position on."""
+        assert self._stand_ins is not None, "only a log without prompts needs stand-ins"
         number = sequence.arrival
         tokens = [self._stand_ins.token(number, at) for at in range(position, position + count)]
         if (number, "stop") in record.ended:
@@ -101,7 +101,7 @@ class ReenactingRunner(ModelRunner, Drafter):
     # ------------------------------------------------------------------ as a `Drafter`
 
     def hopes(self, sequences: Sequence[EngineSequence]) -> bool:
-        return self._record.began_at is None  # nothing was scheduled in that step: it waited
+        return self._record.began_at is None  # the recorded step waited: nothing was scheduled
 
     def begin(self, num_sequences: int) -> bool:
         return True
@@ -112,23 +112,23 @@ class ReenactingRunner(ModelRunner, Drafter):
         return one_by_one(sequences, take, self._draft_of)
 
     def _draft_of(self, sequence: EngineSequence) -> list[int]:
-        """As many as are recorded: the tokens that were kept then, and behind them others than were drawn."""
+        """Return as many drafts as were recorded: the tokens accepted then, followed by tokens that were not drawn."""
         scheduled = self._record.scheduled or NOTHING
         if not scheduled.counts or sequence.arrival not in scheduled.numbers:
             return []
         num_drafts = scheduled.counts[list(scheduled.numbers).index(sequence.arrival)] - 1
-        drawn_in = self._record if self._record.num_kept else self._after  # the latter where steps are launched
+        drawn_in = self._record if self._record.num_kept else self._after  # the next record if steps are launched ahead
         kept = self._kept(drawn_in, scheduled.samplers).get(sequence.arrival) or [0]
         if self._stand_ins is not None:
             kept = self._stood_in(drawn_in, sequence, sequence.num_tokens, len(kept))
         return [*kept[:-1], *[abs(kept[-1] - 1)] * num_drafts][:num_drafts]
 
     def stepped(self, batch: StepBatch, result: StepResult, *, seconds: float) -> None:
-        """Nothing is learned: the log says what was drafted."""
+        """Do nothing: the log says which tokens were drafted."""
 
 
 class _Failed(TokenSet):
-    """A matcher that could not say what may be drawn when the run was recorded."""
+    """A matcher that failed to give the allowed tokens when the run was recorded."""
 
     failure = "it failed when it was recorded"
 
@@ -140,13 +140,13 @@ def _fail_matchers(batch: StepBatch, numbers: Sequence[int]) -> None:
 
 
 class ReenactingLauncher(ReenactingRunner):
-    """The same for an engine that launches ahead. Here a step is computed when its result is asked for."""
+    """A `ReenactingRunner` for an engine that launches ahead. A step is computed when its result is requested."""
 
     launches = True
 
     def __init__(self, model: ModelRunner | None, stand_ins: StandIns | None, eos_token_ids: tuple[int, ...]) -> None:
         super().__init__(model, stand_ins, eos_token_ids)
-        self._drawn: list[int] = []  # by the step before
+        self._drawn: list[int] = []  # by the previous step
 
     def launch(self, batch: StepBatch) -> LaunchedStep:
         if self._has_failed(FailureKind.LAUNCH):
@@ -154,7 +154,7 @@ class ReenactingLauncher(ReenactingRunner):
         return LaunchedStep(self, batch)
 
     def compute(self, batch: StepBatch) -> StepResult:
-        """The result of a launched step."""
+        """Return the result of a launched step."""
         if self._has_failed(FailureKind.RESULT):
             raise RecordedFailure
         result = self.run(replace(batch, scheduled=tuple(map(self._known, batch.scheduled))))
@@ -165,15 +165,13 @@ class ReenactingLauncher(ReenactingRunner):
         return any(failure.how is how for failure in self._record.failures)
 
     def _known(self, item: ScheduledSequence) -> ScheduledSequence:
-        """With the token that the step before drew."""
+        """Return the item with the token that the previous step drew."""
         first = item.token_ids[0]
         return item if first >= 0 else structs.replace(item, token_ids=(self._drawn[-1 - first],))
 
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A launched step."""
-
     runner: ReenactingLauncher
     batch: StepBatch
 
@@ -188,13 +186,13 @@ _FIRST = 1 << 32  # above the token ids of every model
 
 
 class StandIns:
-    """The tokens of all requests of one log, made of the hashes of their blocks."""
+    """Stand-in tokens for all requests of one log, made from the hashes of their blocks."""
 
     def __init__(self, entries: Iterable[Entry], *, block_size: int) -> None:
-        """Looks at all entries: what a request generated is told when it ends."""
+        """Read all entries first, because the hashes of a request's output are recorded when the request ends."""
         self._block_size = block_size
         self._hashes: dict[int, list[str]] = {}  # by number, one for each full block that is known
-        self._tokens: dict[tuple[str | int, int], int] = {}  # by place in a hashed block, or in a request
+        self._tokens: dict[tuple[str | int, int], int] = {}  # by offset in a hashed block, or by position in a request
         for entry in entries:
             if isinstance(entry, RedactedArrival):
                 self._hashes[entry.number] = list(entry.request["block_hashes"])
@@ -202,14 +200,14 @@ class StandIns:
                 self._hashes.setdefault(entry.number, []).extend(entry.block_hashes)
 
     def token(self, number: int, position: int) -> int:
-        """What stands at a position of a request, prompt and output in a row."""
+        """Return the token at a position of a request; positions count through prompt and output."""
         block, offset = divmod(position, self._block_size)
         hashes = self._hashes.get(number, [])
         place = (hashes[block], offset) if block < len(hashes) else (number, position)
         return self._tokens.setdefault(place, _FIRST + len(self._tokens))
 
     def request(self, arrival: RedactedArrival) -> Request:
-        """A request as long as the one that arrived."""
+        """Return a request with the length of the request that arrived."""
         given = dict(arrival.request)
         num_prompt, num_generated = given.pop("num_prompt_tokens"), given.pop("num_generated_tokens", 0)
         del given["block_hashes"]

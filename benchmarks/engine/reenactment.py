@@ -1,4 +1,4 @@
-"""An engine that lives through a recorded run again: the same arrivals before the same steps, at the recorded times."""
+"""An engine that repeats a recorded run: the same arrivals before the same steps, at the recorded times."""
 
 from __future__ import annotations
 
@@ -37,36 +37,36 @@ from benchmarks.engine.reenacting_runner import ReenactingLauncher, ReenactingRu
 
 
 class RecordedClock:
-    """Tells the times that were read when the run was recorded, one after the other."""
+    """Returns the clock times that were read in the recorded run, one after the other."""
 
     def __init__(self) -> None:
         self._times: deque[float] = deque()
         self._last = 0.0
 
     def expect(self, *times: float | None) -> None:
-        """The readings of the next step; None where the clock was not read."""
+        """Set the clock readings of the next step. None means that the clock was not read."""
         self._times = deque(at for at in times if at is not None)
 
     def __call__(self) -> float:
-        if self._times:  # else the engine reads it more often than then: the comparison finds that out
+        if self._times:  # the engine may read the clock more often than in the log; the comparison reports this
             self._last = self._times.popleft()
         return self._last
 
 
 class RecordedStore(BlockStore):
-    """Has what a store had for each request, and gives it before the steps before which that came."""
+    """Has the blocks that the recorded store had for each request, and delivers them before the recorded steps."""
 
     namespace = b""
 
     def __init__(self, compute: Callable[[Fetch, int], None]) -> None:
-        """compute: what the first blocks of a fetch hold, so many, and the snapshot behind them."""
+        """compute: computes the first `num_blocks` blocks of a fetch and the snapshot after them."""
         self._compute = compute
-        self._wanted: dict[str, int] = {}  # by request id, in the next step: how many blocks
-        # By request id. One that slept meanwhile may have another, while the first still fills what it was given.
+        self._wanted: dict[str, int] = {}  # number of blocks in the next step, by request id
+        # By request id. A request that slept may start a second fetch while the first fetch still fills its blocks.
         self._under_way: defaultdict[str, deque[Fetch]] = defaultdict(deque)
 
     def expect(self, record: StepRecord, request_ids: Mapping[int, str]) -> None:
-        """What comes next is this step."""
+        """Deliver the fetches of the next step."""
         for number, num_filled in record.fetched:
             if fetches := self._under_way[request_ids.get(number, "")]:
                 fetch = fetches.popleft()
@@ -84,24 +84,24 @@ class RecordedStore(BlockStore):
 
     def begin(self, fetch: Fetch) -> None:
         self._under_way[fetch.request.request_id].append(fetch)
-        if fetch.slot is None:  # else how many are before the snapshot is not known yet
+        if fetch.slot is None:  # else the number of blocks before the snapshot is not yet known
             self._compute(fetch, len(fetch.blocks))
 
     def offer(self, prefix: Prefix) -> None:
-        """It keeps nothing."""
+        """Do nothing: this store holds no blocks."""
 
     def stats(self) -> StoreStats:
         return StoreStats()
 
     def settle(self, timeout_s: float) -> None:
-        """Nothing is under way but what the log says."""
+        """Return at once: only the log says which fetches are in progress."""
 
     def close(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
 
 class Reenactment:
-    """Takes the entries of a log in their order; gives, for each step, what the engine does this time."""
+    """Takes the entries of a log in their order and returns the replayed record of each step."""
 
     def __init__(
         self,
@@ -114,9 +114,9 @@ class Reenactment:
         adapters: AdapterStore | None = None,
         stand_ins: StandIns | None = None,
     ) -> None:
-        """Without a model, tokens are those of the log; of a log without prompts, `stand_ins`.
+        """Without a model, the tokens come from the log, or from `stand_ins` for a log without prompts.
 
-        A model needs its store of adapters, and the matchers of grammars, which the log's tokens have been through.
+        A model needs its store of adapters. A model also needs the grammar matchers; tokens from the log need none.
         """
         facts = facts_of(header)
         kind = ReenactingLauncher if header.launches_ahead else ReenactingRunner
@@ -142,9 +142,9 @@ class Reenactment:
         )
 
     def _computed(self, fetch: Fetch, num_blocks: int) -> None:
-        """Have a model compute what came from a store.
+        """Compute with the model the blocks that came from a store.
 
-        A state is computed from the first token on, as the snapshot that was there when the fetch began may be gone.
+        A state is computed from the first token, because the snapshot from the start of the fetch may be gone.
         """
         block_ids = [block.block_id for block in (*fetch.before, *fetch.blocks)]
         adapter = self._adapter_of(fetch.request)
@@ -170,26 +170,26 @@ class Reenactment:
             adapter.release()
 
     def step(self, record: StepRecord, after: StepRecord | None) -> StepRecord:
-        """Make the step that is recorded, before the one after; what is returned has its scheduled tokens in full."""
+        """Repeat a recorded step; `after` is the next record. The result has its scheduled tokens in full."""
         self._runner.expect(record, after)
         self._store.expect(record, self.request_ids)
         self._clock.expect(record.began_at, record.ended_at)
         self._entries.clear()
-        with suppress(StepError):  # as it is recorded, or the comparison says that it is not
+        with suppress(StepError):  # a recorded failure, or the comparison reports the difference
             self._engine.step()
         (made,) = self._entries
         assert isinstance(made, StepRecord), "a step makes one entry"
         return self._shares.in_full(made)
 
     def _adapter_of(self, request: Request) -> HeldAdapter | None:
-        """Where no model computes, one without weights."""
+        """Return the adapter of a request. If no model computes, the adapter has no weights."""
         if request.adapter is None:
             return None
         store = self._engine.adapters
         return HeldAdapter(None, lambda: None) if store is None else store.hold(request.adapter)
 
     def outside(self, entry: Entry) -> None:
-        """Do what came from outside between two steps."""
+        """Apply an entry that came from outside between two steps."""
         match entry:
             case Arrival():
                 self.request_ids[entry.number] = entry.request.request_id
@@ -219,17 +219,17 @@ class Reenactment:
 
 
 def _without_tuner(config: SchedulerConfig) -> SchedulerConfig:
-    """The limits that it chose are entries of the log."""
+    """Return the config without targets: the limits that the tuner chose are entries of the log."""
     return config.model_copy(update={"targets": None})
 
 
 def facts_of(header: Header) -> ModelInfo:
-    """What the recorded engine knew of its model."""
+    """Return the model info that the recorded engine had."""
     return ModelInfo.of_json(header.facts)
 
 
 class Shares:
-    """Shares in full, where the record only says that a step is the one before once more."""
+    """Restores full shares from a record that only says that a step repeats the previous step."""
 
     def __init__(self) -> None:
         self._last = NOTHING

@@ -1,11 +1,11 @@
-"""Live through a recorded run again, and explain the first step that comes out otherwise.
+"""Repeat a recorded run, and explain the first step that differs.
 
     python -m benchmarks.engine.replay LOG [--model DIR | --simulated] [--set PATH=VALUE ...] [--json OUT]
 
-LOG is a folder that `engine.step_log.path` named, or a file in it. Arrivals, aborts and retunings come before the same
-steps and the clock tells the recorded times. The model is that of the log unless another is named; requests have the
-adapters that the log names, with the same files. `--simulated` draws the recorded tokens without a model, which
-shows whether the same is decided. Exit status: 0 the same, 1 diverged, 2 cannot be read, or an adapter is another one.
+LOG is a folder that `engine.step_log.path` named, or a file in that folder. Arrivals, aborts and retunings come before
+the recorded steps, and the clock returns the recorded times. The model is the log's model unless another one is given.
+Requests use the adapters that the log names, with unchanged files. `--simulated` draws the recorded tokens without a
+model and so tests only the decisions. Exit status: 0 the same, 1 diverged, 2 unreadable log or changed adapter.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _TELL_EVERY = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a replay found."""
+    """The result of a replay."""
 
     run: str
     num_requests: int
-    num_steps: int  # compared
+    num_steps: int  # steps compared
     divergence: Divergence | None
     differences: list[str]  # of the set-up
     notes: list[str]
@@ -53,7 +53,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """How far the same was done, and how that ended."""
+    """The number of equal steps, and how the replay ended."""
 
     num_steps: int
     divergence: Divergence | None = None
@@ -62,18 +62,18 @@ class Found:
 
 @dataclass(slots=True)
 class RecordedRun:
-    """Where a run's log lies. Its entries are read when they are asked for: a log may be larger than memory."""
+    """The files of a run's log. The entries are read on demand, because a log may be larger than memory."""
 
     header: Header
     files: tuple[Path, ...]
-    notes: list[str] = field(default_factory=list)  # what was odd about the files, in words
+    notes: list[str] = field(default_factory=list)  # oddities of the files, in words
 
     @property
     def hides_prompts(self) -> bool:
         return not self.header.config["step_log"]["record_prompts"]
 
     def entries(self) -> Iterator[Entry]:
-        """All entries; a last line that a crash has cut is left out, with a note.
+        """Yield all entries. A last line that a crash has cut is left out, with a note.
 
         Raises:
             BenchmarkError: a file cannot be read, or a line of it is wrong.
@@ -102,10 +102,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser("engine.replay", __doc__)
     parser.add_argument("log", metavar="LOG", help="folder or file of a step log")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--model", metavar="DIR", help="compute by this model instead of the log's")
+    source.add_argument("--model", metavar="DIR", help="compute with this model instead of the log's")
     source.add_argument("--simulated", action="store_true", help="without a model: the recorded tokens are drawn")
-    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="PATH=VALUE", help="another setting")
-    parser.add_argument("--json", metavar="FILE", help="write what was found there, as JSON")
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="PATH=VALUE", help="change a setting")
+    parser.add_argument("--json", metavar="FILE", help="write the outcome to this file, as JSON")
     given = parser.parse_args(arguments)
     try:
         outcome = replay(given.log, model=given.model, simulated=given.simulated, settings=given.set)
@@ -121,7 +121,7 @@ def replay(log: str, *, model: str | None = None, simulated: bool = False, setti
     """Run a log again up to its end or the first difference.
 
     Raises:
-        BenchmarkError: the log cannot be read or re-executed, a setting is wrong, or an adapter is not what it was.
+        BenchmarkError: the log cannot be read or re-executed, a setting is wrong, or an adapter has changed.
         CarouselError: the model cannot be loaded.
     """
     started = time.perf_counter()
@@ -149,8 +149,8 @@ def replay(log: str, *, model: str | None = None, simulated: bool = False, setti
         matchers.close()
     if found.num_lost:
         run.notes.append(
-            f"{found.num_lost:,} entries were dropped after step {found.num_steps}, the disk was too slow: "
-            f"nothing after them can be run again"
+            f"{found.num_lost:,} entries were dropped after step {found.num_steps} because the disk was too slow: "
+            f"no later step can be replayed"
         )
     return Outcome(
         run=run.header.run,
@@ -164,7 +164,7 @@ def replay(log: str, *, model: str | None = None, simulated: bool = False, setti
 
 
 def reenact(entries: Iterable[Entry], reenactment: Reenactment, comparison: Comparison) -> Found:
-    """Live through the entries up to their end, a hole in them or the first difference."""
+    """Repeat the entries up to their end, a gap in the log or the first difference."""
     num_steps, shares = 0, Shares()
     for entry, after in _with_next_steps(entries):
         if isinstance(entry, DroppedEntries):
@@ -183,7 +183,7 @@ def reenact(entries: Iterable[Entry], reenactment: Reenactment, comparison: Comp
 
 
 def _with_next_steps(entries: Iterable[Entry]) -> Iterator[tuple[Entry, StepRecord | None]]:
-    """Each with the step after it."""
+    """Yield each entry with the step after it."""
     held: list[Entry] = []
     for entry in entries:
         if isinstance(entry, StepRecord):
@@ -194,7 +194,7 @@ def _with_next_steps(entries: Iterable[Entry]) -> Iterator[tuple[Entry, StepReco
 
 
 def in_words(outcome: Outcome) -> str:
-    """For people."""
+    """Return the outcome as text for people."""
     lines = [*(f"note: {note}" for note in outcome.notes)]
     if outcome.divergence is None:
         lines.append(f"the same: {outcome.num_steps:,} steps, {outcome.num_requests:,} requests")
@@ -205,22 +205,22 @@ def in_words(outcome: Outcome) -> str:
 
 
 def _configured(header: Header, model: str | None, settings: Sequence[str]) -> EngineConfig:
-    """The log's settings, changed as asked. The replay keeps no log of its own."""
+    """Return the log's settings with the given changes. The replay records no log of its own."""
     assignments = parse_assignments(settings)
     base = dict(header.config) | {"step_log": {}}
     base["model"] = header.config["model"] | ({} if model is None else {"path": model})
     base["cache"] = _cache_of(header)
     for name in ("strategy", "policy"):
-        if f"scheduler.{name}" in assignments:  # another rule begins with its own defaults
+        if f"scheduler.{name}" in assignments:  # another strategy or policy starts with its own defaults
             base["scheduler"] = base["scheduler"] | {name: {}}
     try:
         return engine_config(base | dict(assignments))
     except (ValidationError, KeyError, TypeError) as error:
-        raise BenchmarkError(f"the log's settings are none of this version: {error}") from error
+        raise BenchmarkError(f"the log's settings are not valid in this version: {error}") from error
 
 
 def _cache_of(header: Header) -> dict[str, Any]:
-    """With the blocks that there were. Without a tier: what came from it is recorded."""
+    """Return the settings with the recorded number of blocks, and without tiers: the log has the blocks from tiers."""
     cache: dict[str, Any] = header.config["cache"] | {"num_blocks": header.num_blocks or None, "tiers": []}
     return cache
 
@@ -242,13 +242,13 @@ def _differences(header: Header, config: EngineConfig, *, computes: bool) -> lis
 
 
 def _engine_of(config: EngineConfig, run: RecordedRun) -> Engine:
-    """One that has the model, with as many blocks as there were, and can load what the run's requests had."""
+    """Return an engine with the model and the recorded number of blocks that can load the adapters of the run."""
     adapters = {entry.request.adapter for entry in run.entries() if isinstance(entry, Arrival)} - {None}
     for adapter in adapters:
         assert adapter is not None, "taken out above"
         _check_adapter(adapter)
     tell(f"loading {config.model.path}")
-    # What was drafted is in the log.
+    # The log has the drafts.
     config = config.model_copy(update={"speculation": SpeculationConfig()})
     engine = build_sync_engine(config, keeps_all=not facts_of(run.header).num_window_groups)
     if adapters and engine.adapters is None:
@@ -264,15 +264,15 @@ def _check_adapter(recorded: Adapter) -> None:
     if found.digest != recorded.digest:
         raise BenchmarkError(
             f"the adapter {recorded.name} in {recorded.path} is {found.digest} here and {recorded.digest} in the log: "
-            f"put the files there that the run had, or replay with --simulated"
+            f"restore the files of the run, or replay with --simulated"
         )
 
 
 def find_run(place: str) -> RecordedRun:
-    """The run that a file belongs to, or the only one in a folder.
+    """Return the run that a file belongs to, or the only run in a folder.
 
     Raises:
-        BenchmarkError: there is none, there are several, or its beginning is missing.
+        BenchmarkError: there is no run, there are several, or the first part of the run is missing.
     """
     path = Path(place)
     if path.is_dir():
@@ -296,7 +296,7 @@ def _only_run_in(folder: Path) -> Path:
     if len(first_files) == 1:
         return next(iter(first_files.values()))
     found = ", ".join(path.name for path in sorted(first_files.values())[-8:]) or "no steps-*.jsonl"
-    raise BenchmarkError(f"{folder} holds {len(first_files)} runs: name a file of the one that is meant ({found})")
+    raise BenchmarkError(f"{folder} holds {len(first_files)} runs: name a file of one run ({found})")
 
 
 def _header_of(path: Path) -> Header:

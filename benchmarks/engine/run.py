@@ -1,4 +1,4 @@
-"""A workload served by an engine: the time of each token, repeats from the same state, the figures of all repeats."""
+"""Serve a workload with an engine: the time of each token, repeats from the same state, the figures of all repeats."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.harness.workload import Workload
 
 @dataclass(slots=True)
 class Timeline(Deliveries):
-    """One request and its tokens, in seconds after the start."""
+    """One request and its tokens. Times are in seconds after the start."""
 
     token_ids: list[int] = field(default_factory=list)
     has_failed: bool = False  # refused, expired or ended by an error
@@ -32,11 +32,11 @@ class Timeline(Deliveries):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A workload served to its end. Counters are None where the engine does not report them."""
+    """A workload served to its end. Counters are None if the engine does not report them."""
 
     seconds: float
     timelines: Mapping[str, Timeline]  # by request id
-    streams: bool = True  # tokens are handed over as they are drawn, not only at the end
+    streams: bool = True  # tokens are delivered when they are drawn, not only at the end
     num_steps: int | None = None
     num_preemptions: int | None = None
     num_cached_prompt_tokens: int | None = None
@@ -47,7 +47,7 @@ class Run:
 
     @property
     def token_ids(self) -> dict[str, list[int]]:
-        """By request id."""
+        """The token ids, by request id."""
         return {name: timeline.token_ids for name, timeline in self.timelines.items()}
 
     @property
@@ -56,12 +56,12 @@ class Run:
 
     @property
     def all_begun_s(self) -> float:
-        """When the last request had its first token."""
+        """The time at which the last request had its first token."""
         return max(timeline.delivered_s[0] for timeline in self.timelines.values() if timeline.delivered_s)
 
     @property
     def decode_tokens_per_s(self) -> float | None:
-        """Output tokens from then to the end, for each second; None where nothing is streamed or nothing is left."""
+        """Output tokens per second after `all_begun_s`; None if tokens are not streamed or no tokens remain."""
         begun_s = self.all_begun_s
         num_after = sum(at_s > begun_s for timeline in self.timelines.values() for at_s in timeline.delivered_s)
         return num_after / (self.seconds - begun_s) if self.streams and num_after else None
@@ -72,7 +72,7 @@ class Run:
 
 
 class Clock(Protocol):
-    """Seconds since its making."""
+    """Seconds since the clock was made."""
 
     def now(self) -> float: ...
 
@@ -80,7 +80,7 @@ class Clock(Protocol):
 
 
 class MonotonicClock:
-    """The real one."""
+    """The real clock."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -89,7 +89,7 @@ class MonotonicClock:
         return time.perf_counter() - self._start
 
     def wait_until(self, at_s: float) -> None:
-        """Sleep once, until then; a moment that has passed costs nothing."""
+        """Sleep once until that time; return at once if the time has passed."""
         time.sleep(max(0.0, at_s - self.now()))
 
 
@@ -99,19 +99,19 @@ class Contender(Protocol):
     def serve(self, workload: Workload) -> Run: ...
 
     def forget(self) -> None:
-        """Drop what would make the next run of the same requests cheaper."""
+        """Drop all state that would make the next run of these requests cheaper."""
         ...
 
 
 def warmed_up(contender: Contender, workload: Workload) -> float:
-    """Serve the beginning of a workload; returns the seconds from then to the first token."""
+    """Serve the first part of a workload; return the seconds from the start of that run to the first token."""
     run = contender.serve(workload.warm_up())
     tell(f"warm-up: {run}")
     return min(timeline.delivered_s[0] for timeline in run.timelines.values() if timeline.delivered_s)
 
 
 def measured_runs(contender: Contender, workload: Workload, *, repeat: int) -> list[Run]:
-    """Serve the workload `repeat` times, each from the same state; one line of progress on stderr for each.
+    """Serve the workload `repeat` times from the same state; print a line of progress for each repeat on stderr.
 
     Raises:
         BenchmarkError: a request ended without a token.
@@ -130,7 +130,7 @@ def measured_runs(contender: Contender, workload: Workload, *, repeat: int) -> l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What was run, and on what."""
+    """The engine, model, workload and device of a run."""
 
     engine: str
     model: str
@@ -146,9 +146,9 @@ class Setup:
 def summed_up(
     setup: Setup, workload: Workload, runs: Sequence[Run], *, start_to_first_token_s: float | None = None
 ) -> dict[str, Any]:
-    """The figures of one contender: the same keys for ours and for its peers. Counters are those of the middle run.
+    """Return the figures of one contender, with equal keys for ours and its peers. Counters are of the middle run.
 
-    `start_to_first_token_s` counts from the start of the process, loading included.
+    `start_to_first_token_s` counts from the start of the process and includes loading.
     """
     seconds = statistics.median(run.seconds for run in runs)
     middle = sorted(runs, key=lambda run: run.seconds)[(len(runs) - 1) // 2]
@@ -186,7 +186,7 @@ def measured(
     repeat: int,
     outputs: str | None = None,
 ) -> dict[str, Any]:
-    """Warm up, repeat, sum up; then the same for further workloads, of which the figures stand under `also`, by name.
+    """Warm up, repeat and sum up, for the workload and then for each of `also`. Figures of `also` are listed by name.
 
     outputs: a file for the token ids of the first workload's last run.
     """
@@ -207,7 +207,7 @@ def measured(
 
 
 def write_outputs(path: str, workload: Workload, run: Run) -> None:
-    """Each request's token ids, one JSON line each, in order of arrival."""
+    """Write each request's token ids, one JSON line for each request, in order of arrival."""
     try:
         with open(path, "w", encoding="utf-8") as file:
             for timed in workload.requests:

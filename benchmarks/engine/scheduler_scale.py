@@ -1,9 +1,9 @@
-"""How long the scheduler takes for a step when many requests run and many wait, and what a waiting one weighs.
+"""Measure the scheduler's time for a step when many requests run and wait, and the memory of a waiting request.
 
     python -m benchmarks.engine.scheduler_scale --running 1024 --waiting 20000 [--steps 200] [--policy fair]
 
-The engine is the real one around a model runner that draws random tokens; no torch, no weights. Requests finish and
-join all the time: whenever one ends, another arrives, so the number waiting stays what was asked while it is measured.
+The engine is the real engine around a model runner that draws random tokens: no torch, no weights. Requests finish and
+join all the time: a new request arrives whenever one ends, so the number of waiting requests stays constant.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ VOCAB_SIZE = 50_000
 EOS = 1
 PROMPT_TOKENS = (64, 256)
 OUTPUT_TOKENS = (64, 256)
-SHARED_TOKENS = 48  # every other prompt begins with one of the shared prefixes
+SHARED_TOKENS = 48  # every other prompt starts with one of the shared prefixes
 NUM_SHARED = 8
 NUM_TENANTS = 50
 SETTLING_STEPS = 20
 
 
 class RandomRunner(ModelRunner):
-    """Draws random tokens, and reads the clock where the scheduler hands over to the model and takes over again."""
+    """Draws random tokens, and reads the clock when the scheduler calls the model and when the model returns."""
 
     def __init__(self, *, max_running: int) -> None:
         randomness = random.Random(0)
@@ -62,7 +62,7 @@ class RandomRunner(ModelRunner):
 
 
 class Workload:
-    """An endless supply of requests: random prompts, some with a prefix that others have too."""
+    """An endless supply of requests with random prompts. Some prompts share a prefix."""
 
     def __init__(self) -> None:
         self._random = random.Random(1)
@@ -75,7 +75,7 @@ class Workload:
         num_tokens = self._random.randint(*PROMPT_TOKENS)
         prefix = self._random.choice(self._shared) if number % 2 else ()
         return Request(
-            request_id=f"request-{number:032d}",  # as long as those of the API
+            request_id=f"request-{number:032d}",  # the length of the API's ids
             prompt_token_ids=prefix + self._draw_tokens(num_tokens - len(prefix)),
             sampling=SamplingParams(max_tokens=self._random.randint(*OUTPUT_TOKENS), seed=number),
             priority=number % 3,
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Each number waiting in turn, then what one waiting request weighs."""
+    """Measure each number of waiting requests in turn, then the memory of one waiting request."""
     times: dict[int, Times] = {}
     for num_waiting in sorted({0, 1_000, options.waiting}):
         tell(f"{options.running:,} running, {num_waiting:,} waiting …")
@@ -132,7 +132,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def measure_steps(
     *, num_running: int, num_waiting: int, num_steps: int, policy: str = "fcfs", step_log: str | None = None
 ) -> Times:
-    """Time the scheduler's two halves of a step, with the number waiting held where it is."""
+    """Time the scheduler's two halves of a step, with a constant number of waiting requests."""
     runner = RandomRunner(max_running=num_running)
     engine = build_engine(runner, max_running=num_running, policy=policy, step_log=step_log)
     workload = Workload()
@@ -155,7 +155,7 @@ def measure_steps(
 
 
 def weigh_waiting(num_waiting: int, *, max_running: int) -> tuple[float, float]:
-    """Bytes of a request from its creation to the queue; and less one tuple of its prompt's ids, and them."""
+    """Return the bytes of a waiting request, with and without the token ids of its prompt and their tuple."""
     engine, workload = build_engine(RandomRunner(max_running=1), max_running=max_running), Workload()
     gc.collect()
     tracemalloc.start()
@@ -193,7 +193,7 @@ def build_engine(
 
 
 def _fill(engine: Engine, workload: Workload, *, num_running: int, num_waiting: int) -> None:
-    """Step until all of `num_running` run, replacing those that end, then let the others queue up."""
+    """Step until `num_running` requests run, then queue the other requests. Requests that end are replaced."""
     for _ in range(num_running):
         engine.add(workload.next())
     while engine.stats().num_waiting:
@@ -203,7 +203,7 @@ def _fill(engine: Engine, workload: Workload, *, num_running: int, num_waiting: 
 
 
 def _summary(milliseconds: list[float]) -> dict[str, float | None]:
-    """The longest is as a rule the garbage collector's full pass."""
+    """Return the median, the 99th percentile and the maximum, which is usually a full garbage collection."""
     found = {"p50": percentile(milliseconds, 50), "p99": percentile(milliseconds, 99), "max": max(milliseconds)}
     return {name: rounded(value, 3) for name, value in found.items()}
 
@@ -212,10 +212,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser("engine.scheduler_scale", __doc__)
     parser.add_argument("--running", type=int, default=1024, help="sequences in every step (1024)")
     parser.add_argument("--waiting", type=int, default=20_000, help="sequences in the queue (20000)")
-    parser.add_argument("--steps", type=int, default=200, help="steps measured for each number waiting (200)")
+    parser.add_argument("--steps", type=int, default=200, help="measured steps per number of waiting requests (200)")
     policies = names_of(SchedulerConfig.model_fields["policy"])
     parser.add_argument("--policy", choices=policies, default="fcfs", help="scheduling policy (fcfs)")
-    parser.add_argument("--step-log", metavar="DIR", help="record every step there, as engine.step_log.path does")
+    parser.add_argument("--step-log", metavar="DIR", help="record every step here, like engine.step_log.path")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""A run seen step by step, and its figures: speed, waiting, use of the slots, fairness between tenants, goodput."""
+"""Trace a run step by step and compute its figures: speed, waiting, use of slots, fairness between tenants, goodput."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from benchmarks.harness.figures import percentile, rounded
 from benchmarks.harness.timeline import Slo, times_of
 from benchmarks.harness.workload import Workload
 
-MIN_CONTENDED_STEPS = 50  # in fewer, shares are chance
+MIN_CONTENDED_STEPS = 50  # in fewer steps, the shares are random
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step, or (without requests) a time in which the engine waited. Seconds after the start."""
+    """One step, or (without requests) a time in which the engine waited. Times are in seconds after the start."""
 
     began_s: float
     ended_s: float
-    num_tokens: Mapping[str, int]  # computed in it, by request id
-    num_running: int  # that held a slot, whether or not they took part
-    num_waiting: int  # left outside
+    num_tokens: Mapping[str, int]  # tokens computed in this step, by request id
+    num_running: int  # requests with a slot, including idle ones
+    num_waiting: int  # requests without a slot
 
     @property
     def seconds(self) -> float:
@@ -38,7 +38,7 @@ class Step:
 
 
 class StepTrace(StepObserver):
-    """All steps of one run, in order, seen as the engine's observer."""
+    """All steps of one run, in order, recorded as the engine's observer."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
@@ -47,7 +47,7 @@ class StepTrace(StepObserver):
         self._held: deque[tuple[int, int]] = deque()  # running and waiting, of steps that have not ended
 
     def start(self, engine: Engine) -> None:
-        """The run of this engine begins now."""
+        """Start the trace: the run of this engine begins now."""
         self._start_s, self._stats = engine.now(), engine.stats
 
     def scheduled(self, batch: StepBatch, decision: SchedulingDecision) -> None:
@@ -65,19 +65,19 @@ class StepTrace(StepObserver):
             self._add(step.at - step.seconds, step.at, num_tokens, num_running, num_waiting)
 
     def waited(self, began_at: float, ended_at: float, stats: EngineStats) -> None:
-        """The engine had nothing to do between these times of its clock, with these requests."""
+        """Record that the engine had nothing to do between these times of its clock."""
         self._add(began_at, ended_at, {}, stats.num_running, stats.num_waiting)
 
     def _add(
         self, began_at: float, ended_at: float, num_tokens: Mapping[str, int], num_running: int, num_waiting: int
     ) -> None:
-        # A step that was launched ahead begins when the one before it is done.
+        # A step that was launched ahead begins when the previous step is done.
         began_s = max(began_at - self._start_s, self.steps[-1].ended_s if self.steps else 0.0)
         ended_s = max(began_s, ended_at - self._start_s)
         self.steps.append(Step(began_s, ended_s, num_tokens, num_running, num_waiting))
 
     def joined_s(self) -> dict[str, float]:
-        """When each request was first computed."""
+        """Return the time at which each request was first computed."""
         joined: dict[str, float] = {}
         for step in self.steps:
             for request_id in step.num_tokens:
@@ -85,30 +85,30 @@ class StepTrace(StepObserver):
         return joined
 
     def bubble_share(self, num_slots: int) -> float | None:
-        """Slot time held by nothing while requests waited, of all slot time; None without steps."""
+        """Return the share of slot time that was empty while requests waited; None without steps."""
         whole_s = sum(step.seconds for step in self.steps) * num_slots
         empty_s = sum(step.seconds * max(0, num_slots - step.num_running) for step in self.steps if step.num_waiting)
         return empty_s / whole_s if whole_s else None
 
     def mean_running(self) -> float | None:
-        """Requests computed in a step, on average over the steps."""
+        """Return the mean number of requests computed in a step."""
         sizes = [len(step.num_tokens) for step in self.steps if step.num_tokens]
         return sum(sizes) / len(sizes) if sizes else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """A run, and what was seen of it from inside. None where the engine does not report it."""
+    """A run with the figures of its trace. A figure is None if the engine does not report it."""
 
     run: Run
     joined_s: Mapping[str, float]  # when each request was first computed, by request id
-    bubble_share: float | None = None  # slot time held by nothing while requests waited
+    bubble_share: float | None = None  # share of slot time that was empty while requests waited
     mean_running: float | None = None  # requests in a step
     steps: Sequence[Step] = ()
 
 
 def service_figures(workload: Workload, served: Served, slo: Slo | None) -> dict[str, Any]:
-    """Times are of the requests that were answered, in seconds from their arrival; shares are from 0 to 1."""
+    """Return the figures. Times are in seconds from the arrival of answered requests; shares are from 0 to 1."""
     run = served.run
     answered = {name: timeline for name, timeline in run.timelines.items() if not timeline.has_failed}
     latencies = [timeline.latency_s for timeline in answered.values()]
@@ -137,15 +137,15 @@ def service_figures(workload: Workload, served: Served, slo: Slo | None) -> dict
 
 
 def jain_over_tenants(workload: Workload, served: Served, *, min_steps: int = MIN_CONTENDED_STEPS) -> float | None:
-    """Jain's index over the tokens computed for each tenant in the steps in which requests of every tenant waited.
+    """Return Jain's index over the tokens of each tenant, in steps with waiting requests of every tenant.
 
-    Over a whole run it would say nothing: in the end all requests are served. None where there are fewer
-    such steps than `min_steps`.
+    The index would say nothing over a whole run, because all requests are served in the end. Returns None if there are
+    fewer such steps than `min_steps`.
     """
     tenant_of = {timed.request.request_id: timed.request.tenant for timed in workload.requests}
     if len(set(tenant_of.values())) < 2:
         return None
-    waits: dict[str, list[tuple[float, float]]] = defaultdict(list)  # by tenant: from its arrival to its first step
+    waits: dict[str, list[tuple[float, float]]] = defaultdict(list)  # by tenant: from arrival to first step
     for timed in workload.requests:
         name = timed.request.request_id
         waits[timed.request.tenant].append((timed.arrival_s, served.joined_s.get(name, served.run.seconds)))

@@ -1,12 +1,12 @@
-"""Every batching strategy and scheduling policy on the same arrivals, in one run and around one loaded model.
+"""Measure every batching strategy and scheduling policy on the same arrivals, in one run and around one loaded model.
 
     python -m benchmarks.engine.strategies --model DIR --workload FILE --arrival poisson --load 0.5,0.8,1
     python -m benchmarks.engine.strategies --model DIR --workload FILE --strategies static,hybrid --policies fcfs,sjf
     python -m benchmarks.engine.strategies --model DIR --workload FILE --presets latency,mixed --load 0.8
 
-Prints a table and, as the last line, one JSON object. Each strategy × policy gets a fresh engine around the same
-model, so nothing is cached or learnt from the one before. --load multiplies the rate that --arrival names; where it
-names none, the rate is the capacity: what continuous batching serves when everything comes at once, measured first.
+Prints a table and, as the last line, one JSON object. Each strategy × policy gets a fresh engine around the same model,
+so nothing is cached or learnt from the previous trial. --load multiplies the rate of --arrival. If --arrival has no
+rate, the rate is the capacity: the rate of continuous batching when all requests come at once, measured first.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ POLICIES = tuple(_BRANCHES["policy"])
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A name for people and the settings behind it."""
+    """A name for people, and the settings of a trial."""
 
     name: str
     scheduler: SchedulerConfig
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """Load once, warm up, then every trial at every load; prints the table."""
+    """Load the model once, warm up, run every trial at every load, and print the table."""
     assignments = parse_assignments(given.set)
     chosen = _trials(given, assignments)
     arrivals, loads = Arrivals.parse(given.arrival), numbers_above_zero("--load", given.load)
@@ -94,12 +94,12 @@ def _trials(given: argparse.Namespace, assignments: Assignments) -> list[Trial]:
     if given.presets is None:
         return trials(given, assignments, strategies=given.strategies, policies=given.policies)
     if given.strategies or given.policies:
-        raise BenchmarkError("--presets has strategies and policies of its own: leave out --strategies and --policies")
+        raise BenchmarkError("--presets sets the strategies and policies: leave out --strategies and --policies")
     return preset_trials(given, assignments, given.presets)
 
 
 def serve(loaded: LoadedEngine, trial: Trial, workload: Workload) -> Served:
-    """One trial: a fresh engine, with empty memory and without experience, around the loaded model."""
+    """Run one trial: a fresh engine with empty memory and no experience, around the loaded model."""
     trace = StepTrace()
     engine = assemble(
         trial.scheduler,
@@ -129,7 +129,7 @@ _COLUMNS = (
 
 
 def in_words(trials: Sequence[Mapping[str, Any]]) -> str:
-    """The figures that most choices hang on; the JSON has them all."""
+    """Return a table of the most important figures; the JSON has all figures."""
     loads, names = [f"{each['load']:g}" for each in trials], [each["name"] for each in trials]
     return table_of(_COLUMNS, trials, **{"load": loads, "strategy policy": names})
 
@@ -143,9 +143,9 @@ def _figures(
     load: float,
     rate: float | None,
 ) -> Iterator[dict[str, Any]]:
-    """Of each trial at one load. `num_equal_outputs`: requests with the same tokens as in the first trial.
+    """Yield the figures of each trial at one load. `num_equal_outputs` counts requests with the first trial's tokens.
 
-    rate: requests a second that were offered; None where the arrivals have no rate.
+    rate: the offered requests a second; None if the arrivals have no rate.
     """
     first: Served | None = None
     for trial in chosen:
@@ -164,14 +164,14 @@ def _num_equal(first: Served, served: Served) -> int:
 
 
 def _capacity(loaded: LoadedEngine) -> float:
-    """Requests a second of continuous batching when everything is there from the start."""
+    """Return the requests a second of continuous batching when all requests are there from the start."""
     at_once = Workload(tuple(replace(timed, arrival_s=0.0) for timed in loaded.workload.requests))
     loaded.engine.clear_prefix_cache()
     return len(at_once.requests) / Carousel(loaded.engine).serve(at_once).seconds
 
 
 def _with_deadlines(workload: Workload, deadline_s: float | None) -> Workload:
-    """A deadline for requests that have none."""
+    """Return the workload with this deadline for requests that have none."""
     if deadline_s is None:
         return workload
     return Workload(
@@ -183,10 +183,10 @@ def _with_deadlines(workload: Workload, deadline_s: float | None) -> Workload:
 
 
 def base_assignments(assignments: Assignments) -> dict[str, str | None]:
-    """Those without the parameters of single strategies and policies: those are for the trials that have them.
+    """Return the assignments without parameters of single strategies and policies, which only their trials take.
 
     Raises:
-        BenchmarkError: a strategy or policy is chosen by `--set`, which would choose it for all trials.
+        BenchmarkError: `--set` chooses a strategy or policy, which would choose it for all trials.
     """
     for path, plural in (("scheduler.strategy", "--strategies"), ("scheduler.policy", "--policies")):
         if path in assignments:
@@ -198,12 +198,12 @@ def base_assignments(assignments: Assignments) -> dict[str, str | None]:
 def trials(
     given: argparse.Namespace, assignments: Assignments, *, strategies: str | None, policies: str | None
 ) -> list[Trial]:
-    """Every strategy asked for with every policy; by default all strategies with fcfs, all policies with continuous.
+    """Return all pairs of given names; default: every strategy with fcfs, every policy with continuous.
 
-    Whole batches are as large as `scheduler.max_running` unless a size is set, so that all have the same slots.
+    Whole batches have the size `scheduler.max_running` unless a size is set, so that all trials have equal slots.
 
     Raises:
-        BenchmarkError: a name is none; the message says what there is.
+        BenchmarkError: a name is unknown; the message says which names exist.
     """
     if strategies is None and policies is None:
         pairs = [(name, "fcfs") for name in STRATEGIES] + [("continuous", name) for name in POLICIES[1:]]
@@ -217,10 +217,10 @@ def trials(
 
 
 def preset_trials(given: argparse.Namespace, assignments: Assignments, presets: str) -> list[Trial]:
-    """Every preset asked for, with what `--set` says in place of its values.
+    """Return every given preset; `--set` overrides values of the presets.
 
     Raises:
-        BenchmarkError: a name is none; the message says what there is.
+        BenchmarkError: a name is unknown; the message says which names exist.
     """
     return [
         Trial(name, configured(given, {"scheduler.preset": name, **assignments}).scheduler)
@@ -229,7 +229,7 @@ def preset_trials(given: argparse.Namespace, assignments: Assignments, presets: 
 
 
 def with_largest_limits(assignments: Assignments, chosen: Sequence[Trial]) -> dict[str, str | None]:
-    """The assignments of an engine that has room for the steps of all trials."""
+    """Return the assignments of an engine that has room for the steps of all trials."""
     limits = {
         f"scheduler.{name}": str(max(getattr(trial.scheduler, name) for trial in chosen))
         for name in ("max_running", "max_step_tokens")
@@ -250,7 +250,7 @@ def _names_in(text: str, kind: str, known: Collection[str]) -> list[str]:
 
 
 def _trial(given: argparse.Namespace, assignments: Assignments, strategy: str, policy: str) -> Trial:
-    """The names, the size of a whole batch, then what `--set` says of their parameters."""
+    """Return a trial of these names. The size of a whole batch comes first, then `--set` overrides their parameters."""
     own = base_assignments(assignments)
     max_running = configured(given, own).scheduler.max_running
     for branch, name in (("strategy", strategy), ("policy", policy)):
@@ -267,13 +267,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--arrival", default="poisson", metavar="KIND", help="poisson, poisson:RATE, burst:N, burst:N@RATE or trace"
     )
-    parser.add_argument("--load", default="1", metavar="L,L", help="multiples of the rate, each measured by itself")
-    parser.add_argument("--seed", type=int, default=0, help="of the arrival times")
-    parser.add_argument("--strategies", metavar="A,B", help=f"of {', '.join(STRATEGIES)}")
-    parser.add_argument("--policies", metavar="A,B", help=f"of {', '.join(POLICIES)}")
-    parser.add_argument("--presets", metavar="A,B", help=f"instead of both, of {', '.join(PRESETS)}")
-    parser.add_argument("--slo-ttft-s", type=above_zero, metavar="S", help="first token within so many seconds")
-    parser.add_argument("--slo-latency-s", type=above_zero, metavar="S", help="last token within so many seconds")
+    parser.add_argument("--load", default="1", metavar="L,L", help="multiples of the rate; each is measured separately")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the arrival times")
+    parser.add_argument("--strategies", metavar="A,B", help=f"some of {', '.join(STRATEGIES)}")
+    parser.add_argument("--policies", metavar="A,B", help=f"some of {', '.join(POLICIES)}")
+    parser.add_argument("--presets", metavar="A,B", help=f"instead of both: some of {', '.join(PRESETS)}")
+    parser.add_argument("--slo-ttft-s", type=above_zero, metavar="S", help="limit of the first token, in seconds")
+    parser.add_argument("--slo-latency-s", type=above_zero, metavar="S", help="limit of the last token, in seconds")
     parser.add_argument("--deadline-s", type=above_zero, metavar="S", help="a deadline for requests that have none")
     return parser
 

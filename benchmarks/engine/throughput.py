@@ -1,7 +1,7 @@
-"""How fast the engine serves a workload: `python -m benchmarks.engine.throughput --model DIR --workload FILE.jsonl`.
+"""Measure how fast the engine serves: `python -m benchmarks.engine.throughput --model DIR --workload FILE.jsonl`.
 
-Progress goes to stderr; the last line of stdout is one JSON object. Requests come at their `arrival_s`, or all at once;
-the prefix cache is emptied between repeats. The figures of the workloads after `--also` stand under `also`, by the
+Progress goes to stderr; the last line of stdout is one JSON object. Requests come at their `arrival_s`, or all at once.
+The prefix cache is emptied between repeats. The figures of the workloads after `--also` are listed under `also`, by the
 names of their files without the suffix.
 """
 

@@ -1,13 +1,13 @@
-"""What a folder beside the KV memory brings: `python -m benchmarks.engine.tiers --model DIR --folder DIR`.
+"""Measure the gain of a KV tier in a folder: `python -m benchmarks.engine.tiers --model DIR --folder DIR`.
 
-Engines with and without `cache.tiers`, in turn, in one process; the folder is emptied before each round.
+Runs engines with and without `cache.tiers` in turn, in one process; the folder is emptied before each round.
 
     again      seconds to the first token of a prompt whose blocks were evicted, and in a new engine
     talks      conversations of several turns, all at once, over KV memory for a part of them: turns a second
-    workload   a workload without common beginnings (`--workload`): tokens a second, 99th percentile between tokens
+    workload   a workload without common prefixes (`--workload`): tokens a second, 99th percentile between tokens
 
-`engine_call_ms` is the longest call of the engine's thread that has to do with the tier. The answers of all engines are
-compared. Progress goes to stderr; the last line of stdout is one JSON object.
+`engine_call_ms` is the longest call for the tier in the engine's thread. The answers of all engines are compared.
+Progress goes to stderr; the last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from benchmarks.harness.timeline import times_of
 from benchmarks.harness.workload import read_workload
 
 SETTLE_S = 60.0
-REPLY_TOKENS, QUESTION_TOKENS = 32, 64  # of a turn
+REPLY_TOKENS, QUESTION_TOKENS = 32, 64  # in each turn
 
 
 class Side:
-    """An engine, and the longest call that its thread has made for the tier."""
+    """An engine, and the time of the longest call that its thread has made for the tier."""
 
     def __init__(self, given: argparse.Namespace, *, num_blocks: int, has_tier: bool) -> None:
         config = engine_config(
@@ -82,7 +82,7 @@ class Side:
 
 
 def first_token_s(engine: Engine, prompt: Sequence[int]) -> tuple[float, list[int]]:
-    """Of a request alone, and its tokens."""
+    """Return the seconds to the first token of a request that runs alone, and the request's tokens."""
     began_at, first_s, token_ids = time.perf_counter(), 0.0, list[int]()
     engine.add(_request("alone", prompt, 8))
     for deltas in _steps(engine):
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """All rounds. Raises BenchmarkError where an answer differs."""
+    """Run all rounds. Raises BenchmarkError if an answer differs."""
     parts: dict[str, Callable[[argparse.Namespace, random.Random], dict[str, Any]]] = {
         "again": again,
         "talks": talks,
@@ -143,7 +143,7 @@ def _over(values: Sequence[float]) -> dict[str, Any]:
 
 
 def again(given: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
-    """A prompt computed, then another that takes all memory, then the first with a question more."""
+    """Compute a prompt, then another that takes all memory, then the first prompt with one more question."""
     size = 16
     first, other = (random_tokens(rng, given.prompt) for _ in range(2))
     second = [*first, *random_tokens(rng, QUESTION_TOKENS)]
@@ -177,7 +177,7 @@ def again(given: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
 
 
 def talks(given: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
-    """Conversations whose next turn comes when the one before is answered."""
+    """Run conversations whose next turn comes when the previous turn is answered."""
     beginnings = [random_tokens(rng, given.beginning) for _ in range(given.talks)]
     questions = [[random_tokens(rng, QUESTION_TOKENS) for _ in range(given.turns)] for _ in range(given.talks)]
     longest = given.beginning + given.turns * (QUESTION_TOKENS + REPLY_TOKENS)
@@ -203,7 +203,7 @@ def talks(given: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
 
 
 def _converse(side: Side, beginnings: Sequence[list[int]], questions: Sequence[list[list[int]]]) -> list[list[int]]:
-    """The tokens of each conversation at its end."""
+    """Return the tokens of each conversation at its end."""
     tokens = [list(each) for each in beginnings]
     left = [list(each) for each in questions]
 
@@ -223,7 +223,7 @@ def _converse(side: Side, beginnings: Sequence[list[int]], questions: Sequence[l
 
 
 def workload(given: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
-    """Served once without and once with a tier, in an order that changes."""
+    """Serve the workload once without and once with a tier, in random order."""
     read = read_workload(given.workload)
     num_blocks = num_blocks_for(read, block_size=16, max_running=32)
     found: dict[str, Any] = {}
@@ -232,7 +232,7 @@ def workload(given: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
     answers = {}
     for has_tier in order:
         with opened(given, num_blocks=num_blocks, has_tier=has_tier) as side:
-            side.first_token_s(random_tokens(rng, 64))  # not its own requests: the tier would have them
+            side.first_token_s(random_tokens(rng, 64))  # other tokens: the tier must not have the workload's
             run = Carousel(side.engine).serve(read)
             answers[has_tier] = [timeline.token_ids for timeline in run.timelines.values()]
             times = times_of(run.answered)
@@ -247,29 +247,29 @@ def workload(given: argparse.Namespace, rng: random.Random) -> dict[str, Any]:
 
 
 def random_tokens(rng: random.Random, number: int, *, below: int = 700) -> list[int]:
-    """Ids from 100 on."""
+    """Return random ids from 100 up."""
     return [rng.randrange(100, below) for _ in range(number)]
 
 
 def _check(token_ids: Any, expected: Any) -> None:
     if token_ids != expected:
-        raise BenchmarkError("with a tier other tokens were generated")
+        raise BenchmarkError("an engine with a tier generated different tokens")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("engine.tiers", __doc__)
     parser.add_argument("--model", required=True, metavar="DIR")
-    parser.add_argument("--folder", required=True, metavar="DIR", help="for the tier; it is deleted")
-    parser.add_argument("--max-gib", type=float, default=8.0, metavar="N", help="of the tier")
+    parser.add_argument("--folder", required=True, metavar="DIR", help="folder of the tier; it is deleted")
+    parser.add_argument("--max-gib", type=float, default=8.0, metavar="N", help="size of the tier in GiB")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: the model's")
     parser.add_argument("--threads", type=positive, default=2, metavar="N")
     parser.add_argument("--rounds", type=positive, default=3, metavar="N")
     parser.add_argument("--only", nargs="+", choices=("again", "talks", "workload"), help="default: all")
     parser.add_argument("--prompt", type=positive, default=2000, metavar="N", help="tokens of the prompt of `again`")
     parser.add_argument("--talks", type=positive, default=64, metavar="N")
-    parser.add_argument("--turns", type=positive, default=4, metavar="N", help="of each conversation")
-    parser.add_argument("--beginning", type=positive, default=400, metavar="N", help="tokens before its first turn")
-    parser.add_argument("--share", type=positive, default=4, metavar="N", help="KV memory holds one of so many parts")
+    parser.add_argument("--turns", type=positive, default=4, metavar="N", help="turns of each conversation")
+    parser.add_argument("--beginning", type=positive, default=400, metavar="N", help="tokens before the first turn")
+    parser.add_argument("--share", type=positive, default=4, metavar="N", help="KV memory holds 1/N of the talks")
     parser.add_argument("--workload", metavar="FILE.jsonl", help="one request a line")
     parser.add_argument("--seed", type=int, default=1)
     return parser

@@ -1,18 +1,18 @@
-"""Every figure of a GPU: `python -m benchmarks.gpu --out FOLDER [--stages rates decode] [--budget-s 570]`.
+"""Measure every figure of a GPU: `python -m benchmarks.gpu --out FOLDER [--stages rates decode] [--budget-s 570]`.
 
-Each stage runs in a process of its own, with its own deadline, and appends one JSON line to FOLDER/results.jsonl; a
-table in Markdown comes last, also as FOLDER/table.md. Figures with targets come first, and twice. A stage that fails
-leaves its error, and the next goes on. A second call with the same folder goes on where the first stopped, in the
-middle of a stage, too: stages with a result on this device of their files as they are now are left out unless --again.
-FOLDER has what Triton has compiled: bring it back whole, and along to the next machine.
+Each stage runs in its own process with its own deadline, and appends one JSON line to FOLDER/results.jsonl. A table in
+Markdown is printed last and written to FOLDER/table.md. Figures with targets are measured first, and twice. If a stage
+fails, its error is recorded and the next stage runs. A second call with the same folder resumes where the first call
+stopped, even in the middle of a stage. Without --again, a stage is skipped if it has a result on this device with the
+present files. FOLDER has the kernels that Triton has compiled: copy the whole folder back, and to the next machine.
 
-On a card that has never run this code, begin with --first-contact: some three minutes, and FOLDER/results.jsonl says
-which backends work, and why others do not.
+On a card that has never run this code, begin with --first-contact. It takes some three minutes, and then
+FOLDER/results.jsonl says which backends work and why the others fail.
 
-With --stand-in every stage runs on a CPU, with tiny sizes and Triton's interpreter: the code is tried, and the figures
+With --stand-in every stage runs on a CPU, with tiny sizes and Triton's interpreter. This tests the code; the figures
 are no claims.
 
-Needs torch with CUDA, Triton, transformers and pydantic; neither Ray nor anything of the HTTP API.
+Needs torch with CUDA, Triton, transformers and pydantic; neither Ray nor any part of the HTTP API.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from benchmarks.harness.machine import PROJECT, environment
 
 _EARLIER = "earlier.json"
 _FIRST_CONTACT = "contact"
-_LOOK_EVERY_S = 5.0  # at the card, while a stage runs: each look makes the driver work
-_LAST_CHARACTERS = 2_000  # of what a stage said that failed
+_LOOK_EVERY_S = 5.0  # how often to query the card during a stage; each query makes the driver work
+_LAST_CHARACTERS = 2_000  # of the output of a failed stage
 _ASK_DEVICE = """
 import importlib.util, torch
 assert torch.cuda.is_available(), "torch sees no CUDA device"
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         left_s = given.budget_s - (time.monotonic() - began_at)
         if left_s < given.slow * stage.expected_s:
-            tell(f"{stage.name}: not begun, {left_s:.0f} s are left and it takes some {stage.expected_s} s")
+            tell(f"{stage.name}: not started: {left_s:.0f} s are left, and the stage takes some {stage.expected_s} s")
             continue
         _write_earlier(given.out, known)
         deadline_s = min(left_s, stage.deadline_s(given.slow))
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _passes(stages: Sequence[Stage]) -> Iterator[tuple[Stage, int]]:
-    """Each stage with the number of its pass: all second passes before what is measured once, but for first contact."""
+    """Yield each stage and its pass: first contact comes first, and second passes precede stages measured once."""
     yield from ((stage, 1) for stage in stages if stage.name == _FIRST_CONTACT)
     stages = [stage for stage in stages if stage.name != _FIRST_CONTACT]
     repeated = [stage for stage in stages if stage.num_passes > 1]
@@ -98,13 +98,13 @@ def _passes(stages: Sequence[Stage]) -> Iterator[tuple[Stage, int]]:
 
 
 def _current(found: Mapping[str, Sequence[Result]], codes: Mapping[str, str]) -> dict[str, Sequence[Result]]:
-    """The results of the files as they are now."""
+    """Return the results whose files have not changed since."""
     kept = {name: [each for each in results if each.code == codes.get(name)] for name, results in found.items()}
     return {name: results for name, results in kept.items() if results}
 
 
 def _measured(stage: Stage, given: argparse.Namespace, *, code: str, device: str, deadline_s: float) -> Result:
-    """Run one stage in a process of its own. Where one of the same code was stopped, it goes on with what that left."""
+    """Run one stage in its own process. Resumes a stopped stage if the code is unchanged."""
     tell(f"{stage.name}: {stage.measures} (at most {deadline_s:.0f} s)")
     kept, log = given.out / f"{stage.name}.json", given.out / f"{stage.name}.log"
     of = {"code": code, "device": device}
@@ -123,7 +123,7 @@ def _measured(stage: Stage, given: argparse.Namespace, *, code: str, device: str
     seconds = time.monotonic() - began_at
     left = _read(kept)
     if error is None:
-        kept.unlink(missing_ok=True)  # another pass begins anew
+        kept.unlink(missing_ok=True)  # another pass starts anew
     else:
         error = f"{error}: {log.read_text(encoding='utf-8', errors='replace')[-_LAST_CHARACTERS:].strip()}"
         tell(f"{stage.name} failed: {error}")
@@ -143,7 +143,7 @@ def _measured(stage: Stage, given: argparse.Namespace, *, code: str, device: str
 
 
 def _end_of(process: subprocess.Popen[bytes], deadline_s: float, card: WatchedCard) -> str | None:
-    """Wait for a stage; None if it came to its end without an error. What it started ends with it."""
+    """Wait for a stage; return None if it ended without an error. Kills the stage's whole process group."""
     ends_at = time.monotonic() + deadline_s
     try:
         while (left_s := ends_at - time.monotonic()) > 0:
@@ -159,7 +159,7 @@ def _end_of(process: subprocess.Popen[bytes], deadline_s: float, card: WatchedCa
 
 
 def _run(stage: Stage, given: argparse.Namespace) -> int:
-    """In the stage's own process."""
+    """Run a stage in this process, which is the stage's own."""
     import torch
 
     from benchmarks.gpu.bench import Bench
@@ -180,7 +180,7 @@ def _run(stage: Stage, given: argparse.Namespace) -> int:
 
 
 def _environment(given: argparse.Namespace) -> Mapping[str, str]:
-    """What is compiled stays in the folder, for the next call."""
+    """Return the environment of a stage. Compiled kernels stay in the folder for the next call."""
     offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     caches = {"TRITON_CACHE_DIR": str(given.out / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(given.out / "inductor")}
     on_cpu = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -188,21 +188,21 @@ def _environment(given: argparse.Namespace) -> Mapping[str, str]:
 
 
 def _device() -> str:
-    """The card's name. In a process of its own: CUDA in this one would take memory from the stages.
+    """Return the card's name. Raises BenchmarkError if there is no card.
 
-    Raises BenchmarkError where there is none.
+    A separate process asks, because CUDA in this process would take memory from the stages.
     """
     done = subprocess.run([sys.executable, "-c", _ASK_DEVICE], capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return done.stdout.strip()
     why = done.stderr.strip().rpartition("\n")[2].removeprefix("AssertionError: ")
     raise BenchmarkError(
-        f"stages need a GPU: {why}. With --stand-in every stage runs on a CPU: that tries the code, it measures nothing"
+        f"stages need a GPU: {why}. With --stand-in every stage runs on a CPU: this tests the code but measures nothing"
     )
 
 
 def _write_earlier(out: Path, results: Mapping[str, Sequence[Result]]) -> None:
-    """What a stage may look up of those before it."""
+    """Write the figures of earlier stages, which a stage may look up."""
     figures = {name: summed_up(each).figures for name, each in results.items()}
     (out / _EARLIER).write_text(json.dumps(figures), encoding="utf-8")
 
@@ -212,7 +212,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _named(names: Sequence[str]) -> tuple[Stage, ...]:
-    """Raises BenchmarkError when there is no such stage."""
+    """Return the stages with these names. Raises BenchmarkError if there is no such stage."""
     known = {stage.name: stage for stage in STAGES}
     for name in names:
         if name not in known:
@@ -222,25 +222,25 @@ def _named(names: Sequence[str]) -> tuple[Stage, ...]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("gpu", __doc__)
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="for results, logs and the table")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder for results, logs and table")
     parser.add_argument(
-        "--stages", nargs="+", metavar="STAGE", help=f"only these, of {', '.join(stage.name for stage in STAGES)}"
+        "--stages", nargs="+", metavar="STAGE", help=f"run only these; all: {', '.join(stage.name for stage in STAGES)}"
     )
     parser.add_argument(
         "--first-contact",
         action="store_true",
-        help="only whether each backend works here: the stage contact",
+        help="run only the stage contact: does each backend work here?",
     )
     parser.add_argument(
-        "--budget-s", type=float, default=3600.0, metavar="S", help="no stage begins that this time does not hold"
+        "--budget-s", type=float, default=3600.0, metavar="S", help="no stage starts that needs more than is left"
     )
     parser.add_argument(
-        "--slow", type=above_zero, default=1.0, metavar="TIMES", help="all times of stages, on a slower card"
+        "--slow", type=above_zero, default=1.0, metavar="TIMES", help="factor on all times of stages, for a slower card"
     )
-    parser.add_argument("--keep", action="store_true", help="results of other files count, too; the table names them")
-    parser.add_argument("--again", action="store_true", help="also stages that have a result")
-    parser.add_argument("--stand-in", action="store_true", help="on a CPU, with figures that are no claims")
-    parser.add_argument("--run", metavar="STAGE", help=argparse.SUPPRESS)  # the driver's own: in this process
+    parser.add_argument("--keep", action="store_true", help="also count results of changed files; the table marks them")
+    parser.add_argument("--again", action="store_true", help="also run stages that have a result")
+    parser.add_argument("--stand-in", action="store_true", help="run on a CPU; the figures are no claims")
+    parser.add_argument("--run", metavar="STAGE", help=argparse.SUPPRESS)  # internal: run the stage in this process
     return parser
 
 

@@ -1,5 +1,5 @@
-"""Attention alone, from a graph: how fast a decode step reads keys and values, how fast a prompt is multiplied, each
-beside torch's own attention; and other launches of the same kernels: stages of the pipeline, warps, keys in a tile.
+"""Measure attention alone, from a graph, beside torch's own attention: the rate of bytes in decode, of products in
+prefill. Also measures other launches of the same kernels: stages of the pipeline, warps, keys in a tile.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def measure(bench: Bench) -> None:
 
 
 def _torchs(bench: Bench, shape: HeadShape, number: int, context: int, *, is_prompt: bool = False) -> float | None:
-    """Seconds of torch's own attention on the same sizes, its keys and values one after the other and not in blocks.
+    """Return the seconds of torch's own attention on equal sizes, with contiguous keys and values instead of blocks.
 
-    None where it has no such attention, or refuses.
+    Returns None if torch has no such attention or refuses the call.
     """
     if shape.window or shape.softcap or shape.has_sinks:
         return None
@@ -62,7 +62,7 @@ def _torchs(bench: Bench, shape: HeadShape, number: int, context: int, *, is_pro
 
 
 def _sweep(bench: Bench, kind: str, shape: HeadShape, pieces: Pieces) -> None:
-    """Other launches. The first is the one that is used."""
+    """Measure other launches of the kernels. The first launch is the one in use."""
     stages, warps, tiles = bench.sized(((2, 3, 4), (4, 8), (32, 64)), ((2,), (4,), (16,)))
     options = (
         {"num_stages": stage, "num_warps": warp, "tile": tile} for stage, warp, tile in product(stages, warps, tiles)
@@ -72,7 +72,7 @@ def _sweep(bench: Bench, kind: str, shape: HeadShape, pieces: Pieces) -> None:
         said = ", ".join(f"{key} {value}" for key, value in launch.items()) or "as it is"
         try:
             took_us, refused = _us(_attended(bench, shape, pieces, launch)), None
-        except Exception as error:  # more shared memory than there is, or a tile that a kernel does not take
+        except Exception as error:  # too much shared memory, or a tile that a kernel refuses
             took_us, refused = None, described(error)[:120]
         bench.row(name, launch=said, us=took_us, refused=refused)
     found = [(row["us"], row["launch"]) for row in bench.tables[name] if row["us"] is not None]
@@ -84,7 +84,7 @@ def _us(seconds: float | None) -> float | None:
 
 
 def _attended(bench: Bench, shape: HeadShape, pieces: Pieces, launch: Mapping[str, int] | None = None) -> float:
-    """Seconds of one layer's attention, with the write of the new keys and values, replayed from a graph."""
+    """Return the seconds of one layer's attention with the write of new keys and values, replayed from a graph."""
     num_blocks = blocks_needed(pieces)
     attention = attention_of(bench, shape, num_blocks=num_blocks, max_rows=len(pieces))
     if launch:
@@ -96,7 +96,7 @@ def _attended(bench: Bench, shape: HeadShape, pieces: Pieces, launch: Mapping[st
 
 
 class _Launched:
-    """The kernels' module, each launch with other options where it has them."""
+    """The kernels' module. `options` replace the options of a launch that have the same names."""
 
     def __init__(self, kernels: Any, options: Mapping[str, int]) -> None:
         self._kernels = kernels
@@ -121,13 +121,13 @@ class _Kernel:
 
 
 def _bytes(shape: HeadShape, number: int, context: int) -> int:
-    """Of keys and values that a decode step has to read."""
+    """Return the bytes of keys and values that a decode step has to read."""
     seen = min(context, shape.window or context)
     return number * seen * 2 * shape.num_kv_heads * shape.head_dim * torch.bfloat16.itemsize
 
 
 def _operations(shape: HeadShape, length: int) -> int:
-    """Multiplications and additions of a causal prompt; of a window only what it sees."""
+    """Return the multiplications and additions of a causal prompt. With a window, only visible keys count."""
     window = min(length, shape.window or length)
     pairs = window * (window + 1) // 2 + (length - window) * window
     return 4 * shape.num_heads * shape.head_dim * pairs

@@ -1,4 +1,4 @@
-"""What a stage has at hand: the device, sizes for it, a clock, and a file that keeps figures as they are found."""
+"""The tools of a stage: the device, sizes for the device, a clock, and a file that stores figures as they are found."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _NUM_WARM_UPS = 3  # kernels are compiled, memory is allocated, clocks rise
 
 
 class Bench:
-    """One stage's run. On a GPU, or standing in on a CPU with sizes that say nothing about speed."""
+    """One stage's run, on a GPU or as a stand-in on a CPU with sizes that say nothing about speed."""
 
     def __init__(
         self, *, out: Path, file: Path, stands_in: bool, earlier: Mapping[str, Mapping[str, Any]], stage: str = ""
     ) -> None:
-        """out: for what stages make. file: for the figures; what it has already of this stage is gone on with.
+        """Store figures in `file`, and resume an interrupted run of the stage from it.
 
-        earlier: figures of other stages, by their names.
+        out: folder for the files of stages. earlier: figures of other stages, by the names of the stages.
         """
         self.stage = stage
         self.out = out
@@ -39,7 +39,7 @@ class Bench:
         self._file = file
         self._kept: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         self._done: dict[str, None] = dict.fromkeys(self._kept.get("done", ()))
-        self._num_whole: dict[str, int] = self._kept.get("num_whole", {})  # rows of parts that are done, by table
+        self._num_whole: dict[str, int] = self._kept.get("num_whole", {})  # rows of finished parts, by table
         self.figures: dict[str, Any] = self._kept.get("figures", {})
         self.tables: dict[str, list[dict[str, Any]]] = {
             name: rows[: self._num_whole[name]]
@@ -47,25 +47,25 @@ class Bench:
         }  # fmt: skip
 
     def sized(self, on_gpu: Size, standing_in: Size) -> Size:
-        """The size that this run uses."""
+        """Return the size for this run: on a GPU, or standing in."""
         return standing_in if self.stands_in else on_gpu
 
     def put(self, **figures: Any) -> None:
-        """Keep figures by name, from now on even if the stage fails. A unit ends the name."""
+        """Store figures by name at once, so that they remain if the stage fails. A unit ends the name."""
         self.figures |= figures
         tell(", ".join(f"{name} {value}" for name, value in figures.items()))
         self._write()
 
     def row(self, table: str, **cells: Any) -> None:
-        """Keep a row of a table; the rows of a table have the same cells."""
+        """Store a row of a table; all rows of a table have the same cells."""
         self.tables.setdefault(table, []).append(cells)
         tell(f"{table}: {cells}")
         self._write()
 
     def parts(self, name: str, items: Iterable[Item]) -> Iterator[Item]:
-        """The items that a process of this stage before this one, which was stopped, has not done.
+        """Yield the items that an earlier, stopped process of this stage has not finished.
 
-        A stage that has parts makes all its rows in them.
+        A stage with parts must make all its rows within them.
         """
         for item in items:
             part = f"{name} {item}"
@@ -78,16 +78,16 @@ class Bench:
             self._write()
 
     def skip(self, reason: str) -> None:
-        """The whole stage: what it needs is not here."""
+        """Skip the whole stage: a requirement is missing here."""
         self.put(skipped=reason)
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that was queued."""
+        """Wait until the device has done all queued work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
     def seconds(self, function: Callable[[], object], *, repeat: int = 20) -> float:
-        """The median time of one call, on the device's clock."""
+        """Return the median time of one call, on the device's clock."""
         for _ in range(self.sized(_NUM_WARM_UPS, 1)):
             function()
         repeat = self.sized(repeat, 2)
@@ -102,7 +102,7 @@ class Bench:
         return statistics.median(float(began.elapsed_time(ended)) for began, ended in events) / 1e3
 
     def seconds_in_a_row(self, function: Callable[[], object], *, repeat: int = 20) -> float:
-        """The time of one call where many follow one another without waiting, by the host's clock."""
+        """Return the time of one call among many that follow one another without waiting, by the host's clock."""
         for _ in range(self.sized(_NUM_WARM_UPS, 1)):
             function()
         self.synchronize()
@@ -114,14 +114,14 @@ class Bench:
         return (time.perf_counter() - began_at) / repeat
 
     def of_earlier(self, stage: str, figure: str) -> float | None:
-        """A figure of a stage that ran before, if it did."""
+        """Return a figure of an earlier stage, or None if that stage has not run."""
         value = self.earlier.get(stage, {}).get(figure)
         return float(value) if isinstance(value, int | float) else None
 
     def _write(self) -> None:
         own = {"figures": self.figures, "tables": self.tables, "done": list(self._done), "num_whole": self._num_whole}
         text = json.dumps(self._kept | own)
-        part = self._file.with_suffix(".part")  # a stage that is stopped in the middle of this leaves the file whole
+        part = self._file.with_suffix(".part")  # a stage that is stopped during the write leaves the file whole
         part.write_text(text, encoding="utf-8")
         part.replace(self._file)
 

@@ -1,4 +1,4 @@
-"""Work of a stage in further processes, each with a bench of its own: what ends one of them does not end the stage."""
+"""Run work of a stage in more processes, each with its own bench. The end of a process does not end the stage."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from benchmarks.gpu.graphs import standing_in
 
 
 class Child(NamedTuple):
-    """What came of one process."""
+    """The result of one process."""
 
     figures: Mapping[str, Any]
-    end: str  # in words
+    end: str  # how the process ended, in words
 
 
 def in_processes(
@@ -32,8 +32,8 @@ def in_processes(
 ) -> list[Child]:
     """Call `work(bench, *arguments)` for each of the arguments, all at once.
 
-    deadline_s: for all together, starts included; where it stands in, ten times that. takes_cpu_for_gpu: see
-    `standing_in`; not where the work is of processes that it starts itself. verifies: as there.
+    deadline_s: for all processes together, with their starts; ten times as long for a stand-in. takes_cpu_for_gpu and
+    verifies: see `standing_in`; takes_cpu_for_gpu must be False if the work computes in processes that it starts.
     """
     files = [bench.out / f"{bench.stage}-{number}.json" for number in range(len(arguments))]
     processes = []
@@ -60,4 +60,4 @@ def _run(
     bench = Bench(out=out, file=file, stands_in=stands_in, earlier={}, stage=stage)
     with standing_in(stands_in and takes_cpu_for_gpu, verifies=verifies):
         work(bench, *given)
-    os._exit(0)  # without the end of what the libraries have started, which may wait for ever
+    os._exit(0)  # do not wait for the libraries' threads, which may never end

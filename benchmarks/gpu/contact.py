@@ -30,20 +30,20 @@ _MOST_OF_A_REASON = 300  # characters
 
 def measure(bench: Bench) -> None:
     expected: dict[str, Any] = {}
-    for backend in reversed(list(BACKENDS)):  # plain torch first: the others are compared with it
+    for backend in reversed(list(BACKENDS)):  # plain torch first: other backends are compared with it
         [child] = in_processes(bench, try_backend, [(backend,)], deadline_s=_DEADLINE_S, verifies=True)
         found: Mapping[str, Any] = child.figures
         if backend == TORCH:
             expected = {model: found.get(model, {}).get("tokens") for model in MODELS}
         for model in MODELS:
-            row = dict(found.get(model, {"failed": f"its process {child.end} before"}))
+            row = dict(found.get(model, {"failed": f"its process {child.end} before this model"}))
             tokens = row.pop("tokens", None)
             is_equal = None if tokens is None or expected[model] is None else tokens == expected[model]
             bench.row("contact", backend=backend, model=model, equal=is_equal, **row)
 
 
 def try_backend(bench: Bench, backend: str) -> None:
-    """All models with one backend, in a process of its own."""
+    """Try all models with one backend, in the backend's own process."""
     rate = copy_rate(bench)
     for model in bench.sized(MODELS, MODELS[:-1]):
         try:
@@ -59,11 +59,11 @@ def _contact(bench: Bench, model: str, backend: str, copied_bytes_per_s: float) 
     engine.prepare()
     ready_s = time.perf_counter() - began_at
     sizes = {"num_prompt_tokens": bench.sized(40, 5), "num_tokens": bench.sized(32, 2)}
-    tokens, _ = _generated(engine, num_requests=1, **sizes)  # kernels are compiled
+    tokens, _ = _generated(engine, num_requests=1, **sizes)  # compiles the kernels
     num_requests = bench.sized(8, 1)
     _, seconds = _generated(engine, num_requests=num_requests, **sizes)
     taken = engine.measurements().backend
-    assert taken is not None, "it runs on a GPU"
+    assert taken is not None, "the engine runs on a GPU"
     num_bytes = num_bytes_of(vars(engine.runner)["_model"].tensors())  # as if each step read all weights once
     left = "; ".join(f"{part}: {reason[:_MOST_OF_A_REASON]}" for part, reason in taken.failed.items())
     return {
@@ -86,7 +86,7 @@ def _config(bench: Bench, model: str, backend: str) -> EngineConfig:
 def _generated(
     engine: Engine, *, num_prompt_tokens: int, num_requests: int, num_tokens: int
 ) -> tuple[list[list[int]], float]:
-    """The tokens of each request, and the seconds of all."""
+    """Return the tokens of each request, and the seconds of all requests together."""
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     tokens: dict[str, list[int]] = {f"{number}": [] for number in range(num_requests)}
     began_at = time.perf_counter()

@@ -1,5 +1,4 @@
-"""Decode steps by replay against the least time that their bytes take at the measured rate of copies; prompts against
-the measured rate of matrix products."""
+"""Compare decode steps by replay with the measured rate of copies, and prompts with that of matrix products."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from benchmarks.gpu.models import engine_config, made_model, prepared_runner, pr
 from benchmarks.gpu.rates import copy_rate
 from benchmarks.gpu.steps import blocks_needed, step_of
 
-_ROOM = 0.75  # of the GPU's memory is for weights and KV here; the rest is for graphs, logits and steps
+_ROOM = 0.75  # share of the GPU's memory for weights and KV; the rest is for graphs, logits and steps
 
 
 @torch.inference_mode()
@@ -33,20 +32,20 @@ def measure(bench: Bench) -> None:
         bench.skip(reason)
         return
     contexts = bench.sized((1024, 512, 2048, 8192), (33, 20)) if types == _Types() else bench.sized((1024,), (33,))
-    # What has targets comes first.
+    # The sizes with targets come first.
     rows = (64, 256, 1, 8, 32, 128, 512) if types == _Types() else (64, 256, 1, 8)
     _measure_types(bench, types, bench.sized(rows, (2, 1) if types == _Types() else (2,)), contexts)
 
 
 class _Types(NamedTuple):
-    """As in the config: `model.quantization` and `cache.dtype`."""
+    """The values of `model.quantization` and `cache.dtype`."""
 
     weights: str = "none"
     kv: str = "auto"
 
     @property
     def suffix(self) -> str:
-        """Of the figures' names."""
+        """The suffix of the figures' names."""
         return ("" if self.weights == "none" else f"_{self.weights}") + ("" if self.kv == "auto" else f"_kv_{self.kv}")
 
 
@@ -93,7 +92,7 @@ def _measure_types(bench: Bench, types: _Types, rows: Sequence[int], contexts: S
 
 
 def _put_prompt(bench: Bench, length: int, types: _Types, step_s: float) -> None:
-    """A step that computes one prompt from its beginning, against the rate of a large product."""
+    """Store the figures of a step that computes one whole prompt, against the rate of a large product."""
     reached = prompt_operations(bench, length) / step_s / 1e12
     rate = bench.of_earlier("rates", "bf16_tflop_per_s")
     share = round(reached / rate, 3) if rate else None
@@ -105,7 +104,7 @@ def _put_prompt(bench: Bench, length: int, types: _Types, step_s: float) -> None
 
 
 def _timed(bench: Bench, runner: ModelRunner, replays: Replays, batch: StepBatch) -> dict[str, Any]:
-    """A step with its greedy draw; the replay alone; what the host needs to launch one."""
+    """Time a step with its greedy draw, its replay alone, and the host's launch of a step."""
     step_s = bench.seconds_in_a_row(lambda: runner.launch(batch))
     replays.last = None
     began_at = time.perf_counter()
@@ -122,9 +121,9 @@ def _timed(bench: Bench, runner: ModelRunner, replays: Replays, batch: StepBatch
 
 
 def bytes_of_a_step(model: LoadedModel) -> int:
-    """Weights that a decode step reads: all but the table of embeddings, of which it reads a row for each sequence.
+    """Return the bytes of weights that a decode step reads: all weights except the table of embeddings.
 
-    The table is no other matrix too: the models that are made here have a head of their own.
+    A step reads one row of that table for each sequence. The models of these benchmarks have a separate head.
     """
     assert model.facts.embedding_size is not None, "a known model gives embeddings"
     table = model.facts.vocab_size * model.facts.embedding_size * model.dtype.itemsize

@@ -51,7 +51,7 @@ def measure(bench: Bench) -> None:
 
 
 def served(engine: Engine, workload: Workload, *, begin: Callable[[], object] = lambda: None) -> dict[str, Any]:
-    """The figures of the requests, after a warm-up. begin: is called between them."""
+    """Return the figures of the requests after a warm-up. begin: called after the warm-up and before the requests."""
     contender = Carousel(engine)
     warmed_up(contender, workload)
     contender.forget()
@@ -60,11 +60,11 @@ def served(engine: Engine, workload: Workload, *, begin: Callable[[], object] = 
 
 
 def requests_for(bench: Bench) -> Workload:
-    """The same requests for every engine: lengths as in ShareGPT, all at once, greedy."""
+    """Return the same requests for every engine: lengths as in ShareGPT, all at once, greedy."""
     vocab_size = bench.sized(150_000, 320)
     lines = make_workload("sharegpt", vocab_size=vocab_size, num_requests=bench.sized(512, 2))
     file = bench.out / "sharegpt.jsonl"
-    part = file.with_suffix(f".{os.getpid()}")  # processes of a stage make the same one
+    part = file.with_suffix(f".{os.getpid()}")  # several processes of a stage write equal files
     part.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     part.replace(file)
     workload = read_workload(str(file))
@@ -72,7 +72,7 @@ def requests_for(bench: Bench) -> Workload:
 
 
 def cells_of(workload: Workload, run: Run) -> dict[str, Any]:
-    """The figures of one run."""
+    """Return the figures of one run."""
     seconds = times_of(run.answered, (50, 99))
     times = {name: None if value is None else round(value * 1e3, 2) for name, value in seconds.items()}
     return {

@@ -1,4 +1,4 @@
-"""What the engine does after an illegal address and after a lack of memory in a step, each in a process of its own."""
+"""Test the engine after an illegal address and after a lack of memory in a step, each in its own process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from benchmarks.gpu.head_shapes import ON_GPU, attention_of
 from benchmarks.gpu.models import engine_config, made_model
 from benchmarks.gpu.steps import step_of
 
-_DEADLINE_S = 60.0  # of a case, its process and the model's start included
+_DEADLINE_S = 60.0  # of a case, with the start of its process and model
 _NUM_TOKENS = 4
 _FAILING_STEP = 3
 
@@ -35,12 +35,12 @@ def measure(bench: Bench) -> None:
 
 
 def run_case(bench: Bench, case: str) -> None:
-    """In a process of its own."""
+    """Run one case in its own process."""
     bench.put(**asyncio.run(_served(bench, CASES[case])))
 
 
 async def _served(bench: Bench, fault: Callable[[Bench], None]) -> dict[str, Any]:
-    """Streams of which a step fails, and a request after them."""
+    """Serve streams with a failing step, and one request after them."""
     num_streams = bench.sized(4, 2)
     config = engine_config(
         bench, "sampling", max_running=num_streams, max_step_tokens=bench.sized(64, 8), max_model_len=64, num_blocks=64
@@ -67,7 +67,7 @@ def _runner_of(config: EngineConfig) -> tuple[ModelRunner, Any]:
 
 
 async def _streamed(engine: AsyncEngine, name: str) -> str:
-    """How a request ended, in words."""
+    """Serve a request and return how it ended, in words."""
     sampling = SamplingParams(max_tokens=_NUM_TOKENS, temperature=0.0, ignore_eos=True)
     request = Request(request_id=name, prompt_token_ids=(5, 6, 7), sampling=sampling)
     num_tokens = 0
@@ -84,7 +84,7 @@ def _counted(ends: list[str]) -> str:
 
 
 class _Failing(ModelRunner):
-    """A runner of which one step meets a fault."""
+    """A runner that meets a fault in one of its steps."""
 
     launches = True
 
@@ -109,7 +109,7 @@ class _Failing(ModelRunner):
 
 
 def _illegal_address(bench: Bench) -> None:
-    """One of our kernels writes where no memory is; the device says so at the next wait."""
+    """Let one of our kernels write to an unmapped address; the device reports the error at the next wait."""
     if bench.stands_in:
         raise DeviceLost("as a device does after an illegal address")
     shape = ON_GPU[0]

@@ -1,7 +1,7 @@
-"""The graphs that steps replay: made by themselves, watched, and what takes their place where there is no GPU.
+"""The graphs that steps replay: captured alone, watched, and replaced by a stand-in if there is no GPU.
 
-A run that stands in has the code of a GPU around it: its kernels run in Triton's interpreter, graphs do their work
-again. Nothing of that says anything about speed.
+A stand-in run executes the GPU code on a CPU: kernels run in Triton's interpreter, and graphs do their work again. Its
+times say nothing about speed.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ Work = Callable[[], torch.Tensor]
 
 
 def captured(function: Work, device: torch.device) -> Work:
-    """A graph of the work, as the engine captures it: the host would be slower than the device."""
+    """Return a graph of the work, captured as in the engine: without it, the host would be slower than the device."""
     replay: Work = vars(app.model.ways.gpu)["CudaCapture"](device)(function)
     return replay
 
 
 @dataclass(slots=True)
 class Replays:
-    """The graphs that are captured while it watches."""
+    """The graphs that are captured while `watched` is active."""
 
     num_graphs: int = 0
-    last: Work | None = None  # of the step that was launched last; None: it had no graph
+    last: Work | None = None  # of the last launched step; None: the step had no graph
 
     @contextmanager
     def watched(self) -> Iterator[Replays]:
-        """In here runners are built of which the graphs are seen."""
+        """Record the graphs of all runners that are built within this context."""
         real: Callable[[torch.device], Any] = vars(app.model.ways.gpu)["CudaCapture"]
 
         def capture_on(device: torch.device) -> Callable[[Work], Work]:
@@ -54,16 +54,16 @@ class Replays:
             yield self
 
     def check(self, config: EngineConfig, runner: ModelRunner, *, times: int = 1) -> None:
-        """Raises BenchmarkError if steps run eagerly, slower: plausible figures of something else.
+        """Raise BenchmarkError if graphs are missing: slower eager steps would give plausible but wrong figures.
 
-        times: that the runner has captured its steps.
+        times: how often the runner has captured its steps.
         """
         limits = config.scheduler
         mixed = mixed_sizes(max_rows=limits.max_running, max_tokens=limits.max_step_tokens)
         expected = times * (1 + runner.adapts) * (len(graph_sizes(limits.max_running)) + len(mixed))
         if self.num_graphs < expected:
             raise BenchmarkError(
-                f"{self.num_graphs} of {expected} CUDA graphs were captured: other steps run eagerly, slower; the "
+                f"{self.num_graphs} of {expected} CUDA graphs were captured: steps without a graph are slower; the "
                 f"warnings above say why"
             )
 
@@ -78,10 +78,10 @@ class Replays:
 
 
 class WorkAgain:
-    """Stands for `CudaCapture`: like a graph it writes each result to where the first one was."""
+    """A stand-in for `CudaCapture`. Like a graph, it writes each result to the place of the first result."""
 
     def __init__(self, device: torch.device) -> None:
-        """device: is not used."""
+        """device: not used."""
 
     def __call__(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         output = function()
@@ -89,7 +89,7 @@ class WorkAgain:
 
 
 def plain_varlen_attn(*given: Any, **named: Any) -> torch.Tensor:
-    """Stands for torch's function, as its documentation has it. Checks the arguments that the function would check."""
+    """Stand in for torch's function, as documented. Checks the arguments that the function would check."""
     call = signature(varlen_attn).bind(*given, **named).arguments
     query, key, value = call["query"], call["key"], call["value"]
     assert all(each.is_contiguous() for each in (key, value))
@@ -116,7 +116,7 @@ def plain_varlen_attn(*given: Any, **named: Any) -> torch.Tensor:
     return output
 
 
-# What stands for the FlashAttention of torch, which CPUs do not have, by the names in its module.
+# Replacements of torch's FlashAttention, which CPUs lack, by the names in the module that uses it.
 LIBRARY = {"varlen_attn": plain_varlen_attn, "_DTYPES": (torch.float32, torch.bfloat16)}
 _UNVERIFIED = {
     "app.model.ways.loaded_model.LoadedModel.difference_in_steps": lambda *_: None,
@@ -126,9 +126,9 @@ _UNVERIFIED = {
 
 @contextmanager
 def standing_in(is_so: bool = True, *, verifies: bool = False) -> Iterator[None]:
-    """The engine takes the CPU for a GPU: where it would choose Triton's kernels and graphs, it does.
+    """Let the engine treat the CPU as a GPU: it uses Triton's kernels and graphs where it would on a GPU.
 
-    verifies: the steps of each model, too; they are many, and the interpreter is slow.
+    verifies: also verify the steps of each model. There are many steps, and the interpreter is slow.
     """
     with ExitStack() as patches:
         if not is_so:

@@ -1,4 +1,4 @@
-"""The attention of known models as shapes with random numbers: no model is loaded."""
+"""The attention of known models as shapes with random numbers. No model is loaded."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class HeadShape(NamedTuple):
         )
 
     def tensors(self, num_tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query, key and value of new tokens, [num_tokens, heads, head_dim] in bfloat16."""
+        """Return query, key and value of new tokens, [num_tokens, heads, head_dim] in bfloat16."""
 
         def made(num_heads: int) -> torch.Tensor:
             return torch.randn(num_tokens, num_heads, self.head_dim, device=device).bfloat16()
@@ -60,7 +60,7 @@ STANDING_IN = (
 
 
 def attention_of(bench: Bench, shape: HeadShape, *, num_blocks: int, max_rows: int) -> TritonAttention:
-    """KV memory of one such layer, and the kernels over it."""
+    """Return the kernels over the KV memory of one such layer, filled with random numbers."""
     attention = TritonAttention(
         {0: shape.layer}, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_rows=max_rows, max_blocks=num_blocks,
         dtype=torch.bfloat16, device=bench.device,
@@ -71,5 +71,5 @@ def attention_of(bench: Bench, shape: HeadShape, *, num_blocks: int, max_rows: i
 
 
 def begun(attention: TritonAttention, batch: StepBatch) -> AttentionStep:
-    """A step over the layer."""
+    """Begin a step over the layer."""
     return attention.begin_step(batch, build_inputs(batch, block_size=BLOCK_SIZE, device=attention.device))

@@ -1,4 +1,4 @@
-"""The tests of the kernels on this card, by pytest without this project's options for it: some of them need plugins."""
+"""Run the tests of the kernels on this card with pytest, without this project's options: some options need plugins."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.harness.command import BenchmarkError
 from benchmarks.harness.machine import PROJECT
 
-# Compilation for other cards needs no GPU, and is tested without one.
+# Compilation for other cards needs no GPU and is tested elsewhere.
 _TESTS = ("tests/model/cuda", "--ignore=tests/model/cuda/test_triton_compiles.py")
 _STANDING_IN = ("tests/model/cuda/test_block_tables.py",)
 
@@ -36,4 +36,4 @@ def measure(bench: Bench) -> None:
         if found := re.match(r"(FAILED|ERROR) (.*)", line):
             bench.row("failed tests", test=found[2][:200])
     if done.returncode != 0:
-        raise BenchmarkError(f"pytest ended with status {done.returncode}; {bench.out / 'pytest.log'} has all of it")
+        raise BenchmarkError(f"pytest ended with status {done.returncode}; see {bench.out / 'pytest.log'}")

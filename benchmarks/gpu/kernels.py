@@ -1,4 +1,4 @@
-"""Every kernel against 64-bit numbers at the shapes of known models."""
+"""Compare every kernel with 64-bit numbers at the shapes of known models."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def measure(bench: Bench) -> None:
     for name in bench.parts("layer", LAYERS):
         try:
             errors, refused = _logprob_errors(bench, name), None
-        except Exception as failure:  # the others are measured all the same
+        except Exception as failure:  # the remaining layers are still measured
             errors, refused = {"": float("nan")}, described(failure)[:200]
         for kind, error in errors.items():
             bench.row(
@@ -49,7 +49,7 @@ def measure(bench: Bench) -> None:
 
 
 def _attention_errors(bench: Bench, shape: HeadShape) -> dict[str, float]:
-    """Of a prompt in two pieces and of single tokens after it."""
+    """Return the errors of a prompt in two pieces and of single tokens after the prompt."""
     torch.manual_seed(0)
     prompt, single = bench.sized((1200, 4), (7, 2))
     length = prompt + single
@@ -81,7 +81,7 @@ def _attended(
 
 
 def _in_fp64(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: AttentionRules) -> torch.Tensor:
-    """The formula of attention over one sequence. [num_tokens, num_heads, dim], float64."""
+    """Compute attention over one sequence by its formula. [num_tokens, num_heads, dim], float64."""
     group = query.shape[1] // key.shape[1]
     query, key, value = query.double(), *(each.double().repeat_interleave(group, dim=1) for each in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) * rules.scaling
@@ -101,7 +101,7 @@ def _in_fp64(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules:
 def _invariant_errors(bench: Bench, rows: int, depth: int, columns: int) -> None:
     left, right = (
         torch.randn(size, device=bench.device).bfloat16() for size in ((rows, depth), (columns, depth))
-    )  # as a linear layer has its weight
+    )  # the layout of a linear layer's weight
     for kind, ours, exact in (
         ("batch-invariant product", invariant_mm(left, right.t()), left.double() @ right.t().double()),
         ("batch-invariant mean", invariant_mean(left, [-1]), left.double().mean(-1)),
@@ -113,7 +113,7 @@ def _invariant_errors(bench: Bench, rows: int, depth: int, columns: int) -> None
 
 
 def _largest_error(ours: torch.Tensor, right: torch.Tensor) -> float:
-    """The largest difference, relative to the size of the numbers that it is among."""
+    """Return the largest difference, relative to the root mean square of the right numbers."""
     size = right.square().mean().sqrt().clamp_min(1e-30)
     return float((ours.double() - right).abs().max() / size)
 
@@ -124,12 +124,11 @@ def _short(number: float) -> float:
 
 @torch.inference_mode()
 def _logprob_errors(bench: Bench, shape: str) -> dict[str, float]:
-    """A model of one layer at its real width, through the whole runner, against transformers' code in 64-bit numbers.
+    """Compare a model of one layer at its real width, in the whole runner, with transformers' code in 64-bit numbers.
 
-    Whatever kernels the engine chooses for such a model are in it: norms, positions, products, attention, head, logits.
-    The largest differences of log-probabilities in a prompt's two pieces and in decode steps after it.
-
-    They are relative to the spread of the logits. The weights are the same: both are drawn from one seed.
+    The test covers the kernels that the engine chooses for such a model: norms, positions, products, attention, head,
+    logits. Returns the largest differences of log-probabilities in a prompt's two pieces and in the decode steps after
+    it, relative to the spread of the logits. Both models draw equal weights from one seed.
     """
     prompt, single = bench.sized((200, 8), (4, 1))
     num_blocks = -(-(prompt + single) // BLOCK_SIZE)
@@ -168,9 +167,9 @@ def _piece(whole: ScheduledSequence, start: int, end: int, targets: tuple[int, .
 
 
 def _exact(bench: Bench, path: str, token_ids: Sequence[int]) -> torch.Tensor:
-    """Log-probabilities of every next token. [num_tokens, vocab_size] float64."""
+    """Return the log-probabilities of every next token. [num_tokens, vocab_size] float64."""
     found = AutoConfig.from_pretrained(path)
     module = random_module(found, torch.bfloat16, bench.device, attention="eager").double()
-    module.set_experts_implementation("eager")  # the other ways to multiply experts take no 64-bit numbers
+    module.set_experts_implementation("eager")  # other implementations of experts refuse 64-bit numbers
     logits: torch.Tensor = module(torch.tensor([token_ids], device=bench.device), use_cache=False).logits[0]
     return logits.double().log_softmax(dim=-1).cpu()

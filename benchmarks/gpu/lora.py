@@ -1,7 +1,7 @@
-"""What LoRA adapters cost a step: the same sequences with adapters and without, in turn.
+"""Measure the cost of LoRA adapters in a step: the same sequences with and without adapters, in turn.
 
-Adapters are of every linear layer of the 8B shape, random, and each in a slot of its own. Sequence N has adapter N
-modulo their number. Of the ratios the median over the rounds counts; each round has every kind once.
+The adapters are random and change every linear layer of the 8B shape; each has its own slot. Sequence N has adapter N
+modulo the number of adapters. Each round runs every kind once, and each ratio is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def measure(bench: Bench) -> None:
 
 
 def _put(bench: Bench, runner: ModelRunner, name: str, rank: int, kinds: Mapping[str, StepBatch]) -> None:
-    """Steps of each kind in turn, by how many adapters they have."""
+    """Time steps of each kind in turn. The kinds are named by their number of adapters."""
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     for _, kind in turns(list(kinds), rounds=bench.sized(7, 1)):
         batch = kinds[kind]

@@ -1,6 +1,6 @@
-"""An 8B model from its start: seconds, graphs, memory predicted against used; then the step that takes most.
+"""Start an 8B model: seconds, graphs, memory predicted against used; then run the step that takes most memory.
 
-In the stage `sleep` it then sleeps and wakes.
+In the stage `sleep`, the model then sleeps and wakes instead.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmarks.harness.command import BenchmarkError
 
 def measure(bench: Bench) -> None:
     config = engine_config(bench, max_model_len=bench.sized(8192, 32))
-    of_others = _used_of_card()  # before this process has a context of its own
+    of_others = _used_of_card()  # before this process has its own CUDA context
     began_at = time.perf_counter()
     planned = planned_memory(config)
     bench.put(plan_s=_since(began_at))
@@ -63,11 +63,11 @@ def measure(bench: Bench) -> None:
     predicted, used = planned.needs.total + kv, _difference(_used(bench), of_others)
     bench.put(kv_gib=_gib(kv), predicted_gib=_gib(predicted), used_gib=_gib(used))
     bench.put(predicted_over_used=None if used is None else round(predicted / used, 4))
-    replays.check(config, engine.runner)  # what was measured before tells why
+    replays.check(config, engine.runner)  # comes last: the figures above explain a failure
 
 
 def _worst_step(bench: Bench, config: EngineConfig, engine: Engine) -> None:
-    """The step that memory was sized by: every limit reached by `largest_batch`."""
+    """Run the step that memory was sized for: `largest_batch` reaches every limit."""
     batch = largest_batch(config.scheduler, engine.facts, block_size=BLOCK_SIZE)
     for name in ("first_worst_step_s", "worst_step_s"):
         began_at = time.perf_counter()
@@ -81,7 +81,7 @@ def _worst_step(bench: Bench, config: EngineConfig, engine: Engine) -> None:
 
 
 def _sleep_and_wake(bench: Bench, config: EngineConfig, engine: Engine, replays: Replays) -> None:
-    """Raises BenchmarkError if it does not answer as before, or not from graphs."""
+    """Sleep and wake. Raises BenchmarkError if the answers change or graphs are missing."""
     prompts = [(0, bench.sized(128, 3))] * 2
     batch = step_of(prompts, num_blocks=blocks_needed(prompts))
     before = engine.runner.run(batch).token_ids
@@ -99,7 +99,7 @@ def _sleep_and_wake(bench: Bench, config: EngineConfig, engine: Engine, replays:
 
 @contextmanager
 def _noted_needs() -> Iterator[list[MemoryNeeds]]:
-    """The needs that an engine measures of its model while it is built."""
+    """Record the needs that an engine measures for its model during the build."""
     noted: list[MemoryNeeds] = []
     measure_needs = app.model.ways.gpu.needs_on_gpu
 
@@ -112,14 +112,14 @@ def _noted_needs() -> Iterator[list[MemoryNeeds]]:
 
 
 def _needs(config: EngineConfig) -> MemoryNeeds:
-    """The same where no engine measures it: on a CPU."""
+    """Return the needs on a CPU, where no engine measures them."""
     model = made_model(config)
     largest = largest_batch(config.scheduler, model.facts, block_size=BLOCK_SIZE)
     return model.needs(config, largest)
 
 
 def _used(bench: Bench) -> int | None:
-    """Bytes of the whole card that are in use; None on a CPU."""
+    """Return the bytes in use on the whole card; None on a CPU."""
     if bench.device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info()
@@ -127,7 +127,7 @@ def _used(bench: Bench) -> int | None:
 
 
 def _used_of_card() -> int:
-    """The same as the driver says it, without a context of this process; 0 where it cannot be asked."""
+    """Return the bytes in use from the driver, without a context of this process; 0 if the driver does not answer."""
     told = told_by_driver("memory.used", "csv,noheader,nounits") or ""
     first = told.split()[:1]
     return int(first[0]) * 1024**2 if first and first[0].isdecimal() else 0

@@ -1,4 +1,4 @@
-"""Models of known shapes with random weights that are made on the device: there is no file to read or to carry."""
+"""Models of known shapes with random weights that are made on the device: no file has to be read or copied."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ _GPT_OSS: dict[str, Any] = {
 }
 _ONE_LAYER = {"num_hidden_layers": 1}
 _NARROW = {name: _TINY[name] for name in _TINY if name.endswith(("_size", "_heads", "head_dim"))} | _ONE_LAYER
-# One thin layer before the whole vocabulary: nearly all of its step is sampling.
+# Models of one layer at its real width. The shape "sampling" has one thin layer, so its steps are mostly sampling.
 LAYERS = ("Llama-3-8B", "Qwen3-8B", "Gemma-2-9B", "gpt-oss-20B")
 _SMALL = _TINY | {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
 _QWEN3_MOE: dict[str, Any] = {
@@ -160,10 +160,10 @@ def engine_config(
     num_blocks: int | None = None,
     **model: Any,
 ) -> EngineConfig:
-    """The engine's settings for a model of this shape, of which only the config.json is written.
+    """Return the engine's settings for a model of this shape. Only the config.json of the model is written.
 
-    num_blocks: of KV memory; None: all that the GPU has left. model: more settings of the model. The limits of a step
-    are those of deployments/serve_gpu.yaml.
+    num_blocks: of KV memory; None: the rest of the GPU's memory. model: more settings of the model. The limits of a
+    step are the limits in deployments/serve_gpu.yaml.
     """
     folder = bench.out / "models" / shape
     folder.mkdir(parents=True, exist_ok=True)
@@ -185,7 +185,7 @@ def engine_config(
 
 @contextmanager
 def made_weights() -> Iterator[None]:
-    """In here a model that is loaded gets random weights, made on its device; all that follows is the loader's own."""
+    """Give random weights, made on the device, to models loaded in this context. The loader does all further work."""
 
     def made(source: ModelSource) -> Any:
         module = random_module(source.found, source.dtype, source.device)
@@ -197,7 +197,7 @@ def made_weights() -> Iterator[None]:
 
 
 def made_model(config: EngineConfig) -> LoadedModel:
-    """A loaded model with random weights, checked as every other is."""
+    """Return a loaded model with random weights, checked like any other model."""
     with made_weights():
         return load_model(config.model, config.model.path, block_size=config.cache.block_size)
 
@@ -210,12 +210,12 @@ def engine_of(
     runner: ModelRunner | None = None,
     store: BlockStore | None = None,
 ) -> Engine:
-    """An engine around a loaded model. overlaps: it launches a step while the one before it is computed.
+    """Return an engine around a loaded model. overlaps: it launches a step while the previous step is computed.
 
-    runner: of the model; default: a new one.
+    runner: of the model; default: a new runner.
     """
     num_blocks = config.cache.num_blocks
-    assert num_blocks is not None, "engines that share a model have KV memory of a set size"
+    assert num_blocks is not None, "an engine that shares a model needs cache.num_blocks"
     runner = runner or model.runner(config, num_blocks=num_blocks, num_threads=1)
     return assemble(
         config.scheduler,
@@ -228,7 +228,7 @@ def engine_of(
 
 
 def prepared_runner(config: EngineConfig, model: LoadedModel) -> tuple[ModelRunner, Replays]:
-    """The runner of such an engine, ready to launch steps, and its graphs. Raises BenchmarkError where some lack."""
+    """Return a runner that is ready to launch steps, and its graphs. Raises BenchmarkError if graphs are missing."""
     with Replays().watched() as replays:
         runner = engine_of(config, model).runner
     assert runner.launches, "on a GPU steps are launched"
@@ -238,7 +238,7 @@ def prepared_runner(config: EngineConfig, model: LoadedModel) -> tuple[ModelRunn
 
 
 def prompt_operations(bench: Bench, length: int) -> int:
-    """Multiplications and additions of the 8B shape for a prompt: matrices, causal attention, one row of logits."""
+    """Return the operations of the 8B shape for a prompt: matrices, causal attention, one row of logits."""
     shape = bench.sized(*_SHAPES["8b"])
     hidden, head_dim, heads = shape["hidden_size"], shape["head_dim"], shape["num_attention_heads"]
     attention = hidden * head_dim * 2 * (heads + shape["num_key_value_heads"])
@@ -249,7 +249,7 @@ def prompt_operations(bench: Bench, length: int) -> int:
 
 
 class _WithoutLaunches(ModelRunner):
-    """A model runner of which each step is waited for."""
+    """A model runner that waits for each step."""
 
     def __init__(self, runner: GraphModelRunner) -> None:
         self._runner = runner
@@ -259,7 +259,7 @@ class _WithoutLaunches(ModelRunner):
 
 
 def random_module(found: Any, dtype: torch.dtype, device: torch.device, *, attention: str = ATTENTION_NAME) -> Any:
-    """transformers' model of a configuration, its weights drawn on the device as its code draws them, from one seed."""
+    """Return transformers' model of a configuration, with weights drawn on the device by its code from one seed."""
     torch.manual_seed(0)
     with torch.device(device):
         module = AutoModelForCausalLM.from_config(found, dtype=dtype, attn_implementation=attention)

@@ -1,4 +1,4 @@
-"""One decode step and one step that admits a prompt under torch's profiler: kernels, launches, gaps, waits."""
+"""Profile one decode step and one step that admits a prompt with torch's profiler: kernels, launches, gaps, waits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.gpu.models import engine_config, made_model, prepared_runner
 from benchmarks.gpu.steps import blocks_needed, step_of
 
 _LAUNCH = "launch of the step"
-_NUM_KERNELS = 12  # of the table: those that take most
+_NUM_KERNELS = 12  # rows of the table: the longest kernels
 _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaLaunchCooperativeKernel")
 _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cuStreamSynchronize", "cudaMemcpy")
 
@@ -63,7 +63,7 @@ def _events_of(bench: Bench, runner: ModelRunner, batch: StepBatch) -> list[Any]
 
 
 def _launched(events: Sequence[Any]) -> list[Any]:
-    """What the host did until the step was queued; waiting for its result is not part of that."""
+    """Return the host's events until the step was queued. The wait for its result is excluded."""
     whole = _of_launch(events)
     return [
         each
@@ -77,13 +77,13 @@ def _of_launch(events: Sequence[Any]) -> Any:
 
 
 def _host_ms(events: Sequence[Any]) -> float:
-    """With the profiler's own cost, which is several times that of a launch."""
+    """Return the host's time, which includes the profiler's own cost of several times a launch."""
     whole = _of_launch(events)
     return round(float(whole.end - whole.start) / 1e3, 3)
 
 
 def _kernels(events: Sequence[Any]) -> list[Any]:
-    """The work of the device in its order; operators without parts where it is the host."""
+    """Return the device's events in their order. On a CPU, return the operators without child operators."""
     found = [each for each in events if _is_on_device(each) and each.name != _LAUNCH]
     found = found or [each for each in events if not each.cpu_children]
     return sorted(found, key=lambda each: float(each.time_range.start))
@@ -94,12 +94,12 @@ def _is_on_device(event: Any) -> bool:
 
 
 def _duration(event: Any) -> float:
-    """Microseconds."""
+    """Return the duration in microseconds."""
     return float(event.time_range.end - event.time_range.start)
 
 
 def _idle_us(kernels: Sequence[Any]) -> float:
-    """Microseconds between the first kernel and the last in which none runs."""
+    """Return the microseconds without a running kernel between the first and the last kernel."""
     idle, busy_until = 0.0, float(kernels[0].time_range.end)
     for _, after in pairwise(kernels):
         idle += max(0.0, after.time_range.start - busy_until)

@@ -1,4 +1,4 @@
-"""Versions, the card, and the rates that all other stages are compared with: copies and matrix products."""
+"""Record versions, the card, and the rates that all other stages are compared with: copies and matrix products."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def measure(bench: Bench) -> None:
 
 
 def copy_rate(bench: Bench) -> float:
-    """The stage's figure, in bytes a second; measured again where it was not run."""
+    """Return the rate of copies in bytes a second, from the stage `rates` if it has run, else measured again."""
     known = bench.of_earlier("rates", "copy_gb_per_s")
     return _measured_copy_rate(bench) if known is None else known * 1e9
 
 
 def _measured_copy_rate(bench: Bench) -> float:
-    """Bytes read and written in a second, by a copy much larger than any cache."""
+    """Return the bytes read and written in a second, by a copy much larger than any cache."""
     source = torch.randn(bench.sized(2**31, 2**16), dtype=torch.bfloat16, device=bench.device)
     to = torch.empty_like(source)
     return 2 * source.nbytes / bench.seconds(lambda: to.copy_(source))
@@ -52,7 +52,7 @@ def _measured_copy_rate(bench: Bench) -> float:
 def _product_rate(
     bench: Bench, side: int, product_of: Callable[[torch.Tensor, torch.Tensor], Callable[[], object]]
 ) -> float:
-    """TFLOP/s of a product of two square matrices of random numbers."""
+    """Return the TFLOP/s of a product of two square random matrices."""
     left, right = (torch.randn(side, side, dtype=torch.bfloat16, device=bench.device) for _ in range(2))
     return round(2 * side**3 / bench.seconds(product_of(left, right)) / 1e12, 1)
 
@@ -62,7 +62,7 @@ def _bf16_product(left: torch.Tensor, right: torch.Tensor) -> Callable[[], objec
 
 
 def _fp8_product(is_fast: bool, left: torch.Tensor, right: torch.Tensor) -> Callable[[], object]:
-    """is_fast: it adds up in fewer bits, which the engine does not."""
+    """Return a product in FP8. is_fast: accumulates in fewer bits, which the engine does not do."""
     narrow, other = (each.to(torch.float8_e4m3fn) for each in (left, right))
     of_rows, of_columns = (torch.ones(shape, device=left.device) for shape in ((left.shape[0], 1), (1, right.shape[0])))
     return lambda: torch._scaled_mm(

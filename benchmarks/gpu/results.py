@@ -1,4 +1,4 @@
-"""The stages of a run, in their order; the file of their results, one JSON object a line for each, and its table.
+"""The stages of a run in their order, the file of their results (one JSON object a line), and the table of results.
 
 The module of a stage has `measure(bench)`, which puts figures on the bench.
 """
@@ -16,40 +16,40 @@ from benchmarks.harness.figures import table
 
 
 class Stage(NamedTuple):
-    """One stage. Times in seconds, for a GPU of a data centre, guessed: none has run there."""
+    """One stage. Times are in seconds and guessed for a data-centre GPU; no stage has run on one."""
 
     name: str
-    file: str  # the module beside this one
+    file: str  # the module in this package
     expected_s: int
     measures: str
-    num_passes: int = 1  # processes that measure it, one after all other stages' first
-    also: tuple[str, ...] = ()  # what it runs beside its module's imports, from the project's root
+    num_passes: int = 1  # runs of the stage; second runs come after the first runs of all such stages
+    also: tuple[str, ...] = ()  # paths that the stage runs beyond its imports, from the project's root
 
     @property
     def module(self) -> str:
         return f"benchmarks.gpu.{self.file}"
 
     def deadline_s(self, slow: float) -> float:
-        """After so long it is stopped: what a first run compiles may take as long again. slow: times the guess."""
+        """Return the seconds until the stage is stopped, with time for compilation. slow: factor on the guess."""
         return slow * (2 * self.expected_s + 30)
 
 
-# By worth: what has targets, and what these are compared with, comes first and twice.
+# Stages with targets, and the stages that these are compared with, come first and run twice.
 STAGES = (
-    Stage("contact", "contact", 180, "each backend on small models: whether it loads, and has plain torch's tokens"),
+    Stage("contact", "contact", 180, "each backend on small models: does it load, and equal plain torch's tokens?"),
     Stage("rates", "rates", 20, "versions, the card, rates of copies and of matrix products", 2),
     Stage("decode", "decode", 60, "steps by replay against bytes / rate of copies; prompts", 2),
     Stage("engine", "engine", 40, "the whole engine on requests of ragged lengths", 2),
-    Stage("transformers", "transformers_batching", 60, "transformers' own batching, the same requests", 2),
+    Stage("transformers", "transformers_batching", 60, "transformers' own batching of the requests of `engine`", 2),
     Stage("sampler", "sampler", 20, "draws: greedy, top-p, top-k, grammar, penalties, logprobs", 2),
     Stage("memory", "memory", 50, "an 8B model's start; memory predicted and used; the worst step", 2),
     Stage("lora", "lora", 50, "decode steps and prompts with LoRA adapters against none", 2),
     Stage("attention", "attention", 70, "decode GB/s, prefill TFLOP/s, torch's beside; other launches"),
     Stage("kernels", "kernels", 60, "every kernel against fp64"),
-    Stage("decode-fp8", "decode", 40, "the same with weights in FP8"),
-    Stage("decode-kv8", "decode", 40, "the same with KV memory in FP8"),
+    Stage("decode-fp8", "decode", 40, "the steps of `decode` with weights in FP8"),
+    Stage("decode-kv8", "decode", 40, "the steps of `decode` with KV memory in FP8"),
     Stage("engine-settings", "engine", 90, "the engine without overlap, without graphs, batch_invariant"),
-    Stage("experts", "experts", 20, "a layer's experts against the bytes of those that are chosen"),
+    Stage("experts", "experts", 20, "a layer's experts against the bytes of the chosen experts"),
     Stage("tier", "tier", 40, "the first token of a prompt from a folder against computing it"),
     Stage("profile", "profiled", 30, "kernels, launches, gaps and waits of a decode step and a mixed one"),
     Stage("sleep", "memory", 50, "an 8B model that sleeps and wakes"),
@@ -60,7 +60,7 @@ STAGES = (
     Stage("tests", "kernel_tests", 150, "the tests of the kernels", also=("tests/model/cuda",)),
 )
 
-# What an H200 should reach with a model of 8B in bfloat16: stage, figure, and whether it is right.
+# Targets of an H200 with an 8B model in bfloat16: stage, figure, bound, and a check of the figure.
 TARGETS: tuple[tuple[str, str, str, Callable[[float], bool]], ...] = (
     ("decode", "share_64x1024", "at least 0.75 of the measured bandwidth", lambda value: value >= 0.75),
     ("decode", "share_256x1024", "at least 0.70", lambda value: value >= 0.70),
@@ -79,23 +79,23 @@ NO_CLAIM = "stand-in on a CPU: the figures are no claims"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What came of one stage."""
+    """The result of one run of a stage."""
 
     stage: str
-    code: str  # a digest of its files
+    code: str  # a digest of the stage's files
     device: str
-    at: str  # when it ended, UTC
+    at: str  # when the run ended, UTC
     seconds: float
     commit: str | None = None  # None outside of a git checkout
-    note: str | None = None  # NO_CLAIM where it is none
-    error: str | None = None  # the end of what it said; figures that it had kept before stand beside it
-    card: Mapping[str, Any] = field(default_factory=dict)  # what the driver said of it meanwhile
+    note: str | None = None  # NO_CLAIM if the figures are no claims
+    error: str | None = None  # the end of the stage's output; figures stored before the error remain
+    card: Mapping[str, Any] = field(default_factory=dict)  # the card during the run, by the driver
     figures: Mapping[str, Any] = field(default_factory=dict)
     tables: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
 
 
 class ResultsFile:
-    """Results of any number of runs."""
+    """A file with the results of any number of runs."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -105,7 +105,7 @@ class ResultsFile:
             file.write(json.dumps(asdict(result)) + "\n")
 
     def of(self, device: str) -> dict[str, list[Result]]:
-        """By stage, all on this device, in their order."""
+        """Return all results on this device, by stage and in their order."""
         lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
         found: dict[str, list[Result]] = {}
         for result in (Result(**json.loads(line)) for line in lines):
@@ -115,12 +115,12 @@ class ResultsFile:
 
 
 def measured(results: Iterable[Result]) -> list[Result]:
-    """Those that came to their end, and not because something is missing."""
+    """Return the results that ended without an error and were not skipped."""
     return [each for each in results if each.error is None and SKIPPED not in each.figures]
 
 
 def summed_up(results: Sequence[Result]) -> Result:
-    """The last of a stage's results, with the medians of the figures of all passes."""
+    """Return the last of a stage's results, with the medians of the figures of all passes."""
     passes = measured(results)
     if not passes:
         return results[-1]
@@ -130,7 +130,7 @@ def summed_up(results: Sequence[Result]) -> Result:
 
 
 def report(found: Mapping[str, Sequence[Result]], *, codes: Mapping[str, str], device: str) -> str:
-    """All stages in Markdown. codes: the digests of their files as they are now."""
+    """Return all stages as Markdown. codes: the present digests of the stages' files."""
     results = {name: summed_up(each) for name, each in found.items()}
     parts = [device, *([f"**{NO_CLAIM}.**"] if any(each.note for each in results.values()) else [])]
     rows = [(stage.name, *_row(found.get(stage.name, ()), codes), stage.measures) for stage in STAGES]

@@ -1,4 +1,4 @@
-"""The whole service with Ray on this card: from its start to answers over HTTP."""
+"""Run the whole service with Ray on this card, from its start to answers over HTTP."""
 
 from __future__ import annotations
 
@@ -34,4 +34,4 @@ def measure(bench: Bench) -> None:
         request_s = statistics.median(host_seconds(answer) for _ in range(bench.sized(20, 2)))
     bench.put(request_ms=round(request_s * 1e3, 2))
     if len(set(answers)) != 1 or not answers[0]:
-        raise BenchmarkError(f"one greedy request has got {len(set(answers))} answers, {answers[0]!r} first")
+        raise BenchmarkError(f"one greedy request got {len(set(answers))} different answers, first {answers[0]!r}")

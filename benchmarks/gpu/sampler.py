@@ -1,7 +1,7 @@
-"""Drawing of tokens: a step of a model that has one thin layer before the whole vocabulary, without its replay.
+"""Measure the drawing of tokens: a step of a model with one thin layer and a whole vocabulary, without its replay.
 
-Steps go through the runner as the engine's do, so that whatever draws there is measured. Where the draw is part of the
-graph, it is in the replay.
+Steps go through the runner as in the engine, so each way to draw is measured. If the draw is part of the graph, its
+time is part of the replay.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ DRAWS = {
     ),
     "20 log-probabilities": SamplingParams(max_tokens=1, temperature=0.0, logprobs=20),
 }  # fmt: skip
-_NUM_SEEN = 1000  # tokens that penalties count, of prompt and output each
+_NUM_SEEN = 1000  # tokens that penalties count, in the prompt and in the output
 
 
 def beside(name: str, sampling: SamplingParams, vocab_size: int) -> dict[str, Any]:
-    """The grammar or the penalties of one sequence."""
+    """Return the grammar or the penalties of one sequence."""
     if name == GRAMMAR:
         return {"matcher": TokenSet(range(0, vocab_size, 8), vocab_size=vocab_size)}
     if name != PENALTIES:
@@ -58,7 +58,7 @@ def measure(bench: Bench) -> None:
     model = made_model(config)
     runner, replays = prepared_runner(config, model)
     bench.put(vocabulary=model.facts.vocab_size)
-    # What has a target comes first.
+    # The draw with a target comes first.
     names = sorted(DRAWS, key=lambda name: name != TOP_P)
     for name, number in bench.parts("draw", product(names, numbers)):
         sampling = DRAWS[name]

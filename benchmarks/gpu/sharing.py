@@ -1,6 +1,6 @@
-"""Two replicas that share a card, with NVIDIA's MPS and without; one model on two cards. Against one that has a card.
+"""Compare two replicas on one card, with and without NVIDIA's MPS, and a model on two cards with one on one card.
 
-All serve the same requests. Without MPS the processes of a card take turns.
+All serve the same requests. Without MPS, the processes of a card take turns.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from benchmarks.gpu.models import engine_config, made_weights, random_module
 from benchmarks.harness.command import BenchmarkError, ran
 from benchmarks.harness.workload import Workload
 
-_DEADLINE_S = 120.0  # of their start and all requests
+_DEADLINE_S = 120.0  # for their start and all requests
 _CONTROL = "nvidia-cuda-mps-control"
-_TIMEOUT_S = 20.0  # of the daemon's answers
+_TIMEOUT_S = 20.0  # for the daemon's answers
 
 
 def measure(bench: Bench) -> None:
@@ -59,9 +59,9 @@ def _measure_replicas(bench: Bench) -> None:
 def _measure_ranks(bench: Bench) -> None:
     num_cards = 2 if bench.stands_in else torch.cuda.device_count()
     if num_cards < 2:
-        bench.skip(f"it takes 2 cards, and this machine has {num_cards}")
+        bench.skip(f"this stage needs 2 cards, and this machine has {num_cards}")
         return
-    # The other ranks read files, as everywhere.
+    # The other ranks read the weights from files, as always.
     path = engine_config(bench, "ranks").model.path
     found = AutoConfig.from_pretrained(path)
     random_module(found, torch.bfloat16, bench.device, attention="sdpa").save_pretrained(path)
@@ -78,12 +78,12 @@ def _figures_of(
 ) -> list[dict[str, Any]]:
     children = in_processes(bench, work, arguments, deadline_s=_DEADLINE_S, **options)
     if any("seconds" not in child.figures for child in children):
-        raise BenchmarkError(f"not all came to their end: {', '.join(child.end for child in children)}")
+        raise BenchmarkError(f"some processes did not finish: {', '.join(child.end for child in children)}")
     return [dict(child.figures) for child in children]
 
 
 def _serve_half(bench: Bench, number: int, barrier: Barrier) -> None:
-    """Every second request, when both replicas are ready."""
+    """Serve every second request, once both replicas are ready."""
     workload, longest = _part_of(bench, number, 2)
     config = engine_config(bench, max_running=bench.sized(128, 1), max_model_len=longest)
     with Replays().watched() as replays, made_weights():
@@ -104,18 +104,18 @@ def _serve_on_cards(bench: Bench, size: int) -> None:
 
 
 def _part_of(bench: Bench, number: int, num_parts: int) -> tuple[Workload, int]:
-    """Requests, and the most tokens that one has, with room to spare."""
+    """Return every `num_parts`-th request, and their largest number of tokens plus a block."""
     workload = Workload(requests_for(bench).requests[number::num_parts])
     return workload, BLOCK_SIZE + max(timed.max_total_tokens for timed in workload.requests)
 
 
 @contextmanager
 def _mps() -> Iterator[str | None]:
-    """Processes that are started in here share the card by MPS. Yields why they cannot."""
+    """Let processes that start in this context share the card through MPS. Yields the reason if they cannot."""
     with tempfile.TemporaryDirectory(prefix="mps-") as folder:
         own = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
         with patch.dict(os.environ, own):
-            nothing = subprocess.DEVNULL  # the daemon keeps what it gets
+            nothing = subprocess.DEVNULL  # the daemon keeps its streams open
             try:
                 subprocess.run([_CONTROL, "-d"], stdout=nothing, stderr=nothing, check=True, timeout=_TIMEOUT_S)
             except (OSError, subprocess.SubprocessError) as error:

@@ -1,4 +1,4 @@
-"""The files on which the figures of a stage depend: what its module imports of this project, however deep."""
+"""Find the files that the figures of a stage depend on: its module and all of its imports from this project."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OURS = ("app", "benchmarks", "deployments", "tests")
 
 
 def digest_of(module: str, also: Iterable[str] = ()) -> str:
-    """Of the files' names and contents. also: folders and files that the stage runs in other processes."""
+    """Return a digest of the files' names and contents. also: paths that the stage runs in other processes."""
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(files_of(module, also)):
         digest.update(f"{path.relative_to(PROJECT)}\n".encode() + path.read_bytes())
@@ -22,7 +22,7 @@ def digest_of(module: str, also: Iterable[str] = ()) -> str:
 
 
 def files_of(module: str, also: Iterable[str] = ()) -> set[Path]:
-    """Imports inside of functions count, too: a change that cannot matter costs a run, one that is missed a figure."""
+    """Return the files of a stage. Imports in functions also count: a needless run is cheaper than a stale figure."""
     left = [*_paths_of(module), *(path for name in also for path in _sources(PROJECT / name))]
     found: set[Path] = set()
     while left:
@@ -36,13 +36,13 @@ def files_of(module: str, also: Iterable[str] = ()) -> set[Path]:
 @cache
 def _imported(path: Path) -> frozenset[Path]:
     names = list(_names(ast.parse(path.read_bytes())))
-    # What a module imports by a name that it makes, as those of kernels are, lies beside it.
+    # A module that imports names made at run time, like the kernels, imports modules of its own folder.
     beside = path.parent.glob("*.py") if "importlib.import_module" in names else ()
     return frozenset([*beside, *(each for name in names for each in _paths_of(name))])
 
 
 def _names(tree: ast.AST) -> Iterator[str]:
-    """Whatever may be a module among what is imported."""
+    """Yield every imported name that may be a module."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -51,7 +51,7 @@ def _names(tree: ast.AST) -> Iterator[str]:
 
 
 def _paths_of(name: str) -> Iterator[Path]:
-    """Of a module and of the packages around it; the last part may be a name in it."""
+    """Yield the files of a module and of the packages around it. The last part of the name may be a name in it."""
     parts = name.split(".")
     if parts[0] not in _OURS:
         return

@@ -22,11 +22,10 @@ def step_of(
     beside: Callable[[], dict[str, Any]] = dict,
     adapters: Sequence[object] = (),
 ) -> StepBatch:
-    """A step of pieces of sequences. pieces: position of the first token, and number of tokens.
+    """Return a step of pieces of sequences. pieces: position of the first token, and number of tokens.
 
-    beside: what else a sequence has, by the names of `ScheduledSequence`. adapters: the sequences have them in turn.
-
-    No two sequences share a block, and their blocks lie scattered, as after hours of service.
+    beside: more fields of a sequence, by the names of `ScheduledSequence`. adapters: assigned to the sequences in turn.
+    No two sequences share a block, and their blocks are scattered, as after hours of service.
     """
     generator = torch.Generator().manual_seed(0)
     scattered = iter(torch.randperm(num_blocks, generator=generator).tolist())
@@ -43,5 +42,5 @@ def step_of(
 
 
 def blocks_needed(pieces: Sequence[tuple[int, int]]) -> int:
-    """Blocks that such a step needs."""
+    """Return the number of blocks that such a step needs."""
     return sum(-(-(start + size) // BLOCK_SIZE) for start, size in pieces)

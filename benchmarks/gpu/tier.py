@@ -1,7 +1,7 @@
-"""A folder beside a GPU's KV memory: the first token of a prompt that is fetched, against one that is computed.
+"""Compare the first token of a prompt fetched from a folder beside a GPU's KV memory with a computed prompt.
 
-The folder's files stay in the host's page cache. The prompt is computed, another takes all KV memory, then the first
-comes again; each round anew.
+The folder's files stay in the host's page cache. In each round, the prompt is computed, another prompt takes all KV
+memory, then the first prompt comes again.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from benchmarks.gpu.bench import BLOCK_SIZE, Bench
 from benchmarks.gpu.models import engine_config, engine_of, made_model
 from benchmarks.harness.command import BenchmarkError
 
-_NAMESPACE = bytes(16)  # the weights are made up
+_NAMESPACE = bytes(16)  # the weights are random
 
 
 def measure(bench: Bench) -> None:
-    """Puts seconds, their ratio, and bytes a second."""
+    """Measure the seconds, their ratio, and the bytes a second."""
     num_tokens = bench.sized(8192, 3 * BLOCK_SIZE)
     num_blocks = num_tokens // BLOCK_SIZE + 2
     config = engine_config(bench, max_running=2, max_model_len=num_tokens + BLOCK_SIZE, num_blocks=num_blocks)
@@ -43,7 +43,7 @@ def measure(bench: Bench) -> None:
         store.min_tokens = 0
         engine = engine_of(config, model, runner=runner, store=store)
         with closing(store):
-            first_token_s(engine, prompt())  # captures, and compiles for this length
+            first_token_s(engine, prompt())  # captures graphs and compiles for this length
             asked = prompt()
             computed_s, expected = first_token_s(engine, asked)
             began_at = time.perf_counter()
@@ -54,9 +54,9 @@ def measure(bench: Bench) -> None:
             fetched_s, token_ids = first_token_s(engine, asked)
             num_read = store.stats().num_read
         if token_ids != expected:
-            raise BenchmarkError(f"round {number}: with a tier other tokens were generated")
+            raise BenchmarkError(f"round {number}: an engine with a tier generated different tokens")
         if not num_read:
-            raise BenchmarkError("nothing was fetched: computing was expected to be quicker")
+            raise BenchmarkError("nothing was fetched: the engine expected to compute faster")
         ratios.append(fetched_s / computed_s)
         bench.row(
             "tier", round=number, tokens=num_tokens, computed_s=round(computed_s, 4), fetched_s=round(fetched_s, 4),

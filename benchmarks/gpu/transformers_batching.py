@@ -1,4 +1,4 @@
-"""transformers' own continuous batching on the requests of the stage `engine`, with a model of the same shape."""
+"""Run transformers' own continuous batching on the requests of the stage `engine`, with a model of the same shape."""
 
 from __future__ import annotations
 

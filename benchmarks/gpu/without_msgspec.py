@@ -1,7 +1,7 @@
-"""A stand-in for msgspec where it is not installed: the engine's structs become frozen dataclasses.
+"""A stand-in for msgspec if it is not installed: the engine's structs become frozen dataclasses.
 
-It is put in place by the import of this package, also as a plugin of pytest. Structs are made faster than dataclasses:
-the stage `rates` says which of them a run had.
+An import of this package, also as a pytest plugin, installs the stand-in. Structs are created faster than dataclasses,
+so the stage `rates` says which of them a run had.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 
 class _Struct:
-    """As much of `msgspec.Struct` as the engine uses."""
+    """The part of `msgspec.Struct` that the engine uses."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         dataclass(frozen=True, eq=options.get("eq", True))(cls)
 
 
 def is_missing() -> bool:
-    """Whether the stand-in is in use, or has to be."""
+    """Return whether the stand-in is in use or will be needed."""
     known = sys.modules.get("msgspec")
     return known is _module if known is not None else find_spec("msgspec") is None
 

@@ -1,1 +1,1 @@
-"""Other engines on the same workload, in turn with ours."""
+"""Other engines on one workload, in turn with ours."""

@@ -1,15 +1,15 @@
-"""Several engines in turn, interleaved, on the same machine and requests.
+"""Compare several engines in turn, interleaved, on one machine and one set of requests.
 
     python -m benchmarks.peers.compare --model DIR --workload FILE carousel hf-static-32 \\
         'ours int8 = carousel --set model.quantization=int8' \\
         'vLLM-CPU = cmd:$VLLM_ENV/bin/python -m benchmarks.peers.engines vllm-cpu {common}'
 
-Each entry runs as its own process, A B A B …, so that a machine that changes with the hour changes for all of them.
+Each entry runs as its own process, A B A B …, so that a machine that changes with the hour changes for all entries.
 Prints a table of medians for each workload and, as the last line, one JSON object. A ratio is the median over the
-rounds of an entry's output tokens a second over those of the first entry in the same round. A `cmd:` entry prints a
-JSON object last, with `output_tokens_per_s`; `{common}` in it stands for the options of all entries. An
-entry that refuses a workload after `--also` is left out of all. With `--beside N` so many processes do nothing but
-loop meanwhile, as neighbours on the same cores.
+rounds of an entry's output tokens a second, divided by the first entry's in the same round. A `cmd:` entry prints a
+JSON object last, with `output_tokens_per_s`; `{common}` in it stands for the options of all entries. An entry that
+refuses a workload of `--also` is left out of all workloads. With `--beside N`, N busy loops run meanwhile as neighbours
+on the same cores.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("entries", nargs="+", metavar="ENTRY", help="carousel, a peer's name, or cmd:SHELL COMMAND")
     add_run_options(parser, repeat=1, also=True)
     parser.add_argument("--rounds", type=positive, default=3, metavar="N", help="processes of each entry")
-    parser.add_argument("--beside", type=positive, default=0, metavar="N", help="busy loops meanwhile")
+    parser.add_argument("--beside", type=positive, default=0, metavar="N", help="number of busy loops during the runs")
     return run_command(
         parser, measure, arguments, is_bad=lambda found: any(entry["failure"] for entry in found["entries"])
     )
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """Every entry once a round, and a table for each workload; an entry that failed is left out from then on."""
-    workloads = list(read_workloads([given.workload, *given.also]))  # a mistake in it is heard of now
+    """Run every entry once a round and print a table for each workload. An entry that failed is not run again."""
+    workloads = list(read_workloads([given.workload, *given.also]))  # an error in a workload is found here
     common = _common(given)
     entries = [Entry.parse(text, common, workloads) for text in given.entries]
     with _busy_loops(given.beside):
@@ -90,7 +90,7 @@ _TIMES = ("seconds", "ttft_p50_s", "ttft_p99_s", "itl_p50_s", "itl_p99_s", "late
 
 
 def in_words(entries: Sequence[Mapping[str, Any]], workload: str) -> str:
-    """The medians as a table, the first entry's throughput as 1."""
+    """Return the medians as a table; the first entry's throughput is 1."""
     heads = ["entry", "output tok/s", "from – to", "ratio", "prompt tok/s", "decode tok/s", "seconds", "TTFT p50",
              "TTFT p99", "ITL p50", "ITL p99", "latency p50", "latency p99", "peak MB"]  # fmt: skip
     rows = []
@@ -128,7 +128,7 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 @dataclass(slots=True)
 class Entry:
-    """One engine of a comparison, a program of ours with its arguments or a shell command; and what it has shown."""
+    """One engine of a comparison (our program with arguments, or a shell command) and its results."""
 
     name: str
     text: str
@@ -140,13 +140,13 @@ class Entry:
 
     @classmethod
     def parse(cls, text: str, common: Sequence[str], workloads: Sequence[str] = (FIRST,)) -> Entry:
-        """`carousel …`, a peer's name with options, or `cmd:SHELL COMMAND`.
+        """Parse `carousel …`, a peer's name with options, or `cmd:SHELL COMMAND`.
 
-        A name for the tables may stand before it: `NAME = …`. `common`: the arguments of every program of ours.
-        `workloads`: the names of the first and of those after `--also`.
+        A name for the tables may precede the entry: `NAME = …`. `common`: the arguments of every program of ours.
+        `workloads`: the names of the first workload and of the workloads of `--also`.
 
         Raises:
-            BenchmarkError: it is none of these.
+            BenchmarkError: the text is none of these.
         """
         label, equals, rest = text.partition(" = ")
         if not equals or text.startswith(_SHELL):
@@ -175,7 +175,7 @@ class Entry:
             self.rounds.append(figures)
 
     def figures(self, workload: str, first: Entry) -> dict[str, Any]:
-        """Medians over the rounds, and ratios to the first entry's output tokens a second in the same round."""
+        """Return medians over the rounds, and ratios to the first entry's output tokens a second in the same round."""
         pairs = zip(self._speeds(workload), first._speeds(workload), strict=False)
         ratios = [round(speed / base, 4) for speed, base in pairs if base]
         return {
@@ -192,15 +192,15 @@ class Entry:
         command = ["/bin/sh", "-c", self.text.removeprefix(_SHELL)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode != 0:
-            raise BenchmarkError(f"it ended with status {done.returncode}")
+            raise BenchmarkError(f"the command ended with status {done.returncode}")
         return done.stdout
 
 
 def figures_in(found: Mapping[str, Any]) -> Figures:
-    """The figures of one workload. Raises BenchmarkError when there are none."""
+    """Return the figures of one workload. Raises BenchmarkError if there are none."""
     figures = {name: _number(found.get(name)) for name in FIGURES}
     if figures["output_tokens_per_s"] is None:
-        raise BenchmarkError("its JSON has no output_tokens_per_s")
+        raise BenchmarkError("the printed JSON has no output_tokens_per_s")
     return figures
 
 

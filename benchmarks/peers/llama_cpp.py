@@ -1,7 +1,7 @@
 """llama.cpp's own measure of batches, `llama-batched-bench`, on a GGUF file.
 
-It computes prompts and steps and draws no tokens, so it has less to do than the other engines; its requests are all of
-one length. `llama_batched.py` beside this file is a program of the same kind for those who have llama.cpp as a library.
+It computes prompts and steps but draws no tokens, so it does less work than the other engines. All of its requests have
+one length. `llama_batched.py` in this folder is a similar program for people who have llama.cpp as a library.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_STEP_TOKENS = 2048
 
 
 class LlamaCpp:
-    """A process for each run; what it says of its times becomes the timelines."""
+    """Starts a process for each run; the times that the process reports become the timelines."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.version = "llama.cpp"
@@ -34,7 +34,7 @@ class LlamaCpp:
             raise BenchmarkError("llama-batched-bench serves only requests of one length; this workload has several")
         (num_prompt, num_output), num_at_once = sizes.pop(), len(workload.requests)
         found = self._measured(num_prompt, num_output, num_at_once)
-        # It counts the token that follows a prompt to the steps, so that all of them come after the prompts.
+        # llama.cpp counts the token after a prompt as a step, so all steps come after the prompts.
         gap_s = found["t_tg"] / num_output
         timelines = {timed.request.request_id: Timeline(0.0) for timed in workload.requests}
         for timeline in timelines.values():
@@ -44,10 +44,10 @@ class LlamaCpp:
         return Run(seconds=found["t_pp"] + (num_output - 1) * gap_s, timelines=timelines)
 
     def forget(self) -> None:
-        """Every run has its own process."""
+        """Do nothing: every run has its own process."""
 
     def _measured(self, num_prompt: int, num_output: int, num_at_once: int) -> dict[str, float]:
-        """Its line of figures: `t_pp` seconds for all prompts, `t_tg` for as many steps as tokens are asked for."""
+        """Return the figures: `t_pp` seconds for all prompts, `t_tg` seconds for a step per output token."""
         sizes = ["-npp", str(num_prompt), "-ntg", str(num_output), "-npl", str(num_at_once)]
         context = ["-c", str(num_at_once * (num_prompt + num_output))]
         lines = ran([*self._command, *context, *sizes]).splitlines()

@@ -1,11 +1,11 @@
-r"""Whether llama.cpp finds the same tokens likely with the same GGUF file, on texts of this project's pages.
+r"""Test if llama.cpp finds the same tokens likely with the same GGUF file, on texts of this project's pages.
 
     python -m benchmarks.peers.llama_perplexity --model FILE.gguf --llama $LLAMA_ENV/bin/python [--plain]
 
 llama.cpp cuts each text into tokens and computes `--tokens` of them; this engine computes the same tokens. Prints both
-perplexities, and at how many places both find the same token likeliest. `--steps`: llama.cpp computes one token at a
-time as well, and is compared with itself. `--plain`: with transformers' code in float32, which rounds no inputs. The
-environment of `--llama` needs llama-cpp-python and numpy. The last line of stdout is one JSON object.
+perplexities, and the share of places at which both find the same token likeliest. `--steps`: llama.cpp also computes
+one token at a time and is compared with itself. `--plain`: with transformers' code in float32, which rounds no inputs.
+The environment of `--llama` needs llama-cpp-python and numpy. The last line of stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Any, NamedTuple
 from benchmarks.harness.command import BenchmarkError, command_parser, positive, run_command, tell
 from benchmarks.harness.machine import PROJECT
 
-_CHARACTERS = 24  # of a text for each token: more than a token has
+_CHARACTERS = 24  # of a text for each token: more than any token has
 
 
 class Read(NamedTuple):
-    """What a model says of the tokens of one text."""
+    """A model's results for the tokens of one text."""
 
     token_ids: list[int]
-    losses: list[float]  # of each token but the first: its negative log-likelihood, given those before
-    likeliest: list[int]  # the token that is likeliest there
+    losses: list[float]  # of each token but the first: its negative log-likelihood, given the tokens before
+    likeliest: list[int]  # the likeliest token at each place
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,7 +62,7 @@ def _perplexity(texts: Sequence[Read]) -> float:
 
 
 def _texts(given: argparse.Namespace) -> list[str]:
-    """Pieces of the pages, evenly apart."""
+    """Return pieces of the pages at equal distances."""
     pages = "\n".join(path.read_text(encoding="utf-8") for path in sorted((PROJECT / "docs").rglob("*.md")))
     apart = len(pages) // given.texts
     return [pages[at * apart :][: given.tokens * _CHARACTERS] for at in range(given.texts)]
@@ -86,7 +86,7 @@ def _by_llama(given: argparse.Namespace, *more: str) -> list[Read]:
 
 
 def _read_by_llama(given: argparse.Namespace) -> None:
-    """In llama.cpp's environment: texts from stdin, what it says of them to stdout."""
+    """Read texts from stdin and print the results of llama.cpp, in llama.cpp's environment."""
     import llama_cpp
     import numpy as np
 
@@ -135,13 +135,13 @@ def _ours(given: argparse.Namespace, texts: Sequence[list[int]]) -> list[Read]:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("peers.llama_perplexity", __doc__)
     parser.add_argument("--model", required=True, metavar="FILE.gguf")
-    parser.add_argument("--llama", default="python", metavar="PYTHON", help="of the environment with llama-cpp-python")
+    parser.add_argument("--llama", default="python", metavar="PYTHON", help="of an environment with llama-cpp-python")
     parser.add_argument("--texts", type=positive, default=20, metavar="N", help="pieces of this project's pages (20)")
-    parser.add_argument("--tokens", type=positive, default=64, metavar="N", help="of each (64)")
-    parser.add_argument("--steps", action="store_true", help="llama.cpp against itself, one token at a time")
-    parser.add_argument("--plain", action="store_true", help="transformers' code in float32 in place of the decoder")
-    parser.add_argument("--read", action="store_true", help="what this program asks of --llama")
-    parser.add_argument("--one-by-one", action="store_true", help="with --read")
+    parser.add_argument("--tokens", type=positive, default=64, metavar="N", help="tokens of each piece (64)")
+    parser.add_argument("--steps", action="store_true", help="also compare llama.cpp with itself, one token at a time")
+    parser.add_argument("--plain", action="store_true", help="use transformers' code in float32 instead of the decoder")
+    parser.add_argument("--read", action="store_true", help="internal: run in the environment of --llama")
+    parser.add_argument("--one-by-one", action="store_true", help="with --read: compute one token at a time")
     return parser
 
 

@@ -1,6 +1,6 @@
 """mistral.rs through its Python interface. Runs in an environment that has `mistralrs`, not in ours.
 
-It takes text and no token ids: a prompt is as many words that are one token each.
+mistral.rs takes text and no token ids, so a prompt of N tokens is made of words of one token each.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DTYPES = {"fp32": "F32", "bf16": "BF16"}
 
 
 class MistralRs:
-    """All requests are handed over at once, whatever their time of arrival; each run has other words."""
+    """Sends all requests at once, whatever their time of arrival. Each run has different words."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         os.environ.setdefault("RAYON_NUM_THREADS", str(given.threads))
@@ -46,7 +46,7 @@ class MistralRs:
         vocabulary = json.loads((Path(given.model) / "tokenizer.json").read_text())["model"]["vocab"]
         self._words = sorted(piece[1:] for piece in vocabulary if re.fullmatch("Ġ[a-z]{2,}", piece))
         self._random = random.Random(0)
-        self._num_more = 0  # tokens that its chat template adds
+        self._num_more = 0  # tokens added by the chat template
         [(num_prompt, _)] = self._answered([self._request(1, 1)], [Timeline(0.0)], MonotonicClock())
         self._num_more = num_prompt - 1
 
@@ -58,19 +58,19 @@ class MistralRs:
         got = self._answered(requests, timelines, clock)
         seconds = clock.now()
         if got != sizes:
-            raise BenchmarkError(f"prompts and answers of other sizes than were asked for: {got}, {sizes}")
+            raise BenchmarkError(f"the sizes of prompts and answers are {got}, not {sizes}")
         ids = [timed.request.request_id for timed in workload.requests]
         return Run(seconds=seconds, timelines=dict(zip(ids, timelines, strict=True)))
 
     def forget(self) -> None:
-        """The next run has other words."""
+        """Do nothing: the next run has different words."""
 
     def _answered(
         self, requests: Sequence[Any], timelines: Sequence[Timeline], clock: MonotonicClock
     ) -> list[tuple[int, int]]:
-        """How many tokens each prompt and answer have.
+        """Return the numbers of tokens of each prompt and answer.
 
-        A call that streams begins its request and returns; any other keeps the runner from taking more.
+        A streaming call begins its request and returns; any other call blocks the runner from taking more requests.
         """
         streams = [self._runner.send_chat_completion_request(request) for request in requests]
         with ThreadPoolExecutor(len(requests)) as threads:
@@ -85,13 +85,13 @@ class MistralRs:
 
 
 def _read(clock: MonotonicClock, stream: Iterator[Any], timeline: Timeline) -> tuple[int, int]:
-    """How many tokens the prompt and the answer have. A chunk may have no text, or that of several tokens."""
+    """Return the numbers of prompt and answer tokens. A chunk may have no text, or the text of several tokens."""
     num_delivered, usage = 0, None
     for chunk in stream:
         usage = chunk.usage or usage
         if usage is None:
             timeline.deliver([0], at_s=clock.now())
             num_delivered += 1
-    assert usage is not None, "the last chunk has it"
+    assert usage is not None, "the last chunk has the usage"
     timeline.deliver([0] * (usage.completion_tokens - num_delivered), at_s=clock.now())
     return usage.prompt_tokens, usage.completion_tokens

@@ -20,9 +20,9 @@ _FIRST_TOKEN = 300  # as in benchmarks.make_workload
 
 
 class OpenVinoGenai:
-    """All requests are handed over at once, whatever their time of arrival.
+    """Sends all requests at once, whatever their time of arrival.
 
-    Its prefix cache cannot be emptied: each run has other tokens instead.
+    Its prefix cache cannot be emptied, so each run has different tokens.
     """
 
     def __init__(self, given: argparse.Namespace) -> None:
@@ -76,7 +76,7 @@ class OpenVinoGenai:
         self._num_runs += 1
 
     def _prompt(self, token_ids: tuple[int, ...]) -> Any:
-        """[1, num_tokens], the ids moved on by a number of their own in each run."""
+        """Return [1, num_tokens], the ids shifted by a different number in each run."""
         num_usual = self._vocab_size - _FIRST_TOKEN
         ids = (torch.tensor([token_ids]) - _FIRST_TOKEN + 7919 * self._num_runs) % num_usual + _FIRST_TOKEN
         return self._tensor(ids.numpy())

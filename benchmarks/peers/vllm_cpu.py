@@ -15,7 +15,7 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 class VllmCpu:
-    """Compiled, with its prefix cache; all requests are handed over at once, whatever their time of arrival."""
+    """Compiled vLLM with its prefix cache. Sends all requests at once, whatever their time of arrival."""
 
     def __init__(self, given: argparse.Namespace) -> None:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(KV_GIB))
@@ -35,7 +35,7 @@ class VllmCpu:
             max_num_seqs=given.max_running,
             max_num_batched_tokens=MAX_STEP_TOKENS,
             enable_prefix_caching=True,
-            disable_log_stats=False,  # brings the times
+            disable_log_stats=False,  # provides the times
             seed=0,
         )
 
@@ -63,7 +63,7 @@ class VllmCpu:
 
 
 def _timeline(output: Any, began_at: float) -> Timeline:
-    """It tells the times of the first and the last token: those between are put at equal distances."""
+    """Return the timeline. vLLM reports the first and last token's times; other tokens get equal distances."""
     token_ids = list(output.outputs[0].token_ids)
     first_s, last_s = (at - began_at for at in (output.metrics.first_token_ts, output.metrics.last_token_ts))
     gap_s = (last_s - first_s) / max(1, len(token_ids) - 1)

@@ -132,7 +132,7 @@ def run(texts: Sequence[str], *options: str) -> int:
         (recorded, ("--reference", "c"), "--reference c: there is no such group; there are fast, slow"),
         (recorded, ("--slo-ttft-ms", "700"), "near it are 500, 750, 1000, 1500"),
         (lambda: [*recorded()[1:], Trial("fast", "slow").text()], (), "the counts of the group fast fell"),
-        (lambda: [*recorded()[:5], Trial("fast", "new").text()], (), "the groups have changed meanwhile"),
+        (lambda: [*recorded()[:5], Trial("fast", "new").text()], (), "the groups have changed during the comparison"),
     ],
 )
 def test_what_cannot_be_compared_is_an_error(

@@ -328,8 +328,8 @@ another_token = another("token_ids", 0)
         (another("scheduled", "starts", -1), "requests computed"),
         (another("num_free_blocks"), "free blocks"),
         (another("blocks", 0, 0), "blocks of the requests that joined"),
-        (another("num_waiting"), "how many wait"),
-        (another("wait_reason", by="strategy"), "why the first one waits"),
+        (another("num_waiting"), "number of waiting requests"),
+        (another("wait_reason", by="strategy"), "reason why the first request waits"),
         (another("ended", 0, 1, by="stop"), "requests ended"),
     ],
 )
@@ -367,11 +367,11 @@ def test_a_missing_arrival_and_other_settings_are_explained_and_a_replay_ends_at
     without = [line for line in recorded.lines if not line.startswith('{"arrival":15,')]
     divergence = Replay(header, without).found.divergence
     assert divergence is not None
-    assert "how many wait" in divergence.what
+    assert "number of waiting requests" in divergence.what
     assert int(divergence.expected) == int(divergence.got) + 1
     divergence = Replay(header, recorded.lines, max_running=5).found.divergence
     assert divergence is not None
-    assert divergence.likely.startswith("the replay is set up otherwise (scheduler.max_running)")
+    assert divergence.likely.startswith("the set-up of the replay differs (scheduler.max_running)")
     lines = recorded.lines
     lines[30:40] = ['{"lost":10}']
     found = Replay(header, lines).found
@@ -522,7 +522,7 @@ def test_another_token_of_the_model_is_explained(
     assert main([str(changed), "--json", str(tmp_path / "out.json")]) == 1
     out = capsys.readouterr().out
     assert "of request " in out
-    assert "everything that it was computed from was the same until here" in out
+    assert "all inputs of this token were the same" in out
     divergence = json.loads((tmp_path / "out.json").read_text())["divergence"]
     assert divergence["what"].startswith("token ")
     assert int(divergence["expected"]) == int(divergence["got"]) + 1

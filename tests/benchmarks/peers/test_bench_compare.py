@@ -71,7 +71,7 @@ def test_an_entry_that_fails_is_left_out_and_told(common: list[str], figures: Fi
     entries = ["cmd:echo '{\"output_tokens_per_s\": 2}'", "cmd:exit 3"]
     first, second = figures(main, *common, "--rounds", "2", *entries, status=1)["entries"]
     assert (first["failure"], first["workloads"]["work"]["ratio"]) == (None, 1.0)
-    assert (second["failure"], second["workloads"]["work"]["ratio"]) == ("it ended with status 3", None)
+    assert (second["failure"], second["workloads"]["work"]["ratio"]) == ("the command ended with status 3", None)
 
 
 def test_llama_cpp_is_asked_for_the_workloads_sizes_and_its_times_become_figures(
