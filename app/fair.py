@@ -222,7 +222,7 @@ class Fifo(Generic[ItemT]):
 
 
 class _TenantHeap:
-    """Tenants by place, lowest first. An outdated place is only ever too low; `first` corrects it at the heap's top."""
+    """Tenants by place, lowest first. A stale place is never too high, so `first` only corrects the heap's top."""
 
     def __init__(self, place: Callable[[str], tuple[float, ...]]) -> None:
         self._place = place
@@ -278,11 +278,11 @@ class SharedPool(Generic[OwnerT]):
         return self._held.get(owner, 0)
 
     def allows(self, owner: OwnerT, amount: int) -> bool:
-        """Return whether an owner may take an amount. Compares with the amount that is free before the owner takes."""
+        """Return whether an owner may take an amount: afterwards it holds at most the amount that is free now."""
         return self._held.get(owner, 0) + amount <= self.free
 
     def room_left(self, owner: OwnerT) -> int:
-        """Return the amount after which an owner holds at most the free rest; below 0 if it holds too much."""
+        """Return how much more the owner may take and still hold no more than what stays free; negative: too much."""
         return (self.free - self.held(owner)) // 2
 
     def take(self, owner: OwnerT, amount: int) -> None:

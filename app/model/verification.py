@@ -82,7 +82,7 @@ class TrialBlocks:
 
     @property
     def num_own_tokens(self) -> int:
-        """The most tokens of the tried sequence. One block is left for another sequence, if there are two blocks."""
+        """The maximum length of the sequence under test. Leaves a block for another sequence if there are several."""
         return min(self.max_blocks, max(1, self.num_blocks - 1)) * self.block_size
 
     def piece(
@@ -166,7 +166,7 @@ class Reference:
         return Reference(self.path, token_ids, positions, self.own.part(first, end))
 
     def with_first_logits(self, module: PreTrainedModel) -> Reference:
-        """Replace the first layer's output by logits, through norm and head: our decoders return no layer's output."""
+        """Turn the first layer's output into logits by norm and head, because our decoders only return logits."""
         first, base, cap = self.own.first_layer, module.model, getattr(module.config, "final_logit_softcapping", None)
         if len(base.layers) > 1:  # with one layer, this output is the whole model's and has passed the norm
             first = base.get_submodule(described_as(module).names.final_norm)(first)

@@ -133,7 +133,8 @@ class Tokenizer:
     def count_up_to(self, text: str, max_tokens: int) -> int:
         """Return the number of tokens of a text, or any number above `max_tokens` if the text has more tokens.
 
-        The text is encoded in pieces. A border of pieces may add a token, so one token of each piece is not counted.
+        The text is encoded in pieces. Splitting may add a token at each border, so one token of each piece is
+        not counted.
         """
         num_tokens = 0
         for start in range(0, len(text), CHARACTERS_AT_ONCE):

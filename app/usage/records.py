@@ -64,7 +64,8 @@ class BudgetTotals(NamedTuple):
 
 
 MONEY = "money_per_month"
-# The budgets that a key may have, and the field of the total that each is compared with. No budget refills with time.
+# The budgets that a key may have, and the field of the total that each is compared with. Budgets do not refill
+# gradually, as rate limits do; they start again with each day or month.
 BUDGETS = dict(zip(("tokens_per_day", "tokens_per_month", MONEY), BudgetTotals._fields, strict=True))
 
 
@@ -117,7 +118,8 @@ def _set_known_fields(record: Any, state: Sequence[Any]) -> None:
 class UsageReport:
     """The usage of one process since its last report. The usage is sent again, unchanged, until it is answered.
 
-    With `has_all_limits` and without `limits`, the process has no part of any limit, as in the report of a dead one.
+    If `has_all_limits` is true and `limits` is empty, the process holds no share of any limit. The owner makes such a
+    report for a dead process.
     """
 
     process: str
@@ -189,10 +191,10 @@ class Limits(Protocol):
         """Return the changed keys and `keys` for a report (None: all keys), and start a new count of demand."""
 
     def take(self, shares: Mapping[LimitId, Share], *, asked: Collection[str]) -> None:
-        """Apply the owner's shares. The next report has the `asked` keys, and is sent soon if the last lacked them."""
+        """Apply the owner's shares. The next report has the `asked` keys, early if the last left some out."""
 
     def lose_owner(self, *, has_share: bool) -> None:
-        """Note that the owner is silent. `has_share`: the owner cannot have given this process's shares away yet."""
+        """Called when the owner stops answering. `has_share`: it had no time yet to move this process's shares."""
 
 
 def grouped(used: Iterable[tuple[UsedFor, Used]], query: UsageQuery) -> UsageRows:

@@ -100,7 +100,7 @@ def _edit(given: argparse.Namespace, tokenizer: Tokenizer) -> tuple[tuple[int, .
 
 
 def _engines(given: argparse.Namespace, request: Request, text: Sequence[int]) -> Mapping[str, Engine]:
-    """Return an engine for each way, all on one model. The prefix cache is cleared before each run."""
+    """Return the engine of each way, all on one model; `without` and `prediction` share one. Runs clear prefixes."""
     streams, block_size = max(given.streams), 16
     num_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens
     config = engine_config(

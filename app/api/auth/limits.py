@@ -21,8 +21,7 @@ from app.fair import SharedPool
 from app.usage import CallUsage, UsageCounter
 from app.usage.records import MONEY, PLACES, ROUNDING, BudgetTotals, LimitId, LimitUse, Share, next_day, next_month
 
-# The time until a slot is free is unknown, and a retry is cheap.
-CONCURRENCY_RETRY_S = 1.0
+CONCURRENCY_RETRY_S = 1.0  # the time until a slot is free is unknown, and a retry is cheap
 # Limit for bodies that are arriving or being checked. Parsed bodies take several times as much, but one at a time.
 MAX_BODY_BYTES_AT_ONCE = 512 * 1024 * 1024
 PLACE_WAIT_S = 0.5  # how long a request waits for a slot that may come from another process
@@ -328,9 +327,8 @@ class Account:
         self.budgets = key.budgets if key else {}
         shared = self.budgets if self.pools.shares_budgets else {}
         self._budget_parts = {name: BudgetPart(each, share=share) for name, each in shared.items()}
-        limits: dict[str, SharedLimit | None] = {
-            "requests": self._requests, "tokens": self.tokens, PLACES: self.places, **self._budget_parts
-        }  # fmt: skip
+        limits: dict[str, SharedLimit | None] = {"requests": self._requests, "tokens": self.tokens, PLACES: self.places}
+        limits |= self._budget_parts
         # The limits that processes share.
         self.shared_limits = {LimitId(self.name, what, limit.limit): limit for what, limit in limits.items() if limit}
         self.is_limited = bool(self.shared_limits or self.budgets)  # by more than the pools of the process

@@ -66,7 +66,7 @@ def build_app(
     cancel: Cancel | None = None,
     ledger: Owner | None = None,
 ) -> Application:
-    """Build the HTTP application over the handler's models, for the keys that the handler's authenticator knows.
+    """Build the ASGI application. Models and API keys come from `handler`.
 
     `is_ready` tells whether a request could be served now. `expose` writes the text of /metrics; the default writes the
     measurements of this process. `batches` stores files, batches and responses; without it they are not served.
@@ -74,7 +74,7 @@ def build_app(
     `wanted_replicas` returns the target number of replicas of each autoscaled model. The mappings have the names of
     models as keys: `fleets` serve the live view and /load, `switches` change the strategy and policy of replicas, and
     `adapters` change LoRA adapters. `cancel` ends a request in any process; the default ends requests of this process,
-    which are in `running`. `ledger` has the usage of keys that survives restarts; the default is `batches`.
+    which are in `running`. `ledger` stores the usage of keys across restarts; the default is `batches`.
     """
     config, authenticator = handler.config, handler.authenticator
     collect = collect or only_this_process(authenticator)
@@ -247,8 +247,8 @@ class Application:
             await send(message)
 
         async def receive_to_end() -> Message:
-            # An error here means that the connection is closed: after a client has gone, the proxy of Ray Serve raises
-            # the error of the call that it cancelled.
+            # An error here means that the connection is closed. When a client disconnects, Ray Serve's proxy cancels
+            # the call, and the error of that call surfaces here.
             try:
                 return await receive()
             except Exception:

@@ -1,7 +1,8 @@
 """The blocks of a GPU's KV memory. Threads copy blocks through pinned memory of the host while steps run.
 
-A kernel reads and writes the memory of the host, as in LMCache (Liu et al., 2025, arXiv 2510.09665): a block is spread
-over two tensors of each layer, and one copy for each tensor would be a hundred launches. Not yet measured on a GPU.
+A block is spread over two tensors of each layer, and a copy for each tensor would take about a hundred launches. One
+kernel therefore copies all parts from or to host memory, as in LMCache (Liu et al., 2025, arXiv 2510.09665). Not yet
+measured on a GPU.
 """
 
 from __future__ import annotations

@@ -79,16 +79,16 @@ class CudaModel(LoadedModel):
         return cls.load(source, own, own.expected)
 
     def difference(self, source: ModelSource) -> str | None:
-        """Return how one step differs from the reference, in words. Other steps are verified in the served memory."""
-        assert self.reference is not None, "it is to be verified"
+        """Return how one step differs from the reference. The other steps are verified later, in the served memory."""
+        assert self.reference is not None, "a model without a reference cannot be verified"
         difference = self.reference.difference(self.output(source), source.config.quantization)
         if difference is None and self.adapters is not None:
             return self.adapters.difference(has_fp8=source.config.quantization == "fp8")
         return difference
 
     def output(self, source: ModelSource) -> Output:
-        """Compute the reference's tokens in one step, with temporary KV memory. The first layer's output is logits."""
-        assert self.reference is not None, "it is to be verified"
+        """Compute the reference's tokens in one step, with temporary KV memory. `first_layer` holds its logits."""
+        assert self.reference is not None, "a model without a reference cannot be verified"
         blocks = TrialBlocks.enough(source.block_size)
         attention = TritonAttention(
             self.layers, num_blocks=blocks.max_blocks, block_size=source.block_size, max_rows=1,
@@ -97,7 +97,7 @@ class CudaModel(LoadedModel):
         return self.output_of_step(attention, step_of(blocks.piece("own", self.reference.token_ids[0].tolist(), 0)))
 
     def output_of_step(self, attention: PagedAttention, batch: StepBatch) -> Output:
-        assert isinstance(attention, TritonAttention), "it has no other"
+        assert isinstance(attention, TritonAttention), "CudaModel only uses TritonAttention"
         inputs = build_inputs(batch, block_size=attention.block_size, device=self.device)
         step = attention.begin_step(batch, inputs)
         first, whole = (
@@ -127,7 +127,7 @@ class CudaModel(LoadedModel):
         return verified_graph_runner(config, self, num_blocks)
 
     def device_forward(self, attention: PagedAttention, *, num_layers: int = 0) -> CudaDecoder:
-        assert isinstance(attention, TritonAttention), "its kernels write to this one"
+        assert isinstance(attention, TritonAttention), "CudaModel only uses TritonAttention"
         return CudaDecoder(self.weights, attention, num_layers=num_layers, group=self.group)
 
     @property
