@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -107,14 +107,11 @@ class RequestHandler:
         Raises InvalidRequest, NotFound, NotPermitted and LimitReached.
         """
         size, account = size_of(body, MAX_SMALL_SIZE), context.reservation.account
-        try:
+        with self.counting_refusals():
             parsed = await self.parse(body, size, endpoint.schema, account, is_strict=context.is_strict)
             if parsed.request_id is not None and not context.has_own_id:
                 context.request_id = parsed.request_id
             target = self.names.answering(parsed, account)
-        except CarouselError as error:
-            self.metrics.model(NO_MODEL).refused(error)
-            raise
         state = await self._respond(endpoint, parsed, target, context, size)
         state.ignored = ignored_fields(body, parsed) + state.prepared.ignored
         return state
@@ -151,10 +148,17 @@ class RequestHandler:
         self, body: Mapping[str, Any], size: int, schema: type[ParsedT], account: Account, *, is_strict: bool = False
     ) -> ParsedT:
         """Return the typed body; `size` is its `size_of`. Raises InvalidRequest."""
-        if size <= MAX_SMALL_SIZE:
-            return parse(body, schema, self._unknown_fields, is_strict=is_strict)
         work = partial(parse, body, schema, self._unknown_fields, is_strict=is_strict)
-        return await self.threads.read(account.name, work)
+        return await self.threads.read(account.name, size, work)
+
+    @contextmanager
+    def counting_refusals(self, model_name: str = NO_MODEL) -> Iterator[None]:
+        """Count an error in the checks of a request as a refusal."""
+        try:
+            yield
+        except CarouselError as error:
+            self.metrics.model(model_name).refused(error)
+            raise
 
     async def _prepare(
         self,
@@ -172,7 +176,7 @@ class RequestHandler:
         `known` is the result of an earlier call with the same arguments that reserved nothing.
         """
         account, prepared = context.reservation.account, known
-        try:
+        with self.counting_refusals(model.base) if reserves else nullcontext():
             if model.parent:
                 model = self.names.current(model)
             if prepared is None:
@@ -186,10 +190,6 @@ class RequestHandler:
                     num_tokens=num_prompt + num_output,
                     cost=model.prices.cost(num_prompt_tokens=num_prompt, num_output_tokens=num_output),
                 )
-        except CarouselError as error:
-            if reserves:
-                self.metrics.model(model.base).refused(error)
-            raise
         return prepared
 
     @asynccontextmanager
@@ -207,11 +207,7 @@ class RequestHandler:
                 may_store=True,
                 stored_as=(new.response_id, new.created_at),
             )
-            body: Json = (
-                from_json(new.body)
-                if len(new.body) <= MAX_SMALL_SIZE
-                else await self.threads.read(new.owner, partial(from_json, new.body))
-            )
+            body: Json = await self.threads.read(new.owner, len(new.body), partial(from_json, new.body))
             if new.previous is not None:
                 body = await with_history(body, read)
             state = await self.handle(ENDPOINTS[new.path], body, context)
@@ -322,11 +318,8 @@ class RequestHandler:
     async def _handle_shared(self, common: SharedBody, prompt: Json, context: RequestContext) -> ResponseState:
         """Do the work of `handle` for a body whose fields are checked, except for its prompt."""
         endpoint, size = common.endpoint, size_of(prompt, MAX_SMALL_SIZE)
-        try:
+        with self.counting_refusals():
             own = await self.parse(prompt, size, endpoint.schema, context.reservation.account)
-        except CarouselError as error:
-            self.metrics.model(NO_MODEL).refused(error)
-            raise
         parsed = common.parsed.model_copy(update={name: getattr(own, name) for name in prompt})
         return await self._respond(endpoint, parsed, common.target, context, size + common.size)
 
@@ -340,7 +333,7 @@ class RequestHandler:
         Raises InvalidRequest for a mistake that all items share, and NotPermitted if the key may not use the model.
         """
         endpoint, size, account = ENDPOINTS[path], size_of(body, MAX_SMALL_SIZE), context.reservation.account
-        try:
+        with self.counting_refusals():
             parsed = await self.parse(body, size, endpoint.schema, account, is_strict=context.is_strict)
             assert isinstance(parsed, GenerationRequest), "lists of prompts are for endpoints that generate"
             target = self.names.answering(parsed, account)
@@ -357,9 +350,6 @@ class RequestHandler:
 
             models = (target,) if isinstance(target, ServedModel) else target.answering_models
             fields = {each.name: await self.threads.encode(account.name, size, partial(check, each)) for each in models}
-        except CarouselError as error:
-            self.metrics.model(NO_MODEL).refused(error)
-            raise
         # The work that remains for each prompt is to write the tools and the documents into the prompt.
         is_written = parsed.documents or (isinstance(parsed, ChatRequest) and parsed.tools)
         return SharedBody(

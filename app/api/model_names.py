@@ -45,7 +45,7 @@ class ModelNames:
             model = self.models[name]
             account.check_model(model.base)
             return model
-        usable = {each.name: each for each in self._bases if account.key is None or account.may_use(each.name)}
+        usable = {each.name: each for each in self._bases if account.may_use(each.name)}
         if name is None and len(usable) == 1:
             return next(iter(usable.values()))
         served = ", ".join(usable)

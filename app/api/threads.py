@@ -90,9 +90,9 @@ class BodyThreads:
         """Number of pieces of work that no thread has started."""
         return self._reading.num_waiting + self._small.num_waiting + self._large.num_waiting
 
-    async def read(self, tenant: str, work: Callable[[], T]) -> T:
-        """Run work that parses or checks more than `MAX_SMALL_SIZE` characters. Raises Overloaded."""
-        return await asyncio.wrap_future(self._reading.submit(tenant, work))
+    async def read(self, tenant: str, size: int, work: Callable[[], T]) -> T:
+        """Run work that parses or checks `size` characters, and return its result. Raises Overloaded."""
+        return work() if size <= MAX_SMALL_SIZE else await asyncio.wrap_future(self._reading.submit(tenant, work))
 
     async def encode(self, tenant: str, size: int, work: Callable[[], T]) -> T:
         """Run work that encodes or decodes `size` characters, and return its result. Raises Overloaded."""

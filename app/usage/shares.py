@@ -126,10 +126,8 @@ class _Table:
         """Return for each limit the values of one process and the sums over all processes. `most`: the limits."""
         values = self.values[:, rows]
         share, held, slack = values[self.SHARE], values[self.HELD], values[self.SLACK]
-        # Time for which a process has sent reports without this limit, because it had no demand for the limit.
-        silent_s = np.maximum(0.0, self.heard_at - values[self.REPORTED_AT])
-        asks = values[self.DEMAND] * np.exp(-silent_s / _DEMAND_S)
-        asks = np.maximum(asks, np.where(are_places[:, None], held, 0.0))
+        silent_s = self._silent_s(values)
+        asks = np.maximum(self._demand_now(values), np.where(are_places[:, None], held, 0.0))
         # The bucket of a process without demand fills up.
         full = share * most[:, None]
         has = np.maximum(held, np.minimum(full, held + silent_s * full / 60))
@@ -149,13 +147,22 @@ class _Table:
         Each part is rounded down. The parts that lose most by this get one more slot (largest remainder method).
         """
         values = self.values[:, row]
-        slack, silent_s = values[self.SLACK], np.maximum(0.0, self.heard_at - values[self.REPORTED_AT])
-        asks = np.maximum(values[self.DEMAND] * np.exp(-silent_s / _DEMAND_S), values[self.HELD])
+        slack, asks = values[self.SLACK], np.maximum(self._demand_now(values), values[self.HELD])
         parts = most * sums.part_of(asks, slack, most)
         whole = np.floor(parts)
         rests = np.where((slack > 0) | (asks > 0), parts - whole, -1.0)  # -1: the process has no part
         before = np.count_nonzero(rests > rests[column]) + np.count_nonzero(rests[:column] == rests[column])
         return int(whole[column]) + int(before < most - int(whole.sum()))
+
+    def _silent_s(self, values: _Numbers) -> _Numbers:
+        """Return the seconds for which processes have reported without a limit, because they had no demand for it."""
+        silent_s: _Numbers = np.maximum(0.0, self.heard_at - values[self.REPORTED_AT])
+        return silent_s
+
+    def _demand_now(self, values: _Numbers) -> _Numbers:
+        """Return the reported demand, decayed to the last report of each process."""
+        demand: _Numbers = values[self.DEMAND] * np.exp(-self._silent_s(values) / _DEMAND_S)
+        return demand
 
 
 def _of_others(values: _Numbers, column: int) -> _Numbers:

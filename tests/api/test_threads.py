@@ -69,7 +69,8 @@ async def test_the_size_of_a_body_says_where_its_work_is_done() -> None:
 
     assert await threads.encode("", MAX_SIZE_ON_THE_LOOP, threading.get_ident) == here
     assert await threads.encode("", MAX_SIZE_ON_THE_LOOP + 1, threading.get_ident) != here
-    assert await threads.read("", threading.get_ident) != here
+    assert await threads.read("", MAX_SMALL_SIZE, threading.get_ident) == here
+    assert await threads.read("", MAX_SMALL_SIZE + 1, threading.get_ident) != here
 
 
 async def test_small_bodies_do_not_wait_for_large_ones() -> None:

@@ -169,6 +169,16 @@ async def frames_from(address: Address, ingress_id: str, *, heartbeat_s: float =
         frames.transport.abort()
 
 
+@asynccontextmanager
+async def two_ingresses() -> AsyncIterator[tuple[Replica, Frames, Frames]]:
+    async with (
+        a_replica() as (replica, address),
+        frames_from(address, "one") as first,
+        frames_from(address, "two") as second,
+    ):
+        yield replica, first, second
+
+
 async def test_a_hundred_ingresses_that_connect_at_once_all_get_frames() -> None:
     async with a_replica() as (_, address), AsyncExitStack() as stack:
         connecting = (stack.enter_async_context(frames_from(address, f"ingress {number}")) for number in range(100))
@@ -200,11 +210,7 @@ async def test_a_message_that_is_longer_than_any_ends_the_connection_before_its_
 
 
 async def test_frames_come_through_in_order_and_every_ingress_gets_its_own() -> None:
-    async with (
-        a_replica() as (replica, address),
-        frames_from(address, "one") as first,
-        frames_from(address, "two") as second,
-    ):
+    async with two_ingresses() as (replica, first, second):
         assert (await first.next()).number == (await second.next()).number == 0
         await first.submit("a")
         await second.submit("b")
@@ -217,11 +223,7 @@ async def test_frames_come_through_in_order_and_every_ingress_gets_its_own() -> 
 
 
 async def test_an_ingress_hears_at_once_of_a_long_prompt_that_another_has_sent_and_of_its_end() -> None:
-    async with (
-        a_replica() as (replica, address),
-        frames_from(address, "one") as first,
-        frames_from(address, "two") as second,
-    ):
+    async with two_ingresses() as (replica, first, second):
         await first.next()
         assert (await second.next()).report.num_prompt_tokens_of_others == 0
         for end in (
@@ -238,22 +240,14 @@ async def test_an_ingress_hears_at_once_of_a_long_prompt_that_another_has_sent_a
 
 
 async def test_prompts_count_with_all_their_tokens_where_an_ingress_does_not_say_how_many_are_cached() -> None:
-    async with (
-        a_replica() as (_, address),
-        frames_from(address, "one") as first,
-        frames_from(address, "two") as second,
-    ):
+    async with two_ingresses() as (_, first, second):
         await second.next()
         first.send(SubmitRequest(make_request((5,) * 300, request_id="a")))
         assert (await second.next()).report.num_prompt_tokens_of_others == 300
 
 
 async def test_many_requests_of_one_ingress_are_few_frames_to_another() -> None:
-    async with (
-        a_replica() as (replica, address),
-        frames_from(address, "one") as first,
-        frames_from(address, "two") as second,
-    ):
+    async with two_ingresses() as (replica, first, second):
         await second.next()
         names = [f"request {number}" for number in range(200)]
         first.send(*(SubmitRequest(make_request(request_id=each), num_prefill_tokens=300) for each in names))
@@ -588,11 +582,7 @@ async def test_a_replica_that_cannot_write_its_metrics_serves_on(caplog: pytest.
 
 
 async def test_without_viewers_no_view_is_made() -> None:
-    async with (
-        a_replica() as (replica, address),
-        frames_from(address, "one") as first,
-        frames_from(address, "two") as second,
-    ):
+    async with two_ingresses() as (replica, first, second):
         assert replica.num_views == 0
         for frames in (first, second):
             frames.send(WatchEngine(True))

@@ -301,7 +301,7 @@ class Account:
         *,
         may_administer: bool = False,
     ) -> None:
-        """`key` is None for the account of all requests if no keys are needed. This account has no name and no limits.
+        """All requests use an account with the `key` None if the service needs no keys. It has no name and no limits.
 
         `pools` are shared with all accounts of the process. By default, the account has its own pools. `may_administer`
         says whether requests without keys may use the admin routes. A key has its own setting for this.

@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from app.api.auth.limits import Reservation
 from app.api.http.errors import ClientGone
+from app.api.http.guard import reservation_of
 from app.api.json_structure import check_structure
 from app.api.prepared_request import RequestLimits
 from app.api.threads import MAX_SIZE_ON_THE_LOOP, MAX_SMALL_SIZE, BodyThreads
@@ -43,7 +44,7 @@ async def read_json_object(
         )
     if encoding:
         check_encoding(encoding, _ENCODINGS)
-    reservation: Reservation = request.scope["state"]["reservation"]
+    reservation = reservation_of(request)
     max_bytes, length = limits.max_body_bytes, headers.get("content-length", "")
     body: bytes | bytearray = await _read(
         request, reservation, length, max_bytes=max_bytes, timeout_s=limits.body_timeout_s
@@ -57,7 +58,7 @@ async def read_json_object(
         if threads is None or len(body) <= MAX_SMALL_SIZE:
             value = read_json(body)
         else:
-            value = await threads.read(reservation.account.name, partial(_read_large, body))
+            value = await threads.read(reservation.account.name, len(body), partial(_read_large, body))
     except ValueError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):

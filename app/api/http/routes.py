@@ -40,14 +40,13 @@ from app.api.http.openapi import openapi_document
 from app.api.http.operations import RouteGroup
 from app.api.http.origins import OriginPolicy
 from app.api.http.sse import EventStream, WhileConnected, connection_of
-from app.api.request_context import DEADLINE_HEADER, EXPLAIN_HEADER, asks_for, with_deadline
+from app.api.request_context import EXPLAIN_HEADER, asks_for, with_deadline
 from app.api.request_trace import RequestTrace, Tracer
 from app.api.schemas.parameters import STRICT_HEADER
 from app.api.stored_answers import KEPT_AT
 from app.batches import RESPONSES_PATH, BatchService
-from app.errors import CarouselError, Failure
+from app.errors import Failure
 from app.json_pieces import Json
-from app.metrics import NO_MODEL
 from app.usage import Owner
 
 
@@ -139,13 +138,10 @@ class ReplicaEndpoint:
             trace=trace,
             may_store=self._kept is not None,
         )
-        try:
-            body = await read_json_object(Request(scope, receive), handler.limits, handler.threads)
-            if DEADLINE_HEADER in headers:
-                body = with_deadline(body, headers)
-        except CarouselError as error:
-            handler.metrics.model(NO_MODEL).refused(error)
-            raise
+        with handler.counting_refusals():
+            body = with_deadline(
+                await read_json_object(Request(scope, receive), handler.limits, handler.threads), headers
+            )
         if self._kept is not None:
             path = self.path
             if headers.get(LAST_EVENT_HEADER):
@@ -164,8 +160,7 @@ class ReplicaEndpoint:
                 finally:
                     state["request_id"] = context.request_id
                 del body  # otherwise the body would stay in memory until the last token
-                if context.reservation.num_body_bytes:
-                    context.reservation.release_body()
+                context.reservation.release_body()
                 response_headers = partial(response.headers, explain=asks_for(headers, EXPLAIN_HEADER))
                 if response.is_streamed:
                     connection = connection_of(scope)

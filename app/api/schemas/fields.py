@@ -57,9 +57,7 @@ def _unless_false(value: Any) -> Any:
 
 def _unless_unlimited(value: Any) -> Any:
     """Convert `max_tokens` of a chat: -1 asks for all tokens that fit, which is the default."""
-    if value == -1:
-        return None
-    return as_int(value) if type(value) is float else value
+    return None if as_int(value) == -1 else value
 
 
 def _some_are_kept(value: int | None) -> int | None:
@@ -215,8 +213,7 @@ KeptTokens = Annotated[
     Field(json_schema_extra={"not": {"const": 0}}),
 ]
 LengthOfChat = Annotated[
-    Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None,
-    BeforeValidator(_unless_unlimited, json_schema_input_type=NumTokens | Literal[-1] | None),
+    NumTokens | None, BeforeValidator(_unless_unlimited, json_schema_input_type=NumTokens | Literal[-1] | None)
 ]
 TokenBudget = Annotated[int, Field(ge=0, le=MAX_TOKENS), AsInt]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]  # OpenAI's names
