@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 ONLINE, BACKGROUND = "online", "background"
 ROUNDING = 1e-6  # share of a limit: amounts that differ by less count as equal
-PLACES = "requests at once"  # the limit of concurrent requests, whose slots are whole numbers
+SLOTS = "requests at once"  # the limit of concurrent requests, whose slots are whole numbers
 
 
 class UsedFor(NamedTuple):
@@ -70,7 +70,7 @@ BUDGETS = dict(zip(("tokens_per_day", "tokens_per_month", MONEY), BudgetTotals._
 
 
 class LimitId(NamedTuple):
-    """Identifies a limit of a key: PLACES, one of BUDGETS, or an amount per minute. A new value makes a new limit."""
+    """Identifies a limit of a key: SLOTS, one of BUDGETS, or an amount per minute. A new value makes a new limit."""
 
     key: str
     what: str
@@ -80,10 +80,10 @@ class LimitId(NamedTuple):
 class LimitUse(NamedTuple):
     """The part of a limit that one process has, and the demand for the limit since the process's last report."""
 
-    share: float  # share of the allowance per minute, 0 before one was given; PLACES: number of slots; budgets: 0
-    held: float  # balance, or amount that may still be reserved, minus the initial amount; PLACES: slots in use
-    wanted: float  # the sum of the requested amounts; PLACES: the largest number of slots wanted at once
-    refused: float = 0.0  # the smallest refused amount; PLACES: the number of waiting requests
+    share: float  # share of the allowance per minute, 0 before one was given; SLOTS: number of slots; budgets: 0
+    held: float  # balance, or amount that may still be reserved, minus the initial amount; SLOTS: slots in use
+    wanted: float  # the sum of the requested amounts; SLOTS: the largest number of slots wanted at once
+    refused: float = 0.0  # the smallest refused amount; SLOTS: the number of waiting requests
 
 
 class Share(NamedTuple):
@@ -91,7 +91,7 @@ class Share(NamedTuple):
 
     share: float
     given: float = 0.0  # amount to add to the bucket or to the amount that may be reserved; negative to take away
-    # Rate limits: the amount that other processes have or that is unassigned. PLACES: requests that wait elsewhere.
+    # Rate limits: the amount that other processes have or that is unassigned. SLOTS: requests that wait elsewhere.
     elsewhere: float = 0.0
 
 

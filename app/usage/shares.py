@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from app.usage.records import (
     BUDGETS,
-    PLACES,
     ROUNDING,
+    SLOTS,
     BudgetTotals,
     LimitId,
     LimitUse,
@@ -71,7 +71,7 @@ class _Table:
     loop takes microseconds.
     """
 
-    # Indices of `values`. DEMAND: per minute when it was reported; PLACES: slots wanted at once. SLACK: the weight of
+    # Indices of `values`. DEMAND: per minute when it was reported; SLOTS: slots wanted at once. SLACK: the weight of
     # the process for the amount that no process asks for. With 0, it gets none of that and comes after the others.
     NAMES = SHARE, HELD, DEMAND, SLACK, REFUSED, REFUSED_AT, REPORTED_AT = range(7)
 
@@ -177,7 +177,7 @@ class _Sums(NamedTuple):
     share: float
     held: float
     demand: float
-    asks: float  # the demand per minute, decayed to now; PLACES: slots, at least those in use
+    asks: float  # the demand per minute, decayed to now; SLOTS: slots, at least those in use
     slack: float
     refused: float
     held_by_all: float  # now
@@ -185,8 +185,8 @@ class _Sums(NamedTuple):
     asked_of_sharing: float  # demand on the processes with slack
     asked_of_all: float
     slack_of_all: float
-    taken_by_others: float  # PLACES: for each other process the larger of its part and its slots in use
-    waiting_elsewhere: float  # PLACES: waiting requests of other processes
+    taken_by_others: float  # SLOTS: for each other process the larger of its part and its slots in use
+    waiting_elsewhere: float  # SLOTS: waiting requests of other processes
 
     def part(self, most: float) -> float:
         """Return the part of this process, from 0 to 1."""
@@ -299,7 +299,7 @@ class Shares:
         limits = [self._limits.get(each) or self._new_limit(each, now) for each in uses]
         for limit in limits:
             limit.members.add(name)
-        rows, are_places = [each.row for each in limits], np.array([each.what == PLACES for each in uses], dtype=bool)
+        rows, are_places = [each.row for each in limits], np.array([each.what == SLOTS for each in uses], dtype=bool)
         if uses:
             slack = [1.0 if report.takes_slack else _SLACK_OF_BUDGET * (each.what in BUDGETS) for each in uses]
             self._table.note(
@@ -361,7 +361,7 @@ class Shares:
         used: Mapping[str, BudgetTotals],
         now: float,
     ) -> _Given:
-        if limit_id.what == PLACES:
+        if limit_id.what == SLOTS:
             return self._given_of_places(limit, process, sums, int(limit_id.limit))
         if limit_id.what in BUDGETS:
             spent = self._with_reserved(limit_id.key, used.get(limit_id.key, _NOTHING))

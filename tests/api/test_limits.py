@@ -11,13 +11,13 @@ import pytest
 
 from app.api.auth import limits
 from app.api.auth.keys import NoAuthentication
-from app.api.auth.limits import PLACE_WAIT_S, Account, Places, SharedPools, TokenBucket
+from app.api.auth.limits import PLACE_WAIT_S, Account, SharedPools, Slots, TokenBucket
 from app.config import KeyConfig
 from app.errors import InvalidRequest, LimitReached, NotPermitted, Overloaded
 from app.fair import SharedPool
 from app.text import Tokenizer
 from app.usage import CallUsage, Used
-from app.usage.records import PLACES, BudgetTotals, LimitUse, Share
+from app.usage.records import SLOTS, BudgetTotals, LimitUse, Share
 from tests.kit.engine import FakeClock
 from tests.kit.service import KEY, OTHER_KEY, WAIT, Answer, Connection, Service, bearer, entry, say
 from tests.waiting import TimelessLoop, until
@@ -137,9 +137,9 @@ def test_a_part_of_a_limit_is_what_a_process_has_until_it_is_given_more() -> Non
         with pytest.raises(LimitReached, match=r"8 requests at once \(6 of them in other processes now\) and has 2"):
             running.enter_context(limited.reserve())
         by_what = {limit_id.what: limit for limit_id, limit in limited.shared_limits.items()}
-        assert by_what[PLACES].use() == LimitUse(2, 2, 3), "two had places, and one more was asked for"
+        assert by_what[SLOTS].use() == LimitUse(2, 2, 3), "two had places, and one more was asked for"
         assert by_what["requests"].use() == LimitUse(0.0, -2.0, 2.0)
-        by_what[PLACES].set_share(Share(4))
+        by_what[SLOTS].set_share(Share(4))
         with pytest.raises(LimitReached, match="8 requests a minute; this request needs up to 1 and 0 are left"):
             running.enter_context(limited.reserve())
         by_what["requests"].set_share(Share(0.5, 5.0))
@@ -153,7 +153,7 @@ def test_a_part_of_a_limit_is_what_a_process_has_until_it_is_given_more() -> Non
         last.reserve(201)
         for limit in by_what.values():
             limit.lose_owner(has_share=False)
-        assert by_what[PLACES].use().share == 2
+        assert by_what[SLOTS].use().share == 2
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ async def asked(account: Account, running: ExitStack) -> float:
     return asyncio.get_running_loop().time() - began
 
 
-def sharing(num_here: int, *, of: int) -> tuple[Account, Places, list[None]]:
+def sharing(num_here: int, *, of: int) -> tuple[Account, Slots, list[None]]:
     """An account that shares its places with others; the list gets one more whenever the owner should soon be told."""
     hurried: list[None] = []
     pools = SharedPools(first_share=0.5)
@@ -271,7 +271,7 @@ def test_a_line_that_a_limit_turns_away_has_used_nothing() -> None:
 
 def test_a_kept_response_counts_where_it_came_in_and_its_tokens_where_it_runs() -> None:
     limited = account(FakeClock(), max_concurrency=1, requests_per_minute=1, tokens_per_minute=100)
-    with limited.reserve(), limited.reserve_kept() as reservation:
+    with limited.reserve(), limited.reserve_for_stored() as reservation:
         reservation.reserve(60)
         reservation.usages.append(lambda: CallUsage("demo", False, Used(1, 20, 0, 10)))
         assert limited.headers()["x-ratelimit-remaining-tokens"] == "40"

@@ -19,7 +19,7 @@ from app.config import KeyConfig
 from app.errors import BudgetSpent, InvalidRequest, LimitReached, MoneySpent, NotPermitted
 from app.fair import SharedPool
 from app.usage import CallUsage, UsageCounter
-from app.usage.records import MONEY, PLACES, ROUNDING, BudgetTotals, LimitId, LimitUse, Share, next_day, next_month
+from app.usage.records import MONEY, ROUNDING, SLOTS, BudgetTotals, LimitId, LimitUse, Share, next_day, next_month
 
 CONCURRENCY_RETRY_S = 1.0  # the time until a slot is free is unknown, and a retry is cheap
 # Limit for bodies that are arriving or being checked. Parsed bodies take several times as much, but one at a time.
@@ -113,7 +113,7 @@ class TokenBucket:
         return self._balance
 
 
-class Places:
+class Slots:
     """The slots for concurrent requests of a key. If several processes share the limit, the slots of one process.
 
     A request that finds no free slot may wait for a slot from another process. While requests wait in any process, each
@@ -243,7 +243,7 @@ class BudgetPart:
             self.left = min(self.left, self._first)
 
 
-SharedLimit = TokenBucket | Places | BudgetPart
+SharedLimit = TokenBucket | Slots | BudgetPart
 
 
 class SharedPools:
@@ -323,11 +323,11 @@ class Account:
         at_once = key.max_concurrency if key else None
         taken = partial(self.pools.requests.held, self)
         share, hurry = self.pools.first_share, lambda: self.pools.hurry()  # `hurry` may be set later
-        self.places = Places(at_once, taken, share=share, hurry=hurry) if at_once else None
+        self.places = Slots(at_once, taken, share=share, hurry=hurry) if at_once else None
         self.budgets = key.budgets if key else {}
         shared = self.budgets if self.pools.shares_budgets else {}
         self._budget_parts = {name: BudgetPart(each, share=share) for name, each in shared.items()}
-        limits: dict[str, SharedLimit | None] = {"requests": self._requests, "tokens": self.tokens, PLACES: self.places}
+        limits: dict[str, SharedLimit | None] = {"requests": self._requests, "tokens": self.tokens, SLOTS: self.places}
         limits |= self._budget_parts
         # The limits that processes share.
         self.shared_limits = {LimitId(self.name, what, limit.limit): limit for what, limit in limits.items() if limit}
@@ -392,7 +392,7 @@ class Account:
             self._settle(reservation)
 
     @contextmanager
-    def reserve_kept(self) -> Iterator[Reservation]:
+    def reserve_for_stored(self) -> Iterator[Reservation]:
         """Reserve for a stored response, which was counted as a request in the process where it arrived.
 
         That process has the tokens for the response, so this process may use them before they have moved.
