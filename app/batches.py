@@ -144,7 +144,7 @@ class AnswerRecorder(Protocol):
     """An answer that is stored while it is generated."""
 
     @property
-    def facts(self) -> bytes:
+    def info(self) -> bytes:
         """The second record of the answer's file: everything that is needed to read the records after it."""
 
     def records(self, known: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:

@@ -92,7 +92,7 @@ def _in_a_thread(config: EngineConfig, engine: Engine, sleeper: SleepController 
         engine,
         max_requests=config.scheduler.max_requests,
         max_waiting_tokens=max_waiting_tokens,
-        matchers=build_matchers(config, engine.facts),
+        matchers=build_matchers(config, engine.model_info),
         sleeper=sleeper,
     )
 
@@ -125,7 +125,7 @@ def _lease_of(config: EngineConfig, replicas: ReplicasConfig) -> DeviceLease:
     )
 
 
-def build_matchers(config: EngineConfig, facts: ModelInfo) -> Matchers:
+def build_matchers(config: EngineConfig, model_info: ModelInfo) -> Matchers:
     """Return the matchers for requests with grammars. `prepare` or the first grammar reads the tokenizer."""
     from app.grammar.grammars import Grammars
     from app.grammar.vocabulary import read_vocabulary
@@ -135,8 +135,8 @@ def build_matchers(config: EngineConfig, facts: ModelInfo) -> Matchers:
         lambda: read_vocabulary(
             resolve_model_path(model.path),
             model.revision,
-            vocab_size=facts.vocab_size,
-            eos_token_ids=facts.eos_token_ids,
+            vocab_size=model_info.vocab_size,
+            eos_token_ids=model_info.eos_token_ids,
         ),
     )
 
@@ -156,8 +156,8 @@ def build_sync_engine(
 def _build_torch(config: EngineConfig, replicas: ReplicasConfig, *, keeps_all: bool) -> Engine:
     from app.model.description import sentence_settings
     from app.model.device import device_of
+    from app.model.implementations.encoder import is_encoder
     from app.model.loader import load_runner
-    from app.model.ways.encoder import is_encoder
 
     location = resolve_model_path(config.model.path)
     if is_encoder(config.model, location):
@@ -181,20 +181,20 @@ def _build_torch(config: EngineConfig, replicas: ReplicasConfig, *, keeps_all: b
     sentences = sentence_settings(config.model, location)
     _check_drafts(config, loaded)
     runner = _runner_of(config, loaded, replicas)
-    facts = replace(loaded.model.facts, pooling=sentences.pooling)
+    model_info = replace(loaded.model.model_info, pooling=sentences.pooling)
     store = _store_of(config, replicas, loaded, runner)
     return assemble(
         config.scheduler,
         config.cache,
         num_blocks=loaded.num_blocks,
         runner=runner,
-        facts=facts,
-        recorder=recorder_of(config, runner=runner, facts=facts, num_blocks=loaded.num_blocks),
+        model_info=model_info,
+        recorder=recorder_of(config, runner=runner, model_info=model_info, num_blocks=loaded.num_blocks),
         adapters=_adapters_of(config, runner),
         drafter=(
             drafter_of(config.speculation)
             if loaded.draft is None
-            else _model_drafter(config, loaded.model.facts, loaded.draft, replicas)
+            else _model_drafter(config, loaded.model.model_info, loaded.draft, replicas)
         ),
         # On a GPU, the KV memory was sized by the memory that the largest step leaves free.
         largest_step=config.scheduler if loaded.model.device.type == "cuda" else None,
@@ -263,25 +263,25 @@ def _why_blocks_stay(loaded: LoadedRunner, replicas: ReplicasConfig) -> str:
 
 
 def _model_drafter(
-    config: EngineConfig, facts: ModelInfo, draft: LoadedRunner, replicas: ReplicasConfig
+    config: EngineConfig, model_info: ModelInfo, draft: LoadedRunner, replicas: ReplicasConfig
 ) -> ModelDrafter:
-    """Return the drafter. `facts` is the info of the served model. Raises InvalidSetup if the models' tokens differ."""
+    """Return the drafter. `model_info` describes the served model. Raises InvalidSetup if the models' tokens differ."""
     of_draft = config.of_draft_model
     assert of_draft is not None, "it was loaded with these settings"
-    _check_tokens(config.model, of_draft.model, facts, draft.model.facts)
+    _check_tokens(config.model, of_draft.model, model_info, draft.model.model_info)
     return ModelDrafter(
         _runner_of(of_draft, draft, replicas),
-        max_model_len=draft.model.facts.max_model_len,
-        facts=facts,
+        max_model_len=draft.model.model_info.max_model_len,
+        model_info=model_info,
     )
 
 
-def _check_tokens(model: ModelConfig, draft: ModelConfig, facts: ModelInfo, of_draft: ModelInfo) -> None:
+def _check_tokens(model: ModelConfig, draft: ModelConfig, model_info: ModelInfo, of_draft: ModelInfo) -> None:
     """Raise InvalidSetup if a draft model has another token for any id. Takes seconds if the tokenizer files differ."""
     from app.grammar.vocabulary import read_vocabulary
 
     fix = f"choose a draft model of the family of {model.path}, or another speculation.method"
-    number, of_draft_number = facts.vocab_size, of_draft.vocab_size
+    number, of_draft_number = model_info.vocab_size, of_draft.vocab_size
     if number != of_draft_number:
         raise InvalidSetup(
             f"speculation.model: {draft.path} has {of_draft_number:,} tokens and {model.path} {number:,}; a draft "
@@ -348,8 +348,8 @@ def _adapters_of(config: EngineConfig, runner: ModelRunner) -> AdapterStore | No
 def _build_encoder(config: EngineConfig, replicas: ReplicasConfig, location: str) -> Engine:
     import torch
 
+    from app.model.implementations.encoder import load_encoder
     from app.model.memory import loading_weights
-    from app.model.ways.encoder import load_encoder
 
     _refuse_draft_model(config, f"{config.model.path} is an encoder")
     if replicas.tensor_parallel > 1:
@@ -367,9 +367,14 @@ def _build_encoder(config: EngineConfig, replicas: ReplicasConfig, location: str
         model = load_encoder(config.model, location)
     logger.info("%s on %s in %s, threads: %d; an encoder, without KV memory",
                 config.model.path, model.device, model.dtype, num_threads)  # fmt: skip
-    recorder = recorder_of(config, runner=model.runner, facts=model.facts, num_blocks=0)
+    recorder = recorder_of(config, runner=model.runner, model_info=model.model_info, num_blocks=0)
     return assemble(
-        config.scheduler, config.cache, num_blocks=0, runner=model.runner, facts=model.facts, recorder=recorder
+        config.scheduler,
+        config.cache,
+        num_blocks=0,
+        runner=model.runner,
+        model_info=model.model_info,
+        recorder=recorder,
     )
 
 
@@ -408,18 +413,18 @@ def _build_simulated(config: EngineConfig) -> Engine:
     assert config.model.simulated is not None, "only a configured simulation is built"
     costs = SimulatedCosts.model_validate(config.model.simulated)
     model = read_description(config.model, resolve_model_path(config.model.path))
-    num_blocks = num_simulated_blocks(config, model.facts)
+    num_blocks = num_simulated_blocks(config, model.model_info)
     logger.info("%s is simulated: %s; %d KV blocks of %d tokens",
                 config.model.path, costs, num_blocks, config.cache.block_size)  # fmt: skip
     runner = SimulatedModelRunner(
         costs,
         text_token_ids=model.text_token_ids,
-        eos_token_ids=model.facts.eos_token_ids,
+        eos_token_ids=model.model_info.eos_token_ids,
         num_blocks=num_blocks,
         block_size=config.cache.block_size,
     )
-    facts = replace(
-        model.facts,
+    model_info = replace(
+        model.model_info,
         embedding_size=costs.embedding_size or None,
         num_state_slots=costs.num_state_slots,
         state_interval_tokens=16 * config.cache.block_size,
@@ -429,8 +434,8 @@ def _build_simulated(config: EngineConfig) -> Engine:
         config.cache,
         num_blocks=num_blocks,
         runner=runner,
-        facts=facts,
-        recorder=recorder_of(config, runner=runner, facts=facts, num_blocks=num_blocks),
+        model_info=model_info,
+        recorder=recorder_of(config, runner=runner, model_info=model_info, num_blocks=num_blocks),
         drafter=drafter_of(config.speculation),
     )
 
@@ -446,7 +451,7 @@ def assemble(
     *,
     num_blocks: int,
     runner: ModelRunner,
-    facts: ModelInfo,
+    model_info: ModelInfo,
     clock: Callable[[], float] = time.monotonic,
     largest_step: SchedulerConfig | None = None,
     recorder: StepObserver | None = None,
@@ -460,18 +465,18 @@ def assemble(
 
     If the runner can launch steps, the engine prepares each step while the step before it is computed.
     """
-    if facts.generates:
-        pool = BlockPool.of(facts, scheduler, num_blocks=num_blocks, block_size=cache.block_size)
-        facts = replace(facts, max_model_len=min(facts.max_model_len, pool.max_sequence_tokens))
+    if model_info.generates:
+        pool = BlockPool.of(model_info, scheduler, num_blocks=num_blocks, block_size=cache.block_size)
+        model_info = replace(model_info, max_model_len=min(model_info.max_model_len, pool.max_sequence_tokens))
     else:
-        pool = NoBlocks(max_model_len=facts.max_model_len)
-    if facts.num_state_slots:
+        pool = NoBlocks(max_model_len=model_info.max_model_len)
+    if model_info.num_state_slots:
         assert not runner.launches, "a step of a model with recurrent layers ends before the next one is scheduled"
     deciding = scheduler_class(
         config=scheduler,
         pool=pool,
-        eos_token_ids=facts.eos_token_ids,
-        takes_whole_prompts=not facts.generates,
+        eos_token_ids=model_info.eos_token_ids,
+        takes_whole_prompts=not model_info.generates,
         drafter=drafter,
         store=store,
         launches_ahead=runner.launches,
@@ -480,7 +485,7 @@ def assemble(
     return build(
         scheduler=deciding,
         runner=runner,
-        facts=facts,
+        model_info=model_info,
         clock=clock,
         largest_step=largest_step,
         recorder=recorder,

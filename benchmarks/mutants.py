@@ -58,7 +58,7 @@ TESTS = {
     "app/fleet/fleet.py": f"{FLEET} tests/fleet/test_moved_requests.py",
     "app/api/auth/limits.py": "tests/api/test_limits.py tests/api/test_admin.py",
     "app/api/http/sse.py": "tests/api/test_sse.py tests/api/test_streaming.py",
-    "app/api/output/choices.py": f"{API} {PARTS} tests/api/test_kept_deltas.py tests/api/test_request_trace.py",
+    "app/api/output/choices.py": f"{API} {PARTS} tests/api/test_stored_deltas.py tests/api/test_request_trace.py",
     "app/jobs/results.py": "tests/jobs/test_results.py tests/jobs/test_full_disk.py tests/jobs/test_backlog.py",
     "app/jobs/batch_runner.py": f"{JOBS} tests/jobs/test_bad_input.py tests/api/test_batches.py",
     "app/model/sampler.py": "tests/model/test_sampler.py",

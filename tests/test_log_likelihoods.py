@@ -48,7 +48,11 @@ def serve(
 
     async def main() -> None:
         model = ServedModel(
-            name="demo", tokenizer=tokenizer, facts=engine.facts, generate=engine.generate, created=1_700_000_000
+            name="demo",
+            tokenizer=tokenizer,
+            model_info=engine.model_info,
+            generate=engine.generate,
+            created=1_700_000_000,
         )
 
         async def is_ready() -> bool:

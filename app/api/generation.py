@@ -43,7 +43,13 @@ MAX_CALL_TOKENS = 1_000_000  # in all prompts of a call, or two contexts if that
 def generates_nothing(model: ServedModel) -> InvalidRequest:
     """Return the error for a request for text to a model that generates none."""
     ranks = "/v1/rerank or /v1/score"
-    at = "/v1/classify" if model.facts.labels else ranks if model.facts.scores_pairs else f"/v1/embeddings, {ranks}"
+    at = (
+        "/v1/classify"
+        if model.model_info.labels
+        else ranks
+        if model.model_info.scores_pairs
+        else f"/v1/embeddings, {ranks}"
+    )
     return InvalidRequest(
         f"the model {model.name!r} is an encoder and generates no text; choose another model, or use {at}",
         param="model",
@@ -52,7 +58,7 @@ def generates_nothing(model: ServedModel) -> InvalidRequest:
 
 def check_limits(body: GenerationRequest, model: ServedModel, limits: RequestLimits) -> None:
     """Check everything that depends only on the body, the limits and the model info. Raises InvalidRequest."""
-    if not model.facts.generates:
+    if not model.model_info.generates:
         raise generates_nothing(model)
     for param, asked, most in (
         ("n", body.n, limits.max_choices),
@@ -136,10 +142,10 @@ def _ignored_reasoning_fields(body: ChatRequest, model: ServedModel) -> tuple[st
 def _encode_prediction(text: str, model: ServedModel) -> tuple[int, ...]:
     """Return the token ids of a predicted output. Raises InvalidRequest if the context cannot hold them."""
     [token_ids] = encode_prompts([text], model, "prediction", add_special_tokens=False)
-    if len(token_ids) > model.facts.max_model_len:
+    if len(token_ids) > model.model_info.max_model_len:
         raise ContextTooLong(
-            f"prediction has {len(token_ids):,} tokens; this model accepts {model.facts.max_model_len:,} of prompt and "
-            f"output together; shorten the prediction to the expected output",
+            f"prediction has {len(token_ids):,} tokens; this model accepts {model.model_info.max_model_len:,} of "
+            f"prompt and output together; shorten the prediction to the expected output",
             param="prediction",
         )
     return token_ids
@@ -163,7 +169,9 @@ def encode_prompts(
     for prompt in prompts:
         if not isinstance(prompt, str):
             check_token_ids(prompt, model, param)
-    most = max(2 * model.facts.max_model_len, MAX_LONGER_TEXT)  # up to here the error has the exact number of tokens
+    most = max(
+        2 * model.model_info.max_model_len, MAX_LONGER_TEXT
+    )  # up to here the error has the exact number of tokens
     encoded, num_tokens = list[tuple[int, ...]](), 0
     for prompt in prompts:
         token_ids = (
@@ -180,7 +188,7 @@ def encode_prompts(
 
 def check_call_tokens(num_tokens: int, model: ServedModel, what: str, param: str) -> None:
     """Raise InvalidRequest if `num_tokens` exceeds the limit of one call. `what` names the texts in the message."""
-    most = max(MAX_CALL_TOKENS, 2 * model.facts.max_model_len)
+    most = max(MAX_CALL_TOKENS, 2 * model.model_info.max_model_len)
     if num_tokens > most:
         raise InvalidRequest(
             f"{what} have {num_tokens:,} tokens; at most {most:,} are accepted in one call; send less of {param}",
@@ -222,7 +230,7 @@ def encode_chat(
         template_variables=variables,
     )
     _check_text(text, model, "messages", is_cut_or_counted=is_cut_or_counted)
-    most = max(2 * model.facts.max_model_len, MAX_LONGER_TEXT)
+    most = max(2 * model.model_info.max_model_len, MAX_LONGER_TEXT)
     return model.tokenizer.encode(text, add_special_tokens=body.add_special_tokens, max_tokens=most)
 
 
@@ -231,7 +239,7 @@ def _check_text(text: str, model: ServedModel, param: str, *, is_cut_or_counted:
 
     A text that may be longer, because it is cut or only counted, is limited to `MAX_LONGER_TEXT` bytes.
     """
-    max_model_len = model.facts.max_model_len
+    max_model_len = model.model_info.max_model_len
     if len(text) <= max_model_len * USUAL_CHARACTERS_PER_TOKEN:
         return
     if is_cut_or_counted:
@@ -316,7 +324,8 @@ def prepare_generation(
     account, streaming = context.reservation.account, body.stream_options
     longest = None if account.key is None else account.max_tokens(body.asked_tokens, body.length_param)
     lengths = [
-        _max_tokens(body, len(prompt), model.facts.max_model_len, default_max_tokens, longest) for prompt in prompts
+        _max_tokens(body, len(prompt), model.model_info.max_model_len, default_max_tokens, longest)
+        for prompt in prompts
     ]
     if body.allowed_token_ids:
         _check_allowed_token_ids(body, len(prompts) * body.num_samples, limits.max_allowed_token_ids)
@@ -451,7 +460,7 @@ def truncated(prompt: tuple[int, ...], body: GenerationRequest, model: ServedMod
     """Return the prompt, cut at one side to `truncate_prompt_tokens`; -1: to the room that the output leaves."""
     num_kept = body.truncate_prompt_tokens
     if num_kept == -1:
-        num_kept = max(1, model.facts.max_model_len - (1 if body.asked_tokens is None else body.asked_tokens))
+        num_kept = max(1, model.model_info.max_model_len - (1 if body.asked_tokens is None else body.asked_tokens))
     if num_kept is None:
         return prompt
     return prompt[:num_kept] if body.truncation_side == "right" else prompt[-num_kept:]

@@ -198,7 +198,7 @@ class RequestHandler:
 
         Raises the errors of `handle`; LimitReached is raised at once, without a wait for room.
         """
-        with self.authenticator.account_named(new.owner).reserve_kept() as reservation:
+        with self.authenticator.account_named(new.owner).reserve_for_stored() as reservation:
             context = self.context(
                 reservation,
                 new.request_id,
@@ -212,8 +212,8 @@ class RequestHandler:
                 body = await with_history(body, read)
             state = await self.handle(ENDPOINTS[new.path], body, context)
             assert state.writer is not None, "a stored answer is read by a client"
-            facts = structs.replace(state.writer.facts(state), ignored=state.ignored)
-            yield RecordedAnswer(state, facts, path=new.path)
+            info = structs.replace(state.writer.info(state), ignored=state.ignored)
+            yield RecordedAnswer(state, info, path=new.path)
 
     async def handle_item(
         self, owner: str, path: str, body: Mapping[str, Any], origin: ItemOrigin | None = None

@@ -59,7 +59,7 @@ class ServedModel:
 
     name: str
     tokenizer: Tokenizer
-    facts: ModelInfo
+    model_info: ModelInfo
     generate: Generate
     created: int  # seconds since 1970
     aliases: tuple[str, ...] = ()  # other names that clients may send
@@ -79,7 +79,7 @@ class ServedModel:
     @property
     def gives_embeddings(self) -> bool:
         """Whether the model computes embeddings of texts."""
-        return self.pooling is not None and self.facts.embedding_size is not None
+        return self.pooling is not None and self.model_info.embedding_size is not None
 
     def adapted(self, adapter: Adapter) -> ServedModel:
         """Return this model with an adapter, under the adapter's name."""
@@ -94,7 +94,7 @@ class ServedModel:
             "owned_by": "carousel",
             "root": self.name,
             "parent": self.parent or None,
-            "max_model_len": self.facts.max_model_len,
+            "max_model_len": self.model_info.max_model_len,
             "permission": [],
             "type": "model",
             "display_name": name,
@@ -193,7 +193,7 @@ class PreparedRequest:
         # An embedding of one request may have thousands of numbers.
         return self.num_logprobs > 2000 or len(self.requests) > 4
 
-    def facts(self) -> AnswerInfo:
+    def info(self) -> AnswerInfo:
         """Return the values that are known about the answer before any token is generated."""
         shows_prompts = self.detail_options is not None and self.detail_options.token_ids
         return AnswerInfo(
@@ -224,7 +224,7 @@ def by_any_name(models: Iterable[ServedModel]) -> dict[str, ServedModel]:
 
 def check_token_ids(token_ids: Collection[int], model: ServedModel, param: str) -> None:
     """Raise InvalidRequest for a token id that the model does not have."""
-    vocab_size = model.facts.vocab_size
+    vocab_size = model.model_info.vocab_size
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
         raise InvalidRequest(

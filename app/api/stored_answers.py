@@ -1,6 +1,6 @@
 """Writes the records of an answer while it is generated, and reads them back as events or as one object.
 
-The first record of a stored answer is its request. The second record has the facts that the writers of answers need.
+The first record of a stored answer is its request. The second record is the `AnswerInfo` for the writers of answers.
 Each other record is one delta. The same writers answer requests that are not stored.
 """
 
@@ -42,12 +42,12 @@ from app.json_pieces import Json
 from app.records import RecordReader
 
 # The paths of the endpoints whose answers can be stored, and the prefixes of their ids.
-KEPT_AT = {RESPONSES_PATH: "resp_", CHATS_PATH: "chatcmpl-", COMPLETIONS_PATH: "cmpl-"}
+STORED_ID_PREFIXES = {RESPONSES_PATH: "resp_", CHATS_PATH: "chatcmpl-", COMPLETIONS_PATH: "cmpl-"}
 _FORMATS: dict[str, Format] = {CHATS_PATH: ChatFormat(), COMPLETIONS_PATH: CompletionFormat()}
 _END_OF_EVENT = b"\n\n"
 _encode = msgspec.msgpack.Encoder().encode
 _decode_new = msgspec.msgpack.Decoder(NewResponse).decode
-_decode_facts = msgspec.msgpack.Decoder(AnswerInfo).decode
+_decode_info = msgspec.msgpack.Decoder(AnswerInfo).decode
 _decode_delta = msgspec.msgpack.Decoder(ChoiceDelta).decode
 
 
@@ -57,14 +57,14 @@ _decode_delta = msgspec.msgpack.Decoder(ChoiceDelta).decode
 class RecordedAnswer:
     """An answer that is being written to a file (see `AnswerRecorder`)."""
 
-    def __init__(self, state: ResponseState, facts: AnswerInfo, *, path: str) -> None:
+    def __init__(self, state: ResponseState, info: AnswerInfo, *, path: str) -> None:
         """`path` is the path of the answer's endpoint."""
-        self.facts = _encode(facts)
+        self.info = _encode(info)
         self._state = state
         self._path = path
         self._is_cut = False  # an output ended at the length limit
         self._num_reported = len(
-            facts.ignored
+            info.ignored
         )  # entries of the state's `ignored` that are stored; a delta stores the rest
 
     async def records(self, known: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
@@ -112,7 +112,7 @@ class RecordedAnswer:
 
 
 def _as_stored(delta: ChoiceDelta, named: set[int], state: ResponseState, ignored: tuple[str, ...]) -> ChoiceDelta:
-    """Return the delta for a record: without facts about this attempt, and with the new entries of `ignored`.
+    """Return the delta for a record: without the data of this attempt, and with the new entries of `ignored`.
 
     The delta also gets the bytes of tokens that no earlier delta has named. Adds these tokens to `named`.
     """
@@ -295,16 +295,16 @@ class AnswerReader:
             elif self._new is None:
                 self._new = _decode_new(content)
             else:
-                self._begin(self._new, _decode_facts(content))
+                self._begin(self._new, _decode_info(content))
         if part.end is not None:
             yield from self._end(part.end)
 
-    def _begin(self, new: NewResponse, facts: AnswerInfo) -> None:
-        self._num_open = facts.num_requests
+    def _begin(self, new: NewResponse, info: AnswerInfo) -> None:
+        self._num_open = info.num_requests
         self.answer = StoredAnswer(
-            facts=facts,
+            info=info,
             request_id=new.request_id,
-            outputs=[ChoiceOutput() for _ in range(facts.num_requests)],
+            outputs=[ChoiceOutput() for _ in range(info.num_requests)],
             token_bytes=self._token_bytes.__getitem__,
             new=new,
         )
@@ -322,7 +322,7 @@ class AnswerReader:
         if delta.details is not None:
             self._token_bytes |= delta.details.token_bytes
         if delta.ignored:
-            answer.facts = msgspec.structs.replace(answer.facts, ignored=answer.facts.ignored + delta.ignored)
+            answer.info = msgspec.structs.replace(answer.info, ignored=answer.info.ignored + delta.ignored)
         answer.outputs[delta.index].add(delta, keep_text=self._keep_text)
         return delta
 
@@ -363,7 +363,7 @@ class StoredEvents:
     def _made(self) -> ResponseBuilder | ChunkWriter:
         if self._writer is None:
             assert self.reader.answer is not None, "the first two records are read"
-            self._name = self.reader.answer.facts.response_id.encode()
+            self._name = self.reader.answer.info.response_id.encode()
             self._writer = _event_writer(self.reader.answer)
         return self._writer
 
@@ -408,7 +408,7 @@ def _event_writer(answer: StoredAnswer) -> ResponseBuilder | ChunkWriter:
 
 
 def _response_builder(answer: StoredAnswer) -> ResponseBuilder:
-    return ResponseBuilder(answer, from_json(answer.facts.of_body))
+    return ResponseBuilder(answer, from_json(answer.info.of_body))
 
 
 class StoredObject:
@@ -500,7 +500,7 @@ async def with_history(body: Json, read: ReadAnswer) -> Json:
     previous, own = body.get("previous_response_id"), body.get("input")
     if not isinstance(previous, str) or not isinstance(own, str | list):
         return body  # the schema reports this mistake
-    if not previous.startswith(KEPT_AT[RESPONSES_PATH]):
+    if not previous.startswith(STORED_ID_PREFIXES[RESPONSES_PATH]):
         raise previous_not_found(previous)
     own = own_items(own)
     turns: list[Turn] = []
@@ -555,8 +555,8 @@ def _as_input(item: Json) -> Json:
 
 def check_id(response_id: str, path: str) -> None:
     """Raise NotFound if the id does not belong to the endpoint at `path`."""
-    if not response_id.startswith(KEPT_AT[path]):
+    if not response_id.startswith(STORED_ID_PREFIXES[path]):
         raise NotFound(
-            f"there is no response {response_id[:100]!r}; ids of {path} begin with {KEPT_AT[path]}",
+            f"there is no response {response_id[:100]!r}; ids of {path} begin with {STORED_ID_PREFIXES[path]}",
             code="response_not_found",
         )

@@ -107,8 +107,8 @@ class AsyncEngine:
             sleeper.listen(self._turns_changed)
 
     @property
-    def facts(self) -> ModelInfo:
-        return self._engine.facts
+    def model_info(self) -> ModelInfo:
+        return self._engine.model_info
 
     @property
     def num_requests(self) -> int:
@@ -142,7 +142,7 @@ class AsyncEngine:
 
     def prepare_for_grammars(self) -> None:
         """Start the preparations that the first grammar would otherwise wait for, without blocking."""
-        if self._matchers is not None and self.facts.generates:
+        if self._matchers is not None and self.model_info.generates:
             self._matchers.prepare()
 
     async def matcher_of(self, request: Request) -> Matcher | None:

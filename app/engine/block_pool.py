@@ -137,16 +137,16 @@ class BlockPool:
             states.note_resumable = self._note_resumable
 
     @classmethod
-    def of(cls, facts: ModelInfo, limits: SchedulerConfig, *, num_blocks: int, block_size: int) -> BlockPool:
+    def of(cls, model_info: ModelInfo, limits: SchedulerConfig, *, num_blocks: int, block_size: int) -> BlockPool:
         """Return the pool of a model with KV memory."""
         states = None
-        if facts.num_state_slots:
-            states = StatePool(facts.num_state_slots, interval_tokens=facts.state_interval_tokens)
+        if model_info.num_state_slots:
+            states = StatePool(model_info.num_state_slots, interval_tokens=model_info.state_interval_tokens)
         return cls(
             num_blocks=num_blocks,
             block_size=block_size,
-            num_window_groups=facts.num_window_groups,
-            window_tokens=facts.window_tokens,
+            num_window_groups=model_info.num_window_groups,
+            window_tokens=model_info.window_tokens,
             max_chunk_tokens=min(limits.prefill_chunk_tokens, limits.max_step_tokens),
             states=states,
         )

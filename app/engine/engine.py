@@ -42,7 +42,7 @@ class Engine:
         *,
         scheduler: Scheduler,
         runner: ModelRunner,
-        facts: ModelInfo,
+        model_info: ModelInfo,
         clock: Callable[[], float] = time.monotonic,
         largest_step: SchedulerConfig | None = None,
         recorder: StepObserver | None = None,
@@ -52,7 +52,7 @@ class Engine:
 
         recorder: observes every event and every decision. adapters: if None, no request may have an adapter.
         """
-        self.facts = facts
+        self.model_info = model_info
         self.adapters = adapters
         self._scheduler = scheduler
         self.runner = runner
@@ -86,7 +86,7 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raise InvalidRequest if the engine can never serve the request. Changes nothing; any thread may call."""
-        check_request(request, self.facts)
+        check_request(request, self.model_info)
         if request.adapter is not None and self.adapters is None:
             raise InvalidRequest(NO_ADAPTERS, param="model")
         if self._quarantine.holds(request):
@@ -132,7 +132,7 @@ class Engine:
             raise InvalidRequest(f"a request with the id {request.request_id} is being served", param="request_id")
         now = self._clock() if arrived_at is None else arrived_at
         if matcher is None and request.sampling.allowed_token_ids:
-            matcher = TokenSet(request.sampling.allowed_token_ids, vocab_size=self.facts.vocab_size)
+            matcher = TokenSet(request.sampling.allowed_token_ids, vocab_size=self.model_info.vocab_size)
         self._scheduler.add(request, now=now, matcher=matcher, adapter=adapter)
         for observer in self._observers:
             observer.arrived(request, at=now)

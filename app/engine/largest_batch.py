@@ -10,7 +10,7 @@ from app.engine.request import ModelInfo, Pooling, SamplingParams
 from app.engine.state_pool import NO_STATE, StatePath
 
 
-def largest_batch(limits: SchedulerConfig, facts: ModelInfo, *, block_size: int) -> StepBatch:
+def largest_batch(limits: SchedulerConfig, model_info: ModelInfo, *, block_size: int) -> StepBatch:
     """Return a batch with the most sequences and tokens that a step may have, and with the most expensive options.
 
     All sequences use block 0 and state slot 0. Every sequence draws a token with top-p, a penalty, a grammar and
@@ -20,8 +20,8 @@ def largest_batch(limits: SchedulerConfig, facts: ModelInfo, *, block_size: int)
     sampling = SamplingParams(
         max_tokens=1, top_p=0.9, repetition_penalty=1.1, logprobs=max_logprobs, prompt_logprobs=max_logprobs
     )
-    matcher = TokenSet(range(0, facts.vocab_size, 8), vocab_size=facts.vocab_size)
-    lengths = sequence_lengths(limits, longest=facts.max_model_len)
+    matcher = TokenSet(range(0, model_info.vocab_size, 8), vocab_size=model_info.vocab_size)
+    lengths = sequence_lengths(limits, longest=model_info.max_model_len)
     return StepBatch(
         tuple(
             ScheduledSequence(
@@ -31,20 +31,20 @@ def largest_batch(limits: SchedulerConfig, facts: ModelInfo, *, block_size: int)
                 [0] * -(-length // block_size),
                 True,
                 sampling,
-                adjustments=LogitAdjustments(sampling, range(min(length, facts.vocab_size))),
+                adjustments=LogitAdjustments(sampling, range(min(length, model_info.vocab_size))),
                 matcher=matcher,
                 targets=(0,) * min(length - 1, MAX_SCORED_TOKENS) if index == 0 else (),
                 first_target=1,
-                pooling=Pooling.MEAN if index == 0 and facts.embedding_size is not None else None,
+                pooling=Pooling.MEAN if index == 0 and model_info.embedding_size is not None else None,
                 states=StatePath(NO_STATE, ((length, 0),)),
-                window_ids=([0] * -(-length // block_size),) * facts.num_window_groups,
+                window_ids=([0] * -(-length // block_size),) * model_info.num_window_groups,
             )
             for index, length in enumerate(lengths)
         ),
         (),
         num_scheduled_tokens=sum(lengths),
         has_logprobs=True,
-        has_pooling=facts.embedding_size is not None,
+        has_pooling=model_info.embedding_size is not None,
     )
 
 

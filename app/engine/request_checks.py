@@ -15,17 +15,17 @@ from app.engine.request import (
 from app.errors import ContextTooLong, InvalidRequest
 
 
-def check_request(request: Request, facts: ModelInfo) -> None:
+def check_request(request: Request, model_info: ModelInfo) -> None:
     """Raise InvalidRequest if an engine with this model can never serve the request."""
-    _check_lengths(request, facts)
-    _check_logprobs(request.sampling, facts)
-    _check_pooling(request, facts)
+    _check_lengths(request, model_info)
+    _check_logprobs(request.sampling, model_info)
+    _check_pooling(request, model_info)
     if request.sampling.grammar is not None:
-        _check_grammar(request.sampling.grammar, request.sampling, facts)
-    _check_token_ids(request, facts)
+        _check_grammar(request.sampling.grammar, request.sampling, model_info)
+    _check_token_ids(request, model_info)
 
 
-def _check_lengths(request: Request, facts: ModelInfo) -> None:
+def _check_lengths(request: Request, model_info: ModelInfo) -> None:
     num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
     if num_prompt == 0:
         raise InvalidRequest("the prompt is empty; send at least one token", param="prompt")
@@ -37,31 +37,31 @@ def _check_lengths(request: Request, facts: ModelInfo) -> None:
             f"nothing is left to generate",
             param="max_tokens",
         )
-    if num_prompt + max_tokens > facts.max_model_len:
+    if num_prompt + max_tokens > model_info.max_model_len:
         raise ContextTooLong(
             f"prompt has {num_prompt:,} tokens and max_tokens is {max_tokens:,}; "
-            f"this model accepts {facts.max_model_len:,} together",
+            f"this model accepts {model_info.max_model_len:,} together",
             param="max_tokens",
         )
 
 
-def _check_logprobs(sampling: SamplingParams, facts: ModelInfo) -> None:
+def _check_logprobs(sampling: SamplingParams, model_info: ModelInfo) -> None:
     for name, num_top in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
-        if num_top is not None and not 0 <= num_top <= facts.vocab_size:
-            raise InvalidRequest(f"{name} is {num_top}; it must be from 0 to {facts.vocab_size:,}", param=name)
+        if num_top is not None and not 0 <= num_top <= model_info.vocab_size:
+            raise InvalidRequest(f"{name} is {num_top}; it must be from 0 to {model_info.vocab_size:,}", param=name)
 
 
-def _check_pooling(request: Request, facts: ModelInfo) -> None:
+def _check_pooling(request: Request, model_info: ModelInfo) -> None:
     pooling = request.pooling
     if pooling is None:
-        if not facts.generates:
+        if not model_info.generates:
             raise InvalidRequest("this model is an encoder and generates no text; ask another", param="model")
         return
-    if pooling.uses_head and not (facts.scores_pairs or facts.labels):
+    if pooling.uses_head and not (model_info.scores_pairs or model_info.labels):
         raise InvalidRequest("this model gives no scores of pairs or labels; ask another", param="model")
-    if not pooling.uses_head and facts.embedding_size is None:
+    if not pooling.uses_head and model_info.embedding_size is None:
         raise InvalidRequest("this model gives no embeddings; ask another", param="model")
-    if pooling == Pooling.CLS and facts.generates:
+    if pooling == Pooling.CLS and model_info.generates:
         raise InvalidRequest("the first token of this model sees no other; CLS pooling needs an encoder", param="model")
     if request.sampling.max_tokens:
         raise InvalidRequest(
@@ -75,7 +75,7 @@ def _check_pooling(request: Request, facts: ModelInfo) -> None:
         )
 
 
-def _check_grammar(grammar: Grammar, sampling: SamplingParams, facts: ModelInfo) -> None:
+def _check_grammar(grammar: Grammar, sampling: SamplingParams, model_info: ModelInfo) -> None:
     if len(grammar.text) > MAX_GRAMMAR_CHARACTERS:
         raise InvalidRequest(
             f"{grammar.param} has {len(grammar.text):,} characters; at most {MAX_GRAMMAR_CHARACTERS:,} are accepted",
@@ -86,19 +86,19 @@ def _check_grammar(grammar: Grammar, sampling: SamplingParams, facts: ModelInfo)
             f"allowed_token_ids and {grammar.param} both say which tokens may be drawn; send one of them",
             param="allowed_token_ids",
         )
-    if not facts.eos_token_ids:
+    if not model_info.eos_token_ids:
         raise InvalidRequest(
             f"this model has no end token, so an output with a grammar could not end; leave {grammar.param} out",
             param=grammar.param,
         )
 
 
-def _check_token_ids(request: Request, facts: ModelInfo) -> None:
+def _check_token_ids(request: Request, model_info: ModelInfo) -> None:
     for name, token_ids in _token_ids(request):
-        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < facts.vocab_size):
-            wrong = next(token for token in token_ids if not 0 <= token < facts.vocab_size)
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < model_info.vocab_size):
+            wrong = next(token for token in token_ids if not 0 <= token < model_info.vocab_size)
             raise InvalidRequest(
-                f"{name} has token id {wrong}; this model's ids are 0 to {facts.vocab_size - 1:,}", param=name
+                f"{name} has token id {wrong}; this model's ids are 0 to {model_info.vocab_size - 1:,}", param=name
             )
 
 

@@ -45,8 +45,8 @@ from app.jobs.catalog import Catalog, Superseded
 from app.jobs.executors import FleetExecution
 from app.jobs.files import FileDraft, FileStore
 from app.jobs.job import INPUT_PURPOSE, Job, StoredFile, batch_object, counted, file_object, new_job_id, stats_object
-from app.jobs.kept_responses import StoredResponses
 from app.jobs.space import MIN_CHARGED_BYTES, RESERVE_OF_WORK, room_left, shortage_of_disk, shortage_of_share
+from app.jobs.stored_responses import StoredResponses
 from app.json_pieces import Json
 from app.usage import UsageAnswer, UsageQuery, UsageReport
 from app.usage.records import UsageRows, day_of

@@ -28,7 +28,7 @@ _POOLING_MODES = {  # the names in both config formats of sentence-transformers
 class ModelDescription:
     """The model info that a model's folder provides."""
 
-    facts: ModelInfo
+    model_info: ModelInfo
     text_token_ids: tuple[int, ...]  # tokens that decode to text: neither special nor part of a character
 
 
@@ -52,8 +52,8 @@ def read_description(config: ModelConfig, location: str) -> ModelDescription:
         raise InvalidSetup(f"the tokenizer of {config.path} has no token that is text by itself")
     length_names = ("max_position_embeddings", "n_positions")
     limit = next((text[name] for name in length_names if text.get(name) is not None), None)
-    facts = ModelInfo(max_model_len=max_model_len(config, limit), vocab_size=vocab_size, eos_token_ids=eos)
-    return ModelDescription(facts, usable)
+    model_info = ModelInfo(max_model_len=max_model_len(config, limit), vocab_size=vocab_size, eos_token_ids=eos)
+    return ModelDescription(model_info, usable)
 
 
 def read_config(config: ModelConfig, location: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Loads a model in the first implementation that supports it, verified by transformers' code.
 
-`ways/` has one file for each implementation. The runner comes with KV memory of a size that fits.
+`implementations/` has one file for each implementation. The runner comes with KV memory of a size that fits.
 """
 
 from __future__ import annotations
@@ -35,6 +35,11 @@ from app.model.device import (
 )
 from app.model.gpu_backends import TORCH, WITHOUT_DECODER, BackendFailed, Ladder, cause_of, config_for, is_lost
 from app.model.host_memory import taking_host_memory
+from app.model.implementations.cuda_decoder import CudaModel
+from app.model.implementations.gpu import bytes_for_kv, why_plain_draws
+from app.model.implementations.loaded_model import LoadedModel
+from app.model.implementations.native_decoder import NativeModel
+from app.model.implementations.transformers_code import TransformersModel
 from app.model.kv_cache import block_bytes, num_blocks_that_fit, num_state_slots_that_fit
 from app.model.language_model import check_files_of_text
 from app.model.location import resolve_model_path
@@ -42,11 +47,6 @@ from app.model.memory import is_out_of_memory, loading_weights, refusing_to_run_
 from app.model.parallel.group import RankGroup
 from app.model.runner import TorchModelRunner
 from app.model.source import ModelSource, module_without_weights, refusing_what_fails
-from app.model.ways.cuda_decoder import CudaModel
-from app.model.ways.gpu import bytes_for_kv, why_plain_draws
-from app.model.ways.loaded_model import LoadedModel
-from app.model.ways.native_decoder import NativeModel
-from app.model.ways.transformers_code import TransformersModel
 from app.progress import tell
 
 logger = logging.getLogger(__name__)
@@ -177,8 +177,8 @@ def _with_state_slots(config: EngineConfig, model: LoadedModel, gpu_bytes: int |
     # Take a snapshot each time the keys and values of the tokens since the last one need as much memory as a state.
     block_size, of_block = config.cache.block_size, block_bytes(config.cache, model.in_block, dtype=model.dtype)
     num_blocks = max(-(-MIN_INTERVAL_TOKENS // block_size), of_state // of_block)
-    facts = replace(model.facts, num_state_slots=number, state_interval_tokens=num_blocks * block_size)
-    return replace(model, facts=facts), number * of_state
+    model_info = replace(model.model_info, num_state_slots=number, state_interval_tokens=num_blocks * block_size)
+    return replace(model, model_info=model_info), number * of_state
 
 
 def _num_state_slots(config: EngineConfig, states: Sequence[StateShape], gpu_bytes: int | None = None) -> int:

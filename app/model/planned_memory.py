@@ -21,14 +21,14 @@ from app.model.adapters import MAX_RANK
 from app.model.cpu.adapters import AdaptedModel
 from app.model.device import device_of, dtype_of, refused_quantization
 from app.model.gpu_backends import WITHOUT_DECODER
+from app.model.implementations.cuda_decoder import CudaModel
+from app.model.implementations.loaded_model import LoadedModel
+from app.model.implementations.native_decoder import NativeModel
+from app.model.implementations.transformers_code import TransformersModel
 from app.model.kv_cache import block_bytes, num_state_slots
 from app.model.location import resolve_model_path
 from app.model.memory import MemoryNeeds, state_bytes
 from app.model.source import ModelSource, refusing_what_fails
-from app.model.ways.cuda_decoder import CudaModel
-from app.model.ways.loaded_model import LoadedModel
-from app.model.ways.native_decoder import NativeModel
-from app.model.ways.transformers_code import TransformersModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,13 +205,13 @@ def _planned(config: EngineConfig, model: LoadedModel, *, keeps_all: bool = Fals
     """keeps_all: keep blocks behind windows. Tiers and draft models keep these blocks in any case."""
     if not (keeps_all or config.cache.tiers or config.of_draft_model):
         model = model.giving_back()
-    block_size, facts = config.cache.block_size, model.facts
-    pool = BlockPool.of(facts, config.scheduler, num_blocks=0, block_size=block_size)
+    block_size, model_info = config.cache.block_size, model.model_info
+    pool = BlockPool.of(model_info, config.scheduler, num_blocks=0, block_size=block_size)
     return PlannedMemory(
-        needs=model.needs(config, largest_batch(config.scheduler, facts, block_size=block_size)),
+        needs=model.needs(config, largest_batch(config.scheduler, model_info, block_size=block_size)),
         block_bytes=block_bytes(config.cache, model.in_block, dtype=model.dtype),
-        sequence_blocks=pool.num_blocks_after((), facts.max_model_len),
-        context=facts.max_model_len,
+        sequence_blocks=pool.num_blocks_after((), model_info.max_model_len),
+        context=model_info.max_model_len,
         dtype=str(model.dtype).removeprefix("torch."),
         abilities=model.abilities,
         state_bytes=state_bytes(model.states),

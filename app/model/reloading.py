@@ -14,9 +14,9 @@ from app.errors import InvalidSetup
 from app.model.adapters import read_adapter
 from app.model.cpu.decoder import NativeDecoder
 from app.model.host_blocks import HostBlocks
+from app.model.implementations.native_decoder import NativeModel
 from app.model.loader import LoadedRunner, load_runner
 from app.model.runner import TorchModelRunner
-from app.model.ways.native_decoder import NativeModel
 
 
 class ReloadingRunner(ModelRunner):

@@ -204,7 +204,7 @@ def _among(allowed: bytes, key: int) -> int:
     return numbers[key % len(numbers)]
 
 
-def num_simulated_blocks(config: EngineConfig, facts: ModelInfo) -> int:
+def num_simulated_blocks(config: EngineConfig, model_info: ModelInfo) -> int:
     """Return the number of blocks in the pool: as configured, or room for all running requests at full length, limited.
 
     The memory settings in bytes do not apply: a simulated token takes no memory.
@@ -212,8 +212,8 @@ def num_simulated_blocks(config: EngineConfig, facts: ModelInfo) -> int:
     if config.cache.num_blocks is not None:
         return config.cache.num_blocks
     max_default_tokens = 2**20  # a slot is 8 bytes here, but a block is a Python object of the pool
-    num_tokens = min(config.scheduler.max_running * facts.max_model_len, max_default_tokens)
-    return -(-max(num_tokens, facts.max_model_len) // config.cache.block_size)
+    num_tokens = min(config.scheduler.max_running * model_info.max_model_len, max_default_tokens)
+    return -(-max(num_tokens, model_info.max_model_len) // config.cache.block_size)
 
 
 def _mix(x: int) -> int:

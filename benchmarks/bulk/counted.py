@@ -21,7 +21,7 @@ class EngineActor(pool.EngineActor):
     """Replaces the class of the same name, because Ray takes the titles of processes from the class name."""
 
     def load(self) -> ModelInfo:
-        facts = super().load()
+        model_info = super().load()
         worker = self._worker
         assert worker is not None, "loaded"
         count = os.open(COUNT, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -32,7 +32,7 @@ class EngineActor(pool.EngineActor):
             book(deltas)
 
         worker._book = counted  # type: ignore[method-assign]
-        return facts
+        return model_info
 
 
 if __name__ == "__main__":

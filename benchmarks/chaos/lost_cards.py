@@ -91,11 +91,11 @@ def put_in() -> None:
     import torch
 
     import app.model.gpu_backends
-    import app.model.ways.gpu as gpu
+    import app.model.implementations.gpu as gpu
     from app.model.cuda.attention import TritonAttention
     from app.model.cuda.graph_runner import GraphModelRunner
+    from app.model.implementations.cuda_decoder import CudaModel
     from app.model.sampler import Sampler
-    from app.model.ways.cuda_decoder import CudaModel
     from benchmarks.gpu.graphs import WorkAgain
 
     folder = Path(os.environ[_FOLDER])

@@ -117,10 +117,10 @@ def check_fit(engine: Engine, config: EngineConfig, workload: Workload) -> str |
     """
     num_blocks, size = engine.stats().num_blocks, config.cache.block_size
     longest = max(workload.requests, key=lambda timed: timed.max_total_tokens)
-    if longest.max_total_tokens > engine.facts.max_model_len:
+    if longest.max_total_tokens > engine.model_info.max_model_len:
         raise BenchmarkError(
             f"the workload does not fit: request {longest.request.request_id!r} has {longest.num_prompt_tokens:,} "
-            f"prompt tokens and asks for {longest.max_tokens:,}; this engine takes {engine.facts.max_model_len:,} "
+            f"prompt tokens and asks for {longest.max_tokens:,}; this engine takes {engine.model_info.max_model_len:,} "
             f"together ({num_blocks:,} KV blocks of {size} tokens). Take a model with a longer context, or raise "
             f"cache.memory_gib or cache.num_blocks"
         )

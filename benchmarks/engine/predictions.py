@@ -113,12 +113,12 @@ def _engines(given: argparse.Namespace, request: Request, text: Sequence[int]) -
     )
     plain = build_sync_engine(config)
     plain.check(request)
-    runner = plain.runner if given.own else Dictation(plain.runner, text, plain.facts.eos_token_ids[0])
+    runner = plain.runner if given.own else Dictation(plain.runner, text, plain.model_info.eos_token_ids[0])
 
     def engine(*, only_predictions: bool) -> Engine:
         return assemble(
-            config.scheduler, config.cache, num_blocks=plain.stats().num_blocks, runner=runner, facts=plain.facts,
-            drafter=LookupDrafter(only_predictions=only_predictions),
+            config.scheduler, config.cache, num_blocks=plain.stats().num_blocks, runner=runner,
+            model_info=plain.model_info, drafter=LookupDrafter(only_predictions=only_predictions),
         )  # fmt: skip
 
     off = engine(only_predictions=True)

@@ -35,11 +35,11 @@ from app.model.attention import TorchAttention
 from app.model.cpu.weights import BITS
 from app.model.cuda.fp8 import in_fp8
 from app.model.forward import TransformersForward
+from app.model.implementations.transformers_code import TransformersModel
 from app.model.kv_cache import KVCache, num_blocks_that_fit
 from app.model.loader import load_model
 from app.model.location import resolve_model_path
 from app.model.runner import TorchModelRunner
-from app.model.ways.transformers_code import TransformersModel
 from app.text.tokenizer import Tokenizer
 from benchmarks.harness.command import command_parser, positive, run_command, tell
 from benchmarks.harness.options import DTYPES
@@ -162,7 +162,7 @@ def _engine_in_fp8(model: ModelConfig, kv: KvType) -> Engine:
     )
     forward = TransformersForward(loaded.module, TorchAttention(cache, loaded.device))
     runner = TorchModelRunner(forward, loaded.device)
-    return assemble(config.scheduler, config.cache, num_blocks=num_blocks, runner=runner, facts=loaded.facts)
+    return assemble(config.scheduler, config.cache, num_blocks=num_blocks, runner=runner, model_info=loaded.model_info)
 
 
 class RoundedKVCache(KVCache):

@@ -100,7 +100,7 @@ class ReenactingRunner(ModelRunner, Drafter):
 
     # ------------------------------------------------------------------ as a `Drafter`
 
-    def hopes(self, sequences: Sequence[EngineSequence]) -> bool:
+    def expects_drafts(self, sequences: Sequence[EngineSequence]) -> bool:
         return self._record.began_at is None  # the recorded step waited: nothing was scheduled
 
     def begin(self, num_sequences: int) -> bool:

@@ -118,9 +118,9 @@ class Reenactment:
 
         A model needs its store of adapters. A model also needs the grammar matchers; tokens from the log need none.
         """
-        facts = facts_of(header)
+        model_info = facts_of(header)
         kind = ReenactingLauncher if header.launches_ahead else ReenactingRunner
-        self._runner = kind(model, stand_ins, facts.eos_token_ids)
+        self._runner = kind(model, stand_ins, model_info.eos_token_ids)
         self._stand_ins = stand_ins
         self._matchers = matchers
         self._clock = RecordedClock()
@@ -133,7 +133,7 @@ class Reenactment:
             cache,
             num_blocks=cache.num_blocks or header.num_blocks,
             runner=self._runner,
-            facts=facts,
+            model_info=model_info,
             clock=self._clock,
             recorder=StepRecorder(self._take, stopwatch_ns=lambda: 0),
             drafter=self._runner,

@@ -184,11 +184,11 @@ def build_engine(
         cache=CacheConfig(block_size=BLOCK_SIZE),
         step_log=StepLogConfig(path=step_log),
     )
-    facts = ModelInfo(max_model_len=8192, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
+    model_info = ModelInfo(max_model_len=8192, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
     num_blocks = most_blocks * max_running
-    recorder = recorder_of(config, runner=runner, facts=facts, num_blocks=num_blocks)
+    recorder = recorder_of(config, runner=runner, model_info=model_info, num_blocks=num_blocks)
     return assemble(
-        config.scheduler, config.cache, num_blocks=num_blocks, runner=runner, facts=facts, recorder=recorder
+        config.scheduler, config.cache, num_blocks=num_blocks, runner=runner, model_info=model_info, recorder=recorder
     )
 
 

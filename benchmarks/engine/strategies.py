@@ -106,7 +106,7 @@ def serve(loaded: LoadedEngine, trial: Trial, workload: Workload) -> Served:
         loaded.config.cache,
         num_blocks=loaded.engine.stats().num_blocks,
         runner=loaded.engine.runner,
-        facts=loaded.engine.facts,
+        model_info=loaded.engine.model_info,
         recorder=trace,
     )
     return Served(

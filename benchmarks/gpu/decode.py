@@ -14,8 +14,8 @@ from app.engine.batch import StepBatch
 from app.engine.model_runner import ModelRunner
 from app.model.allocated_bytes import num_bytes_of
 from app.model.cuda.fp8 import why_no_fp8
+from app.model.implementations.loaded_model import LoadedModel
 from app.model.kv_cache import block_bytes
-from app.model.ways.loaded_model import LoadedModel
 from benchmarks.gpu.bench import BLOCK_SIZE, Bench
 from benchmarks.gpu.graphs import Replays
 from benchmarks.gpu.models import engine_config, made_model, prepared_runner, prompt_operations
@@ -125,8 +125,8 @@ def bytes_of_a_step(model: LoadedModel) -> int:
 
     A step reads one row of that table for each sequence. The models of these benchmarks have a separate head.
     """
-    assert model.facts.embedding_size is not None, "a known model gives embeddings"
-    table = model.facts.vocab_size * model.facts.embedding_size * model.dtype.itemsize
+    assert model.model_info.embedding_size is not None, "a known model gives embeddings"
+    table = model.model_info.vocab_size * model.model_info.embedding_size * model.dtype.itemsize
     return num_bytes_of(model.tensors()) - table
 
 

@@ -47,7 +47,8 @@ async def _served(bench: Bench, fault: Callable[[Bench], None]) -> dict[str, Any
     )
     runner = _Failing(_runner_of(config), lambda: fault(bench))
     engine = AsyncEngine(
-        assemble(config.scheduler, config.cache, num_blocks=64, runner=runner, facts=runner.facts), max_requests=100
+        assemble(config.scheduler, config.cache, num_blocks=64, runner=runner, model_info=runner.model_info),
+        max_requests=100,
     )
     ends = await asyncio.gather(*[_streamed(engine, f"{number}") for number in range(num_streams)])
     ended_at = time.perf_counter()
@@ -63,7 +64,7 @@ def _runner_of(config: EngineConfig) -> tuple[ModelRunner, Any]:
     model = made_model(config)
     runner = model.runner(config, num_blocks=64, num_threads=1)
     assert runner.launches, "on a GPU steps are launched"
-    return runner, model.facts
+    return runner, model.model_info
 
 
 async def _streamed(engine: AsyncEngine, name: str) -> str:
@@ -89,7 +90,7 @@ class _Failing(ModelRunner):
     launches = True
 
     def __init__(self, built: tuple[ModelRunner, Any], fault: Callable[[], None]) -> None:
-        self._runner, self.facts = built
+        self._runner, self.model_info = built
         self._fault = fault
         self._num_launches = 0
         self.failed_at: float | None = None

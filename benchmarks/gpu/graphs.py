@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 
-import app.model.ways.gpu
+import app.model.implementations.gpu
 from app.config import EngineConfig
 from app.engine.model_runner import ModelRunner
 from app.model.cuda.captured_inputs import graph_sizes, mixed_sizes
@@ -30,7 +30,7 @@ Work = Callable[[], torch.Tensor]
 
 def captured(function: Work, device: torch.device) -> Work:
     """Return a graph of the work, captured as in the engine: without it, the host would be slower than the device."""
-    replay: Work = vars(app.model.ways.gpu)["CudaCapture"](device)(function)
+    replay: Work = vars(app.model.implementations.gpu)["CudaCapture"](device)(function)
     return replay
 
 
@@ -44,13 +44,13 @@ class Replays:
     @contextmanager
     def watched(self) -> Iterator[Replays]:
         """Record the graphs of all runners that are built within this context."""
-        real: Callable[[torch.device], Any] = vars(app.model.ways.gpu)["CudaCapture"]
+        real: Callable[[torch.device], Any] = vars(app.model.implementations.gpu)["CudaCapture"]
 
         def capture_on(device: torch.device) -> Callable[[Work], Work]:
             capture = real(device)
             return lambda function: self._noting(capture(function))
 
-        with patch("app.model.ways.gpu.CudaCapture", capture_on):
+        with patch("app.model.implementations.gpu.CudaCapture", capture_on):
             yield self
 
     def check(self, config: EngineConfig, runner: ModelRunner, *, times: int = 1) -> None:
@@ -119,7 +119,7 @@ def plain_varlen_attn(*given: Any, **named: Any) -> torch.Tensor:
 # Replacements of torch's FlashAttention, which CPUs lack, by the names in the module that uses it.
 LIBRARY = {"varlen_attn": plain_varlen_attn, "_DTYPES": (torch.float32, torch.bfloat16)}
 _UNVERIFIED = {
-    "app.model.ways.loaded_model.LoadedModel.difference_in_steps": lambda *_: None,
+    "app.model.implementations.loaded_model.LoadedModel.difference_in_steps": lambda *_: None,
     "app.model.cuda.graph_runner.GraphModelRunner._difference_of_replays": lambda _runner: None,
 }
 
@@ -136,7 +136,7 @@ def standing_in(is_so: bool = True, *, verifies: bool = False) -> Iterator[None]
             return
         for name, replacement in {
             "app.model.cuda.attention.TritonAttention.fits": staticmethod(lambda device: True),
-            "app.model.ways.gpu.CudaCapture": WorkAgain,
+            "app.model.implementations.gpu.CudaCapture": WorkAgain,
             "app.model.verification.NUM_TOKENS": 4,
             "torch.cuda.synchronize": lambda device=None: None,
             **{f"app.model.cuda.library_attention.{name}": each for name, each in LIBRARY.items()},

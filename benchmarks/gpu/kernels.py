@@ -138,7 +138,7 @@ def _logprob_errors(bench: Bench, shape: str) -> dict[str, float]:
     )  # fmt: skip
     model = made_model(config)
     generator = torch.Generator().manual_seed(0)
-    token_ids = torch.randint(model.facts.vocab_size, (prompt + single,), generator=generator).tolist()
+    token_ids = torch.randint(model.model_info.vocab_size, (prompt + single,), generator=generator).tolist()
     exact = _exact(bench, config.model.path, token_ids)
     spread = float(exact.std())
     runner = engine_of(config, model).runner

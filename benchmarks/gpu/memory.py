@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import torch
 
-import app.model.ways.gpu
+import app.model.implementations.gpu
 from app.build import build_sync_engine
 from app.config import GIB, EngineConfig
 from app.engine.engine import Engine
@@ -68,7 +68,7 @@ def measure(bench: Bench) -> None:
 
 def _worst_step(bench: Bench, config: EngineConfig, engine: Engine) -> None:
     """Run the step that memory was sized for: `largest_batch` reaches every limit."""
-    batch = largest_batch(config.scheduler, engine.facts, block_size=BLOCK_SIZE)
+    batch = largest_batch(config.scheduler, engine.model_info, block_size=BLOCK_SIZE)
     for name in ("first_worst_step_s", "worst_step_s"):
         began_at = time.perf_counter()
         engine.runner.run(batch)
@@ -101,20 +101,20 @@ def _sleep_and_wake(bench: Bench, config: EngineConfig, engine: Engine, replays:
 def _noted_needs() -> Iterator[list[MemoryNeeds]]:
     """Record the needs that an engine measures for its model during the build."""
     noted: list[MemoryNeeds] = []
-    measure_needs = app.model.ways.gpu.needs_on_gpu
+    measure_needs = app.model.implementations.gpu.needs_on_gpu
 
     def noting(*arguments: Any) -> MemoryNeeds:
         noted.append(measure_needs(*arguments))
         return noted[-1]
 
-    with patch("app.model.ways.cuda_decoder.needs_on_gpu", noting):
+    with patch("app.model.implementations.cuda_decoder.needs_on_gpu", noting):
         yield noted
 
 
 def _needs(config: EngineConfig) -> MemoryNeeds:
     """Return the needs on a CPU, where no engine measures them."""
     model = made_model(config)
-    largest = largest_batch(config.scheduler, model.facts, block_size=BLOCK_SIZE)
+    largest = largest_batch(config.scheduler, model.model_info, block_size=BLOCK_SIZE)
     return model.needs(config, largest)
 
 

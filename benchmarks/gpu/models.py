@@ -19,9 +19,9 @@ from app.engine.engine import Engine
 from app.engine.model_runner import ModelRunner
 from app.model.attention import ATTENTION_NAME
 from app.model.cuda.graph_runner import GraphModelRunner
+from app.model.implementations.loaded_model import LoadedModel
 from app.model.loader import load_model
 from app.model.source import ModelSource, adapt
-from app.model.ways.loaded_model import LoadedModel
 from benchmarks.gpu.bench import BLOCK_SIZE, Bench
 from benchmarks.gpu.graphs import Replays
 
@@ -192,7 +192,7 @@ def made_weights() -> Iterator[None]:
         adapt(source, module)
         return module
 
-    with patch("app.model.ways.transformers_code.read_module", made):
+    with patch("app.model.implementations.transformers_code.read_module", made):
         yield
 
 
@@ -222,7 +222,7 @@ def engine_of(
         config.cache,
         num_blocks=num_blocks,
         runner=runner if overlaps or not isinstance(runner, GraphModelRunner) else _WithoutLaunches(runner),
-        facts=model.facts,
+        model_info=model.model_info,
         store=store,
     )
 

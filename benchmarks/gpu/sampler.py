@@ -57,14 +57,14 @@ def measure(bench: Bench) -> None:
     )  # fmt: skip
     model = made_model(config)
     runner, replays = prepared_runner(config, model)
-    bench.put(vocabulary=model.facts.vocab_size)
+    bench.put(vocabulary=model.model_info.vocab_size)
     # The draw with a target comes first.
     names = sorted(DRAWS, key=lambda name: name != TOP_P)
     for name, number in bench.parts("draw", product(names, numbers)):
         sampling = DRAWS[name]
         batch = step_of(
             [(7, 1)] * number, num_blocks=max(numbers), sampling=sampling,
-            beside=partial(beside, name, sampling, model.facts.vocab_size),
+            beside=partial(beside, name, sampling, model.model_info.vocab_size),
         )  # fmt: skip
         step_s = bench.seconds_in_a_row(lambda: runner.launch(batch), repeat=50)  # noqa: B023 - called at once
         replay_s = bench.seconds(replays.last, repeat=50) if replays.last is not None else 0.0

@@ -16,8 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 from app.config import ModelConfig
+from app.model.implementations.transformers_code import eos_token_ids
 from app.model.location import resolve_model_path
-from app.model.ways.transformers_code import eos_token_ids
 from benchmarks.engine.engine_setup import dtype_name, resolve_device
 from benchmarks.engine.run import Contender, MonotonicClock, Run, Setup, Timeline
 from benchmarks.harness.command import BenchmarkError, tell

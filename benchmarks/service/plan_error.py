@@ -170,7 +170,7 @@ def _requests(given: argparse.Namespace, row: Row, replica: MeasuredReplica, con
     rate = row.load * row.num_replicas * full_rate(trace, replica, config.scheduler, config.cache)
     trace = trace.repeated(max(20, round(rate * given.seconds))).at_rate(rate)
     rng = random.Random(1)  # random prompts share no prefix
-    tokens = rng.choices(range(_FIRST_TOKEN, replica.facts.vocab_size), k=110_000)
+    tokens = rng.choices(range(_FIRST_TOKEN, replica.model_info.vocab_size), k=110_000)
     requests = []
     for traced in trace.requests:
         start = rng.randrange(100_000)

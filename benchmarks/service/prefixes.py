@@ -42,7 +42,7 @@ MEASURED = MeasuredReplica(
     num_threads=None,
     num_blocks=_KV_TOKENS // CACHE.block_size,
     block_size=CACHE.block_size,
-    facts=ModelInfo(max_model_len=_KV_TOKENS, vocab_size=_VOCAB_SIZE + 1, eos_token_ids=(_EOS,)),
+    model_info=ModelInfo(max_model_len=_KV_TOKENS, vocab_size=_VOCAB_SIZE + 1, eos_token_ids=(_EOS,)),
     cost=StepCost.linear(0.010, 0.0001),
 )
 

@@ -55,7 +55,7 @@ _TARGET_REQUESTS = (2, 4, 8, 16)
 
 _MADE_UP = MeasuredReplica(
     model="models/demo", num_threads=None, num_blocks=8192, block_size=CacheConfig().block_size,
-    facts=ModelInfo(max_model_len=8192, vocab_size=49_152, eos_token_ids=(1,)), cost=StepCost.linear(0.040, 0.002),
+    model_info=ModelInfo(max_model_len=8192, vocab_size=49_152, eos_token_ids=(1,)), cost=StepCost.linear(0.040, 0.002),
 )  # fmt: skip
 
 
@@ -254,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def run(given: Any) -> dict[str, Any]:
         measured = _MADE_UP if given.costs is None else MeasuredReplica.read(Path(given.costs))
         hour = read_trace(given.trace).with_lengths(given.lengths)
-        hour.check_lengths(measured.facts.max_model_len)
+        hour.check_lengths(measured.model_info.max_model_len)
         hours = range(given.first_hour, given.first_hour + given.hours)
         return measure(
             measured, hour, night=given.night, noon=given.noon, hours=hours,

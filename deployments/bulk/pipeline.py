@@ -39,7 +39,7 @@ class Preparation:
     tokenizer_path: str
     revision: str | None
     model_name: str
-    facts: Any  # Ray reference to the `ModelInfo` of an engine that may still be loading
+    model_info: Any  # Ray reference to the `ModelInfo` of an engine that may still be loading
     rows: RowSettings
 
 
@@ -102,7 +102,7 @@ class ItemPreparer:
         model = ServedModel(
             name=self._how.model_name,
             tokenizer=tokenizer,
-            facts=ray.get(self._how.facts),
+            model_info=ray.get(self._how.model_info),
             generate=_elsewhere,
             created=0,
         )
@@ -156,7 +156,7 @@ def _text_of_numbers(body: QueuedRequest, model: ServedModel) -> Callable[[Seque
     """Return a picklable function that makes the item's text from numbers, or None if the text is generated."""
     if isinstance(body, DecisionsRequest):
         return partial(_decision, body.questions[0])
-    return partial(_class, model.facts.labels) if isinstance(body, ClassifyRequest) else None
+    return partial(_class, model.model_info.labels) if isinstance(body, ClassifyRequest) else None
 
 
 def _class(labels: Sequence[str], scores: Sequence[float]) -> str:

@@ -45,7 +45,7 @@ class EnginePool(Executor[PreparedItem]):
         self._window = 3 * served.engine.scheduler.max_running
         self._num_ready = 0  # engines that have loaded their model and are alive
         self._num_deaths_in_a_row = 0
-        self._facts: Any = None  # Ray reference to a `ModelInfo`
+        self._model_info: Any = None  # Ray reference to a `ModelInfo`
 
     def parts(self) -> Sequence[Coroutine[Any, Any, None]]:
         """Return one coroutine for each engine."""
@@ -63,11 +63,11 @@ class EnginePool(Executor[PreparedItem]):
     def _size(self) -> int:
         return self._served.replicas.num_replicas
 
-    async def facts(self) -> Any:
+    async def model_info(self) -> Any:
         """Return a reference to the model info of an engine. Items can be read while that engine loads."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._facts is not None)
-        return self._facts
+            await self._changed.wait_for(lambda: self._model_info is not None)
+        return self._model_info
 
     async def _work(self, number: int) -> None:
         """Run one engine until no item is left. If the engine dies, start another one in its place.
@@ -99,16 +99,16 @@ class EnginePool(Executor[PreparedItem]):
         return remote.remote(self._served.engine, self._threads, replicas)
 
     async def _load(self, actor: Any) -> None:
-        facts = actor.load.remote()
-        if self._facts is None:
-            self._facts = facts
+        model_info = actor.load.remote()
+        if self._model_info is None:
+            self._model_info = model_info
             await self.has_changed()
         try:
-            await facts
+            await model_info
         except RayTaskError as error:
             raise InvalidSetup(f"the model cannot be loaded: {_reason(error)}") from error
         except RayError:
-            self._facts = None if self._facts is facts else self._facts
+            self._model_info = None if self._model_info is model_info else self._model_info
             raise
         self._num_ready += 1
         self._run.ready()
@@ -183,10 +183,10 @@ class EngineActor:
         engine = build_sync_engine(config, self._replicas)
         model = config.model
         tokenizer = Tokenizer.load(resolve_model_path(model.path), model.revision)
-        self._worker = EngineWorker(engine, tokenizer, build_matchers(config, engine.facts))
+        self._worker = EngineWorker(engine, tokenizer, build_matchers(config, engine.model_info))
         keep_waits_for_the_interpreter_short()
         freeze_loaded()
-        return engine.facts
+        return engine.model_info
 
     def exchange(self, items: Sequence[PreparedItem], at_least: int, within_s: float) -> EngineOutput:
         """Add items and return the items that have ended, as `EngineWorker.collect` does. Raises EngineStopped."""

@@ -54,7 +54,7 @@ async def _run(
             tokenizer_path=resolve_model_path(model.path),
             revision=model.revision,
             model_name=served.name,
-            facts=await pool.facts(),
+            model_info=await pool.model_info(),
             rows=rows,
         )
         read = read_in_thread(_until_it_breaks(prepared_items(found, folder.results.ended, how)))

@@ -111,7 +111,7 @@ def _trace(options: argparse.Namespace) -> None:
     if warning := report.warning_of_fit(measured.cost, seconds=options.seconds, costs=options.costs):
         print(f"{warning}\n")
     print(report.cost_in_words(measured.cost))
-    once.check_lengths(measured.facts.max_model_len)
+    once.check_lengths(measured.model_info.max_model_len)
     plan = Planner(trace, level, measured, engine.scheduler, engine.cache, dispatch=model.replicas.dispatch).plan()
     print(report.plan_in_words(plan, trace, level, cost_per_hour=options.cost_per_hour))
     report.write_config(options.config, model.name, plan, options.out)

@@ -242,10 +242,10 @@ class SimulatedReplica:
         self.entering: list[tuple[Request, float]] = []
         self.coming: DecodeSteps | None = None  # the steps that the replica computes now, one after the other
         self.runner = TimedRunner(
-            measured.cost, self.clock, eos_token_id=(*measured.facts.eos_token_ids, -1)[0], noise=noise
+            measured.cost, self.clock, eos_token_id=(*measured.model_info.eos_token_ids, -1)[0], noise=noise
         )
         engine = assemble(
-            scheduler, cache, num_blocks=measured.num_blocks, runner=self.runner, facts=measured.facts,
+            scheduler, cache, num_blocks=measured.num_blocks, runner=self.runner, model_info=measured.model_info,
             clock=self.clock, recorder=recorder, scheduler_class=SimulatedScheduler, engine_class=SimulatedEngine,
             store=self.store,
         )  # fmt: skip

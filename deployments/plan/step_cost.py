@@ -29,7 +29,7 @@ from app.errors import InvalidSetup
 from deployments.plan.traces import Trace
 from deployments.threads import keep_waits_for_the_interpreter_short
 
-_FORMAT = 2
+_FORMAT = 3
 _MIN_STEPS = 100  # the fit has some ten numbers
 NOISE_CLASSES = (4, 32, 128)  # bounds in tokens; disturbances are a larger part of the time of a small step
 # Each setting is measured in this many slices, so that a disturbance does not hit one setting alone. If steps are so
@@ -214,7 +214,7 @@ class MeasuredReplica:
     num_threads: int | None
     num_blocks: int
     block_size: int
-    facts: ModelInfo
+    model_info: ModelInfo
     cost: StepCost
     kv_bytes: int = 0  # bytes of one KV block; 0: replicas do not fetch KV memory from one another
 
@@ -232,7 +232,9 @@ class MeasuredReplica:
             found = json.loads(path.expanduser().read_text(encoding="utf-8"))
             if found.pop("step_cost") != _FORMAT:
                 raise ValueError("another format")
-            return cls(facts=ModelInfo.of_json(found.pop("facts")), cost=StepCost(**found.pop("cost")), **found)
+            return cls(
+                model_info=ModelInfo.of_json(found.pop("model_info")), cost=StepCost(**found.pop("cost")), **found
+            )
         except OSError as error:
             raise InvalidSetup(f"{path}: {error.strerror}") from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -257,11 +259,16 @@ def measure(
     )
     loaded = build_sync_engine(config.model_copy(update={"scheduler": largest}))
     num_blocks = loaded.stats().num_blocks
-    trace.check_lengths(loaded.facts.max_model_len)
+    trace.check_lengths(loaded.model_info.max_model_len)
     times = _MeasuredSteps()
     engine = AsyncEngine(
         assemble(
-            largest, config.cache, num_blocks=num_blocks, runner=loaded.runner, facts=loaded.facts, recorder=times
+            largest,
+            config.cache,
+            num_blocks=num_blocks,
+            runner=loaded.runner,
+            model_info=loaded.model_info,
+            recorder=times,
         ),
         max_requests=2 * largest.max_running,
     )
@@ -275,7 +282,7 @@ def measure(
         num_threads=config.model.num_threads,
         num_blocks=num_blocks,
         block_size=config.cache.block_size,
-        facts=loaded.facts,
+        model_info=loaded.model_info,
         cost=StepCost.fit(times.steps),
         kv_bytes=0 if memory is None else memory.block_bytes,
     )
@@ -313,7 +320,7 @@ class _ClosedLoop:
         self._requests = trace.requests
         self._rng = random.Random(1)
         longest = max(each.num_prompt_tokens for each in trace.requests)
-        self._tokens = tuple(self._rng.choices(range(engine.facts.vocab_size), k=100_000 + longest))
+        self._tokens = tuple(self._rng.choices(range(engine.model_info.vocab_size), k=100_000 + longest))
         self._sent_at: dict[str, float] = {}  # the time of sending of each request that has not ended, by id
         self._pauses = False
         self._pausing: list[asyncio.TimerHandle] = []

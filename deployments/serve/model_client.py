@@ -61,16 +61,16 @@ class ModelClient:
         self.fleet = Fleet(self.transport, registry, limits, metrics)
         self.generate: Generate = self.fleet.generate
 
-    async def facts(self) -> ModelInfo:
+    async def model_info(self) -> ModelInfo:
         """Return the model info of a replica. Waits until a replica runs; raises if the replicas cannot start."""
-        facts: ModelInfo = await self._handle.facts.remote()
-        return facts
+        model_info: ModelInfo = await self._handle.facts.remote()
+        return model_info
 
     async def answers(self) -> bool:
         """Return whether a replica answers now. A replica that refuses because it is full counts as an answer."""
         ready_timeout_s = 3.0
         try:
-            await asyncio.wait_for(self.facts(), ready_timeout_s)
+            await asyncio.wait_for(self.model_info(), ready_timeout_s)
         except Exception as error:
             return isinstance(to_carousel_error(error), Overloaded)
         return True
@@ -80,30 +80,30 @@ async def served_model(model: ServedModelConfig, path: str, client: ModelClient)
     """Return the model for `app.api`, once a replica runs. `path`: the resolved folder of the model."""
     tokenizer = await asyncio.to_thread(Tokenizer.load, path, revision=model.engine.model.revision)
     form = await asyncio.to_thread(_tool_format, model.tool_parser, tokenizer)
-    facts = await client.facts()
-    logger.info("model %s: context %d, vocabulary %d", model.name, facts.max_model_len, facts.vocab_size)
+    model_info = await client.model_info()
+    logger.info("model %s: context %d, vocabulary %d", model.name, model_info.max_model_len, model_info.vocab_size)
     return ServedModel(
         name=model.name,
         tokenizer=tokenizer,
-        facts=facts,
+        model_info=model_info,
         generate=client.generate,
         created=int(time.time()),
         aliases=model.aliases,
         tool_format=form,
         reasoning_marks=marks_of(tokenizer),
-        pooling=pooling_of(model, facts),
+        pooling=pooling_of(model, model_info),
         deadline_s=model.deadline_s,
         prices=model.prices,
     )
 
 
-def pooling_of(model: ServedModelConfig, facts: ModelInfo) -> Pooling | None:
+def pooling_of(model: ServedModelConfig, model_info: ModelInfo) -> Pooling | None:
     """Return how a model pools embeddings; None if it has none. Raises InvalidSetup for a pooling it cannot do."""
-    if model.pooling == "none" or facts.embedding_size is None:
+    if model.pooling == "none" or model_info.embedding_size is None:
         return None
     if model.pooling == "auto":
-        return Pooling(facts.pooling or Pooling.LAST)
-    if model.pooling == "cls" and facts.generates:
+        return Pooling(model_info.pooling or Pooling.LAST)
+    if model.pooling == "cls" and model_info.generates:
         raise InvalidSetup(f"pooling of {model.name}: got cls, the first token, which only an encoder has; use last")
     return Pooling(model.pooling)
 

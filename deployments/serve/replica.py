@@ -158,7 +158,7 @@ class Replica(StopsWithServe):
 
     def facts(self) -> ModelInfo:
         """Return the model info of the engine."""
-        return self._engine.facts
+        return self._engine.model_info
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the engine's state."""

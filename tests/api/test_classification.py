@@ -40,7 +40,7 @@ def words() -> Tokenizer:
 
 @pytest.fixture
 def classifying(words: Tokenizer) -> Service:
-    return Service(words, judge, facts=CLASSIFIER, max_model_len=20)
+    return Service(words, judge, model_info=CLASSIFIER, max_model_len=20)
 
 
 def classify(service: Service, headers: dict[str, str] | None = None, path: str = PATH, **fields: Any) -> Answer:
@@ -73,17 +73,17 @@ def test_one_text_may_come_alone_without_special_tokens_and_where_vllm_has_it(cl
 
 
 def test_of_equal_labels_the_first_is_named(words: Tokenizer) -> None:
-    service = Service(words, lambda request: vector(request, [0.25, 0.5, 0.5]), facts=CLASSIFIER)
+    service = Service(words, lambda request: vector(request, [0.25, 0.5, 0.5]), model_info=CLASSIFIER)
     assert classify(service, input="w4").json["data"][0]["label"] == "poem"
 
 
 @pytest.mark.parametrize(
-    "facts",
+    "model_info",
     [{}, {"generates": False}, {"generates": False, "scores_pairs": True, "embedding_size": None}],
     ids=["generates", "encoder", "cross-encoder"],
 )
-def test_a_model_without_labels_is_refused_by_its_name(words: Tokenizer, facts: dict[str, Any]) -> None:
-    service = Service(words, judge, facts={"vocab_size": VOCAB_SIZE} | facts)
+def test_a_model_without_labels_is_refused_by_its_name(words: Tokenizer, model_info: dict[str, Any]) -> None:
+    service = Service(words, judge, model_info={"vocab_size": VOCAB_SIZE} | model_info)
     answer = classify(service)
     assert (answer.status, answer.error["param"]) == (400, "model")
     assert answer.error["message"] == "the model 'demo' is no classifier; choose a model with labels"
@@ -133,11 +133,11 @@ def test_all_texts_together_have_a_bound(classifying: Service, monkeypatch: pyte
 
 @pytest.mark.parametrize("scores", [[0.5, math.nan, 0.5], [0.5, 0.5]], ids=["not numbers", "too few"])
 def test_what_are_no_scores_of_the_labels_is_an_error_of_the_server(words: Tokenizer, scores: list[float]) -> None:
-    assert classify(Service(words, lambda request: vector(request, scores), facts=CLASSIFIER)).status == 500
+    assert classify(Service(words, lambda request: vector(request, scores), model_info=CLASSIFIER)).status == 500
 
 
 def test_the_tokens_of_all_texts_count_for_the_key_and_its_requests_for_the_metrics(words: Tokenizer) -> None:
-    service = Service(words, judge, facts=CLASSIFIER, keys=[entry(tokens_per_minute=20)])
+    service = Service(words, judge, model_info=CLASSIFIER, keys=[entry(tokens_per_minute=20)])
     assert classify(service, bearer()).headers["x-ratelimit-remaining-tokens"] == "13"
     assert classify(service, bearer(), input=["w4"] * 5).status == 429
     assert classify(service, {}).status == 401
@@ -148,7 +148,7 @@ def test_the_tokens_of_all_texts_count_for_the_key_and_its_requests_for_the_metr
 
 
 def test_a_key_for_other_models_is_refused(words: Tokenizer) -> None:
-    service = Service(words, judge, facts=CLASSIFIER, keys=[entry(models=["other"])])
+    service = Service(words, judge, model_info=CLASSIFIER, keys=[entry(models=["other"])])
     assert classify(service, bearer(), model="demo").status == 403
 
 
@@ -183,7 +183,7 @@ async def test_a_real_classifier_gives_what_transformers_gives(tmp_path: Path) -
         build_engine, EngineConfig(model=ModelConfig(path=str(tmp_path), dtype="float32", device="cpu"))
     )
     try:
-        service = Service(Tokenizer(theirs), generate=engine.generate, facts=CLASSIFIER)
+        service = Service(Tokenizer(theirs), generate=engine.generate, model_info=CLASSIFIER)
         whole = await service.answer("POST", PATH, {"input": texts})
         raw = await service.answer("POST", PATH, {"input": texts, "use_activation": False})
         answered = await service.handler.handle_item("", PATH, {"input": texts[0]})

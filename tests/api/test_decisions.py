@@ -259,7 +259,7 @@ def test_more_answers_than_labels_are_refused_with_the_numbers(service: Service)
 
 
 def test_models_that_cannot_answer_are_refused(tokenizer: Tokenizer) -> None:
-    encoder = Service(tokenizer, likely, facts={"generates": False})
+    encoder = Service(tokenizer, likely, model_info={"generates": False})
     assert "is an encoder and generates no text" in refused(encoder)[1]
     without = Service(build_byte_level(None), likely)
     assert "has no chat template" in refused(without)[1]

@@ -116,9 +116,9 @@ def fleet_of(num_replicas: int) -> LocalFleet:
 
 
 def app_over(local: LocalFleet, tokenizer: Tokenizer) -> Any:
-    facts = local.replicas[0].engine.facts
-    model = ServedModel(name="demo", tokenizer=tokenizer, facts=facts, generate=local.fleet.generate, created=0,
-                        tool_format=FORMATS["hermes"])  # fmt: skip
+    model_info = local.replicas[0].engine.model_info
+    model = ServedModel(name="demo", tokenizer=tokenizer, model_info=model_info, generate=local.fleet.generate,
+                        created=0, tool_format=FORMATS["hermes"])  # fmt: skip
 
     async def is_ready() -> bool:
         return True

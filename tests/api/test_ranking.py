@@ -46,12 +46,12 @@ def words() -> Tokenizer:
 
 @pytest.fixture
 def embedding(words: Tokenizer) -> Service:
-    return Service(words, embed, pooling=Pooling.MEAN, facts={"vocab_size": VOCAB_SIZE}, max_model_len=20)
+    return Service(words, embed, pooling=Pooling.MEAN, model_info={"vocab_size": VOCAB_SIZE}, max_model_len=20)
 
 
 @pytest.fixture
 def crossing(words: Tokenizer) -> Service:
-    return Service(words, judge, facts=CROSS_ENCODER, max_model_len=20)
+    return Service(words, judge, model_info=CROSS_ENCODER, max_model_len=20)
 
 
 def rerank(service: Service, headers: dict[str, str] | None = None, path: str = "/v1/rerank", **fields: Any) -> Answer:
@@ -187,7 +187,7 @@ def test_long_documents_are_cut_where_that_is_wanted(embedding: Service, crossin
 
 
 def test_a_small_body_cannot_ask_for_any_number_of_tokens(words: Tokenizer) -> None:
-    service = Service(words, judge, facts=CROSS_ENCODER, max_model_len=2000)
+    service = Service(words, judge, model_info=CROSS_ENCODER, max_model_len=2000)
     answer = rerank(service, query=" ".join(["w10"] * 1000), documents=["w20"] * 1000)
     assert (answer.status, answer.error["param"]) == (400, "documents")
     assert "have 1,004,000 tokens; at most 1,000,000" in answer.error["message"]
@@ -207,7 +207,7 @@ def test_texts_alone_have_a_bound_too_and_what_is_cut_off_does_not_count(
 
 
 def test_pairs_of_a_long_query_are_not_made_on_the_event_loop(words: Tokenizer) -> None:
-    service = Service(words, judge, facts=CROSS_ENCODER, max_model_len=500)
+    service = Service(words, judge, model_info=CROSS_ENCODER, max_model_len=500)
     names: list[str] = []
     pairs = words.pairs
 
@@ -224,7 +224,7 @@ def test_pairs_of_a_long_query_are_not_made_on_the_event_loop(words: Tokenizer) 
 
 
 def test_models_that_give_no_scores_or_no_text_say_so(words: Tokenizer, crossing: Service) -> None:
-    answer = rerank(Service(words, embed, facts={"vocab_size": VOCAB_SIZE}))
+    answer = rerank(Service(words, embed, model_info={"vocab_size": VOCAB_SIZE}))
     assert (answer.status, answer.error["param"]) == (400, "model")
     for path, body in (
         ("/v1/completions", {"prompt": "w10"}),
@@ -239,14 +239,14 @@ def test_models_that_give_no_scores_or_no_text_say_so(words: Tokenizer, crossing
 
 def test_a_refusal_and_what_is_no_score(words: Tokenizer) -> None:
     def service(script: Any) -> Service:
-        return Service(words, script, facts=CROSS_ENCODER)
+        return Service(words, script, model_info=CROSS_ENCODER)
 
     assert rerank(service(lambda request: [Overloaded("full")])).status == 429
     assert rerank(service(lambda request: vector(request, [math.nan]))).status == 500
 
 
 def test_the_tokens_of_all_documents_count_for_the_key(words: Tokenizer) -> None:
-    service = Service(words, judge, facts=CROSS_ENCODER, keys=[entry(tokens_per_minute=40)])
+    service = Service(words, judge, model_info=CROSS_ENCODER, keys=[entry(tokens_per_minute=40)])
     assert rerank(service, bearer()).headers["x-ratelimit-remaining-tokens"] == "24"
     assert rerank(service, bearer(), documents=["w20"] * 5).status == 429
     assert {request.tenant for request in service.generate.requests} == {"alice"}
@@ -255,7 +255,7 @@ def test_the_tokens_of_all_documents_count_for_the_key(words: Tokenizer) -> None
 
 
 async def test_a_client_that_goes_ends_all_documents(words: Tokenizer) -> None:
-    service = Service(words, lambda request: [WAIT], facts=CROSS_ENCODER)
+    service = Service(words, lambda request: [WAIT], model_info=CROSS_ENCODER)
 
     body = {"query": "w10", "documents": ["w20"] * 5}
     await hang_up(service.app, "/v1/rerank", body, lambda: len(service.generate.open) == 5)
@@ -282,7 +282,7 @@ async def test_a_real_cross_encoder_gives_what_transformers_gives(tmp_path: Path
     config = EngineConfig(model=ModelConfig(path=str(tmp_path), dtype="float32", device="cpu"))
     engine = await asyncio.to_thread(build_engine, config)
     try:
-        service = Service(Tokenizer(theirs), generate=engine.generate, facts=CROSS_ENCODER)
+        service = Service(Tokenizer(theirs), generate=engine.generate, model_info=CROSS_ENCODER)
         body = {"query": query, "documents": documents}
         async with Connection(service.app, "POST", "/v1/rerank", body, {}) as connection:
             results = (await connection.finished()).json["results"]

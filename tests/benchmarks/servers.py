@@ -83,7 +83,7 @@ def served(engine: AsyncEngine, tokenizer: Tokenizer, api: ApiConfig, **of_model
         return True
 
     authenticator = of_model.pop("authenticator", None)
-    usual = {"tokenizer": tokenizer, "facts": engine.facts, "generate": engine.generate, "created": 0}
+    usual = {"tokenizer": tokenizer, "model_info": engine.model_info, "generate": engine.generate, "created": 0}
     handler = RequestHandler([ServedModel(**usual | of_model)], api, authenticator=authenticator)
     with serving(build_app(handler, is_ready)) as url:
         yield url

@@ -120,7 +120,7 @@ def test_the_longest_sequence_finds_room_beside_its_windows(
         num_blocks=max(num_blocks, 2 * num_window_groups + 2), block_size=block_size, runner=runner,
         num_window_groups=num_window_groups, window_tokens=window_tokens, **settings,
     )  # fmt: skip
-    longest = engine.facts.max_model_len
+    longest = engine.model_info.max_model_len
     prompt = tuple(5 + at % 7 for at in range(longest - 1))
     # A step that may be larger later takes no more of one sequence than there is room for.
     engine.reconfigure(SchedulerConfig.model_validate(settings | {"max_step_tokens": 99, "prefill_chunk_tokens": 99}))

@@ -133,7 +133,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine = self.new_engine(
             runner=self.runner, recorder=self.new_recorder(), drafter=make_drafter(), **self.settings
         )
-        self.num_slots = self.engine.facts.max_model_len
+        self.num_slots = self.engine.model_info.max_model_len
         self.outcome = Outcome()
         self.sent: dict[str, Request] = {}
         self.ended_otherwise: set[str] = set()

@@ -26,8 +26,8 @@ def test_all_sequences_and_tokens_of_a_step_with_as_many_single_ones_as_can_be(
 
 
 def test_every_sequence_wants_what_costs_most() -> None:
-    facts = ModelInfo(max_model_len=4096, vocab_size=100, eos_token_ids=(), embedding_size=64)
-    batch = largest_batch(SchedulerConfig(max_running=8, max_step_tokens=2048), facts, block_size=16)
+    model_info = ModelInfo(max_model_len=4096, vocab_size=100, eos_token_ids=(), embedding_size=64)
+    batch = largest_batch(SchedulerConfig(max_running=8, max_step_tokens=2048), model_info, block_size=16)
     assert batch.num_tokens == 2048
     assert len(batch.sampled) == len(batch.matchers) == 8
     assert all(item.sampling.top_p < 1 and item.wants_logprobs for item in batch.scheduled)

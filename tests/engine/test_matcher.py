@@ -121,7 +121,7 @@ def test_what_may_not_go_together_is_refused(engine: Engine) -> None:
 
 def test_a_model_without_an_end_token_takes_no_grammar() -> None:
     engine = build_fake_engine()
-    engine.facts = type(engine.facts)(max_model_len=100, vocab_size=VOCAB_SIZE, eos_token_ids=())
+    engine.model_info = type(engine.model_info)(max_model_len=100, vocab_size=VOCAB_SIZE, eos_token_ids=())
     with pytest.raises(InvalidRequest, match="this model has no end token"):
         engine.check(asking("3"))
 

@@ -57,7 +57,7 @@ def test_what_gives_no_embedding_is_refused() -> None:
         build_fake_engine().add(make_request(pooling=Pooling.LAST, max_tokens=1))
     engine = assemble(
         SchedulerConfig(), CacheConfig(block_size=4), num_blocks=8, runner=CountingRunner(),
-        facts=ModelInfo(max_model_len=32, vocab_size=50, eos_token_ids=(1,)),
+        model_info=ModelInfo(max_model_len=32, vocab_size=50, eos_token_ids=(1,)),
     )  # fmt: skip
     with pytest.raises(InvalidRequest, match="gives no embeddings"):
         engine.add(make_request(pooling=Pooling.LAST, max_tokens=0))

@@ -233,7 +233,7 @@ def test_a_step_larger_than_memory_was_sized_for_is_refused_with_the_numbers() -
     sized_for = SchedulerConfig(max_running=8, max_step_tokens=64)
     engine = assemble(
         sized_for, CacheConfig(block_size=4), num_blocks=64, runner=CountingRunner(), largest_step=sized_for,
-        facts=ModelInfo(max_model_len=100, vocab_size=50, eos_token_ids=()),
+        model_info=ModelInfo(max_model_len=100, vocab_size=50, eos_token_ids=()),
     )  # fmt: skip
     engine.reconfigure(SchedulerConfig(max_running=4, max_step_tokens=32))
     with pytest.raises(InvalidSetup, match="max_step_tokens: got 128; this replica's memory was sized for 64"):

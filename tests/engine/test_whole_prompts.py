@@ -41,7 +41,7 @@ def build(clock: FakeClock, **scheduler: object) -> tuple[Engine, WholeRunner]:
     runner = WholeRunner(clock)
     config = SchedulerConfig.model_validate({"max_step_tokens": 64, "max_running": 8} | scheduler)
     cache = CacheConfig(block_size=4)
-    return assemble(config, cache, num_blocks=0, runner=runner, facts=FACTS, clock=clock), runner
+    return assemble(config, cache, num_blocks=0, runner=runner, model_info=FACTS, clock=clock), runner
 
 
 def prompt(num_tokens: int, **fields: object) -> Request:

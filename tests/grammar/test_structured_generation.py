@@ -36,7 +36,7 @@ def engine() -> Engine:
 
 @pytest.fixture(scope="module")
 def matchers(engine: Engine) -> Iterator[Matchers]:
-    made = build_matchers(CONFIG, engine.facts)
+    made = build_matchers(CONFIG, engine.model_info)
     yield made
     made.close()
 
@@ -73,20 +73,22 @@ class EagerDrafter(LookupDrafter):
         return True
 
 
-def drafting_with_a_model(facts: ModelInfo) -> Drafter:
+def drafting_with_a_model(model_info: ModelInfo) -> Drafter:
     """The same model as a draft model, with KV memory of its own."""
-    return EagerModelDrafter(build_sync_engine(CONFIG).runner, max_drafts=4, max_model_len=2048, facts=facts)
+    return EagerModelDrafter(build_sync_engine(CONFIG).runner, max_drafts=4, max_model_len=2048, model_info=model_info)
 
 
 @pytest.mark.parametrize(
-    "make_drafter", [lambda facts: EagerDrafter(6), drafting_with_a_model], ids=["forced_and_lookups", "draft_model"]
+    "make_drafter",
+    [lambda model_info: EagerDrafter(6), drafting_with_a_model],
+    ids=["forced_and_lookups", "draft_model"],
 )
 def test_drafts_change_no_document(
     make_drafter: Callable[[ModelInfo], Drafter], engine: Engine, matchers: Matchers
 ) -> None:
     drafting = assemble(
-        CONFIG.scheduler, CONFIG.cache, num_blocks=engine.stats().num_blocks, runner=engine.runner, facts=engine.facts,
-        drafter=make_drafter(engine.facts),
+        CONFIG.scheduler, CONFIG.cache, num_blocks=engine.stats().num_blocks, runner=engine.runner,
+        model_info=engine.model_info, drafter=make_drafter(engine.model_info),
     )  # fmt: skip
     thought = Thought(begin="<t>", end="</t>", is_open=True, max_tokens=12)
     schemas = [for_schema(f"{seed}", random_schema(seed), max_tokens=160, seed=seed) for seed in range(8)]

@@ -380,7 +380,7 @@ def build_fake_engine(
         CacheConfig(block_size=block_size),
         num_blocks=num_blocks,
         runner=runner or CountingRunner(block_size),
-        facts=ModelInfo(
+        model_info=ModelInfo(
             max_model_len=max_model_len, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,), embedding_size=2,
             num_window_groups=num_window_groups, window_tokens=window_tokens, labels=labels,
             num_state_slots=num_state_slots, state_interval_tokens=state_interval_tokens,

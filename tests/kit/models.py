@@ -22,12 +22,12 @@ from app.model.attention import AttentionRules, PagedAttention
 from app.model.cpu.decoder import NativeDecoder
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import ThreadPool, is_fast
+from app.model.implementations import native_decoder
+from app.model.implementations.loaded_model import LoadedModel
+from app.model.implementations.native_decoder import NativeModel
 from app.model.inputs import build_inputs
 from app.model.loader import load_model
 from app.model.parallel.group import RankGroup
-from app.model.ways import native_decoder
-from app.model.ways.loaded_model import LoadedModel
-from app.model.ways.native_decoder import NativeModel
 from tests.tiny_models import VOCAB_SIZE
 
 CPU = torch.device("cpu")
@@ -120,7 +120,7 @@ def scheduled(
     generated: tuple[int, ...] = (),
     allowed: Sequence[int] = (),
     vocab_size: int = VOCAB_SIZE,
-    facts: Mapping[str, Any] = EMPTY,
+    model_info: Mapping[str, Any] = EMPTY,
     **sampling: Any,
 ) -> ScheduledSequence:
     """A sequence's part of a step. token_ids: a number stands for as many of any.
@@ -134,7 +134,7 @@ def scheduled(
     return ScheduledSequence(
         request_id, (1,) * token_ids if isinstance(token_ids, int) else tuple(token_ids), start,
         [0] if block_ids is None else block_ids, samples, params, adjustments=adjustments,
-        matcher=TokenSet(allowed, vocab_size=vocab_size) if allowed else None, **facts,
+        matcher=TokenSet(allowed, vocab_size=vocab_size) if allowed else None, **model_info,
     )  # fmt: skip
 
 
@@ -173,7 +173,7 @@ def chunk(
     """Some tokens of a sequence. Its states lie in slots that its first block has for itself."""
     slot = block_ids[0] * _SLOTS + start
     states = StatePath(slot if start else NO_STATE, ((size, slot + size),))
-    return scheduled(token_ids[start : start + size], start, block_ids, samples=samples, facts={"states": states})
+    return scheduled(token_ids[start : start + size], start, block_ids, samples=samples, model_info={"states": states})
 
 
 @torch.inference_mode()

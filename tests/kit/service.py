@@ -105,7 +105,7 @@ class Service:
         models: Sequence[Mapping[str, Any]] | None = None,
         scripts: Mapping[str, Script] = MappingProxyType({}),
         keys: Sequence[Mapping[str, Any]] = (),
-        facts: Mapping[str, Any] = MappingProxyType({}),
+        model_info: Mapping[str, Any] = MappingProxyType({}),
         facts_of: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
         **settings: Any,
     ) -> None:
@@ -122,7 +122,7 @@ class Service:
             ServedModel(
                 name=name,
                 tokenizer=tokenizer,
-                facts=replace(usual, **{**facts, **facts_of.get(name, {})}),
+                model_info=replace(usual, **{**model_info, **facts_of.get(name, {})}),
                 generate=generate or (partial(self._scripted, name) if scripts else self.generate),
                 created=1_700_000_000,
                 aliases=aliases,
@@ -404,8 +404,8 @@ def steps_of_vectors(tokenizer: Tokenizer, *, size: int) -> Service:
         await waiting[-1]
         yield TokenDelta(request.request_id, (), FinishReason.STOP, embedding=numbers)
 
-    facts = {"embedding_size": size, "labels": tuple(map(str, range(size)))}
-    return Service(tokenizer, generate=generate, pooling=Pooling.LAST, facts=facts)
+    model_info = {"embedding_size": size, "labels": tuple(map(str, range(size)))}
+    return Service(tokenizer, generate=generate, pooling=Pooling.LAST, model_info=model_info)
 
 
 def by_angle(tokenizer: Tokenizer, angles: Mapping[str, float], *, reason: FinishReason = FinishReason.STOP) -> Script:

@@ -10,8 +10,8 @@ import torch
 from app.errors import InvalidSetup
 from app.model.abilities import Abilities
 from app.model.cpu.library import library
+from app.model.implementations.native_decoder import NativeModel
 from app.model.source import ModelSource
-from app.model.ways.native_decoder import NativeModel
 from tests.kit.models import config_of, load
 from tests.tiny_models import NATIVE, build_tiny_model
 

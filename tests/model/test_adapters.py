@@ -96,7 +96,7 @@ def test_drafts_change_no_token(way: str, expected: Callable[[str], tuple[Path, 
     plain = build(path, way=way)
     engine = assemble(
         SchedulerConfig(), CacheConfig(block_size=4 if way == "torch" else 16), num_blocks=200, runner=plain.runner,
-        facts=plain.facts, adapters=plain.adapters, drafter=RecallingDrafter(token_ids),
+        model_info=plain.model_info, adapters=plain.adapters, drafter=RecallingDrafter(token_ids),
     )  # fmt: skip
     assert run_to_end(engine, *requests).token_ids == token_ids
     assert engine.stats().total_accepted_tokens > 30

@@ -12,7 +12,7 @@ from app.config import EngineConfig
 from app.errors import InvalidSetup
 from app.model.cpu import kv_cache
 from app.model.cpu.library import library
-from app.model.ways import native_decoder
+from app.model.implementations import native_decoder
 from app.model.weights_digest import digest_of_weights
 from tests.kit.models import config_of
 

@@ -48,7 +48,7 @@ def test_hidden_states_are_the_models_own(architecture: str, way: str, tiny_mode
     path = tiny_model_path(architecture)
     model, requests = own_model(path), some_requests(VOCAB_SIZE)
     engine = build(path, way=way)
-    assert engine.facts.embedding_size == 64
+    assert engine.model_info.embedding_size == 64
     first = run_to_end(engine, *requests)
     check(model, requests, first)
     again = [replace(request, request_id=f"{request.request_id}-again") for request in requests]

@@ -101,7 +101,7 @@ def test_each_label_of_a_classifier_has_its_probability(kind: str, problem_type:
         kind, tmp_path, num_labels=3, problem_type=problem_type, id2label={0: "code", 1: "poem", 2: "talk"}
     )
     engine = build(tmp_path)
-    assert (engine.facts.labels, engine.facts.scores_pairs) == (("code", "poem", "talk"), False)
+    assert (engine.model_info.labels, engine.model_info.scores_pairs) == (("code", "poem", "talk"), False)
     requests = some_requests(Pooling.SCORE)
     outcome = run_to_end(engine, *requests)
     found = []
@@ -151,7 +151,7 @@ def test_the_longest_text_fits_and_one_token_more_is_refused(kind: str, tmp_path
     model = save_tiny_encoder(kind, tmp_path)
     engine = build(tmp_path)
     longest = NUM_POSITIONS - (PADDING + 1 if kind == "roberta" else 0)
-    assert engine.facts.max_model_len == longest
+    assert engine.model_info.max_model_len == longest
     request = make_request((9,) * longest, pooling=Pooling.LAST, max_tokens=0)
     expected = alone(model, request, has_types=False).last_hidden_state[0, -1]
     assert relative_error(vector_of(run_to_end(engine, request), request), expected) <= TOLERANCE
@@ -163,8 +163,16 @@ def test_what_an_encoder_cannot_do_is_refused(tmp_path: Path) -> None:
     save_tiny_encoder("bert", tmp_path / "encoder")
     save_tiny_encoder("bert", tmp_path / "pairs", num_labels=1)
     encoder, pairs = build(tmp_path / "encoder"), build(tmp_path / "pairs")
-    assert (encoder.facts.generates, encoder.facts.embedding_size, encoder.facts.scores_pairs) == (False, 32, False)
-    assert (pairs.facts.generates, pairs.facts.embedding_size, pairs.facts.scores_pairs) == (False, None, True)
+    assert (encoder.model_info.generates, encoder.model_info.embedding_size, encoder.model_info.scores_pairs) == (
+        False,
+        32,
+        False,
+    )
+    assert (pairs.model_info.generates, pairs.model_info.embedding_size, pairs.model_info.scores_pairs) == (
+        False,
+        None,
+        True,
+    )
     with pytest.raises(InvalidRequest, match="generates no text"):
         encoder.add(make_request(max_tokens=1))
     with pytest.raises(InvalidRequest, match="no scores of pairs"):
@@ -178,11 +186,11 @@ def test_the_files_of_sentence_transformers_say_how_vectors_are_made(
     modes: tuple[str, ...], pooling: Pooling, tmp_path: Path
 ) -> None:
     save_tiny_encoder("bert", tmp_path)
-    assert build(tmp_path).facts.pooling == Pooling.MEAN
+    assert build(tmp_path).model_info.pooling == Pooling.MEAN
     write_pooling(tmp_path, *modes, max_length=50)
-    facts = build(tmp_path).facts
-    assert (facts.pooling, facts.max_model_len) == (pooling, 50)
-    assert build(tmp_path, max_model_len=60).facts.max_model_len == 60
+    model_info = build(tmp_path).model_info
+    assert (model_info.pooling, model_info.max_model_len) == (pooling, 50)
+    assert build(tmp_path, max_model_len=60).model_info.max_model_len == 60
 
 
 @pytest.mark.parametrize(

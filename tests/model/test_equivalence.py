@@ -178,7 +178,7 @@ def test_models_with_unusual_code(model_type: str, tmp_path: Path) -> None:
     assert len({token for tokens in expected.values() for token in tokens}) > 20, "tokens vary"
     engine = build(path, way="attention", max_step_tokens=40, prefill_chunk_tokens=7)
     assert run_to_end(engine, *requests).token_ids == expected
-    assert engine.facts.embedding_size == 64
+    assert engine.model_info.embedding_size == 64
 
 
 @pytest.mark.parametrize("way", ["torch", "attention", "decoder"])

@@ -14,9 +14,9 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrained
 
 from app.build import build_sync_engine
 from app.errors import UnsupportedModel
+from app.model.implementations.transformers_code import TransformersModel
 from app.model.language_model import plain_name, plain_names
 from app.model.planned_memory import planned_memory
-from app.model.ways.transformers_code import TransformersModel
 from tests.kit.engine import run_to_end
 from tests.kit.models import config_of, generate_plainly, load
 from tests.model.test_equivalence import random_requests
@@ -81,7 +81,7 @@ def test_text_is_that_of_the_whole_model(model_type: str, tmp_path: Path) -> Non
     engine = build_sync_engine(config_of(tmp_path, cache={"num_blocks": 80}, scheduler=scheduler, num_threads=1))
     assert run_to_end(engine, *requests).token_ids == expected
     assert len({token for tokens in expected.values() for token in tokens}) > 10, "tokens vary"
-    assert engine.facts.eos_token_ids == (1,), "as the whole says"
+    assert engine.model_info.eos_token_ids == (1,), "as the whole says"
 
 
 def without_towers(folder: Path) -> tuple[int, int]:

@@ -13,10 +13,10 @@ from app.model.attention import AttentionRules, TorchAttention
 from app.model.cpu.attention import NativeAttention
 from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import ThreadPool, is_fast
+from app.model.implementations.transformers_code import TransformersModel
 from app.model.kv_cache import KVCache, LayerShape
 from app.model.latent_attention import LatentHeads
 from app.model.loader import load_runner
-from app.model.ways.transformers_code import TransformersModel
 from tests.kit.engine import run_to_end
 from tests.kit.models import CPU, attend, config_of, generate_plainly, load, poison, scheduled
 from tests.model.test_equivalence import build, random_requests

@@ -17,12 +17,12 @@ from app.model import attention, device
 from app.model.attention import AttentionRules, AttentionStep, TorchAttention
 from app.model.cpu.checkpoint import Checkpoint
 from app.model.device import dtype_of
+from app.model.implementations.transformers_code import TransformersModel
 from app.model.inputs import ModelInputs
 from app.model.kv_cache import KVCache
 from app.model.loader import load_runner
 from app.model.source import ModelSource, module_of_transformers, module_on_device
 from app.model.verification import Reference, TrialBlocks
-from app.model.ways.transformers_code import TransformersModel
 from tests.kit.models import config_of, load
 from tests.tiny_models import VOCAB_SIZE, build_tiny_model
 
@@ -38,9 +38,9 @@ def source_of(path: Path | str, **settings: str) -> ModelSource:
 
 def test_facts_come_from_the_model(tiny_model_path) -> None:  # type: ignore[no-untyped-def]
     model = load(tiny_model_path("gemma2"))
-    assert model.facts.max_model_len == 256
-    assert model.facts.vocab_size == VOCAB_SIZE
-    assert model.facts.eos_token_ids == (1,)
+    assert model.model_info.max_model_len == 256
+    assert model.model_info.vocab_size == VOCAB_SIZE
+    assert model.model_info.eos_token_ids == (1,)
     assert {shape.key_dim for shape in model.layers.values()} == {16}
     assert len(model.layers) == 2
 
@@ -77,7 +77,7 @@ def test_the_log_says_which_type_and_why(tiny_model_path, caplog: pytest.LogCapt
 
 
 def test_a_longer_context_than_the_model_has_is_refused_with_both_numbers(tiny_model_path) -> None:  # type: ignore[no-untyped-def]
-    assert load(tiny_model_path("llama"), max_model_len=100).facts.max_model_len == 100
+    assert load(tiny_model_path("llama"), max_model_len=100).model_info.max_model_len == 100
     with pytest.raises(InvalidSetup, match=r"max_model_len is 300; .* at most 256"):
         load(tiny_model_path("llama"), max_model_len=300)
 

@@ -21,10 +21,10 @@ from app.build import build_sync_engine
 from app.config import ReplicasConfig
 from app.errors import InvalidSetup, UnsupportedModel
 from app.model.cpu.library import library
+from app.model.implementations.native_decoder import NativeModel
 from app.model.packed_numbers import ROWS_AT_ONCE, PackedWeight, Packing
 from app.model.planned_memory import planned_cpu_memory, planned_gpu_model
 from app.model.source import ModelSource
-from app.model.ways.native_decoder import NativeModel
 from tests.kit.engine import make_request, run_to_end
 from tests.kit.models import PROMPT, config_of, generate_plainly, load, load_native, logits_of
 from tests.model.test_quantised_checkpoint import described

@@ -23,6 +23,11 @@ from app.model.cuda.captured_inputs import decode_size, mixed_sizes
 from app.model.cuda.launching import NoKernels
 from app.model.cuda.sampler import TritonSampler
 from app.model.cuda.weights import fuse_weights
+from app.model.implementations.cuda_decoder import CudaModel
+from app.model.implementations.gpu import with_one_block
+from app.model.implementations.loaded_model import LoadedModel
+from app.model.implementations.native_decoder import NativeModel
+from app.model.implementations.transformers_code import TransformersModel
 from app.model.loader import load_runner
 from app.model.planned_memory import (
     memory_to_sleep,
@@ -32,11 +37,6 @@ from app.model.planned_memory import (
     planned_native_model,
 )
 from app.model.sampler import Sampler
-from app.model.ways.cuda_decoder import CudaModel
-from app.model.ways.gpu import with_one_block
-from app.model.ways.loaded_model import LoadedModel
-from app.model.ways.native_decoder import NativeModel
-from app.model.ways.transformers_code import TransformersModel
 from tests.kit.models import config_of, load
 from tests.model.cpu_allocator import peak_of_cpu
 from tests.tiny_models import ARCHITECTURES, build_tiny_model
@@ -64,7 +64,7 @@ def limited(path: Path, **settings: Any) -> EngineConfig:
 
 
 def batch_for(model: LoadedModel, limits: SchedulerConfig = LIMITS) -> StepBatch:
-    return largest_batch(limits, model.facts, block_size=16)
+    return largest_batch(limits, model.model_info, block_size=16)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -76,7 +76,7 @@ def test_weights_and_kv_of_a_configuration_are_those_of_the_loaded_model(
     loaded = load(path, backend="torch")
     assert planned.layers == loaded.layers
     assert planned.states == loaded.states
-    assert planned.facts == loaded.facts
+    assert planned.model_info == loaded.model_info
     assert isinstance(loaded, TransformersModel)
     assert isinstance(planned, TransformersModel)
     real = sum(weight.nbytes for weight in loaded.module.parameters())  # each once, also if it is tied
@@ -96,7 +96,7 @@ def test_packed_weights_of_a_configuration_are_those_of_the_loaded_model(
     loaded = load(tmp_path, quantization=quantization)
     assert isinstance(planned, NativeModel)
     assert isinstance(loaded, NativeModel)
-    assert (planned.layers, planned.facts) == (loaded.layers, loaded.facts)
+    assert (planned.layers, planned.model_info) == (loaded.layers, loaded.model_info)
     assert [each.shape for each in planned.tensors()] == [each.shape for each in loaded.tensors()]
     assert num_bytes_of(planned.tensors()) == num_bytes_of(loaded.tensors())
 
@@ -174,8 +174,8 @@ def test_the_workspaces_of_experts_are_those_that_a_cpu_takes(
 
 def test_rows_with_penalties_take_a_copy_of_their_logits_in_float32() -> None:
     num_rows, vocab_size = 6, 50_000
-    facts = ModelInfo(max_model_len=4096, vocab_size=vocab_size, eos_token_ids=())
-    items = largest_batch(LIMITS, facts, block_size=16).sampled
+    model_info = ModelInfo(max_model_len=4096, vocab_size=vocab_size, eos_token_ids=())
+    items = largest_batch(LIMITS, model_info, block_size=16).sampled
     logits, peaks = torch.zeros(num_rows, vocab_size, dtype=torch.bfloat16, device=META), []
     for each in (items, [structs.replace(item, adjustments=None) for item in items]):
         with torch.inference_mode(), AllocatedBytes(META) as counted:
@@ -189,11 +189,11 @@ def test_rows_with_penalties_take_a_copy_of_their_logits_in_float32() -> None:
 def test_sampling_takes_on_a_cpu_what_is_counted_on_meta(num_rows: int) -> None:
     """By the allocator's own records; of a sort, without the memory that its implementation takes inside."""
     limits = SchedulerConfig(max_running=num_rows, max_step_tokens=num_rows)
-    facts = ModelInfo(max_model_len=4096, vocab_size=20_000, eos_token_ids=())
-    items = largest_batch(limits, facts, block_size=16).sampled
+    model_info = ModelInfo(max_model_len=4096, vocab_size=20_000, eos_token_ids=())
+    items = largest_batch(limits, model_info, block_size=16).sampled
     with torch.inference_mode(), AllocatedBytes(META) as counted:
-        Sampler().sample(torch.zeros(num_rows, facts.vocab_size, device=META), items)
-    logits = torch.randn(num_rows, facts.vocab_size)
+        Sampler().sample(torch.zeros(num_rows, model_info.vocab_size, device=META), items)
+    logits = torch.randn(num_rows, model_info.vocab_size)
     with torch.inference_mode():
         Sampler().sample(logits, items)  # tables that are kept
         real = peak_of_cpu(lambda: Sampler().sample(logits, items))
@@ -223,7 +223,7 @@ def test_a_block_of_layers_of_unequal_shapes_takes_what_is_planned_for_a_cpu(
 ) -> None:
     config = limited(tiny_model_path(architecture), cache={"num_blocks": 64, "dtype": kv_dtype})
     planned, loaded = planned_cpu_memory(config), load_runner(config)
-    assert loaded.model.facts.num_window_groups > 0
+    assert loaded.model.model_info.num_window_groups > 0
     assert sum(each.nbytes for each in loaded.runner.forward.kv_tensors) == 64 * planned.block_bytes
 
 

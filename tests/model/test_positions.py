@@ -9,7 +9,7 @@ import torch
 from app.build import build_sync_engine
 from app.engine.engine import Engine
 from app.errors import UnsupportedModel
-from app.model.ways.transformers_code import TransformersModel
+from app.model.implementations.transformers_code import TransformersModel
 from tests.kit.engine import make_request, run_to_end
 from tests.kit.models import config_of, generate_plainly, load
 from tests.tiny_models import build_tiny_model

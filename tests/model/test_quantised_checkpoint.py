@@ -13,10 +13,10 @@ from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel
 
 from app.errors import UnsupportedModel
 from app.model.cpu.library import library
+from app.model.implementations.native_decoder import NativeModel
 from app.model.packed_numbers import Packing
 from app.model.planned_memory import planned_gpu_model
 from app.model.quantised_checkpoint import Quantised, can_be_multiplied, multiplied_out
-from app.model.ways.native_decoder import NativeModel
 from tests.kit.models import PROMPT, config_of, load, logits_of
 from tests.tiny_models import build_tiny_model
 

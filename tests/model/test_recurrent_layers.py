@@ -12,10 +12,10 @@ from app.build import build_sync_engine
 from app.config import ModelConfig
 from app.engine.engine import Engine
 from app.errors import InvalidSetup, UnsupportedModel
+from app.model.implementations.transformers_code import TransformersModel
 from app.model.kv_cache import BOOKKEEPING_BYTES
 from app.model.loader import load_runner
 from app.model.source import ModelSource
-from app.model.ways.transformers_code import TransformersModel
 from tests.kit.engine import run_to_end
 from tests.kit.models import CPU, config_of, generate_plainly, load
 from tests.model.test_equivalence import random_requests
@@ -96,7 +96,7 @@ def test_a_state_that_is_not_computed_here_is_refused_by_name(tmp_path: Path) ->
 def test_blocks_of_a_model_without_attention_layers_count_as_their_bookkeeping(tmp_path: Path) -> None:
     path = save_random_model(tmp_path, "lfm2", layer_types=["conv", "conv"])
     loaded = load_runner(config_of(path, cache={"memory_gib": 0.01}))
-    of_states = loaded.model.facts.num_state_slots * sum(shape.num_bytes for shape in loaded.model.states)
+    of_states = loaded.model.model_info.num_state_slots * sum(shape.num_bytes for shape in loaded.model.states)
     assert loaded.num_blocks == (int(0.01 * 2**30) - of_states) // BOOKKEEPING_BYTES
 
 
@@ -109,7 +109,7 @@ def test_states_that_do_not_fit_are_refused_with_the_numbers(tmp_path: Path) -> 
 def test_the_memory_settings_hold_states_and_keys_and_values_together(tmp_path: Path) -> None:
     path = save_random_model(tmp_path, "qwen3_5_text", **DELTA)
     loaded = load_runner(config_of(path, cache={"memory_gib": 0.001}, scheduler={"max_running": 2}))
-    assert loaded.model.facts.num_state_slots == 8
+    assert loaded.model.model_info.num_state_slots == 8
     of_states = 8 * sum(shape.num_bytes for shape in loaded.model.states)
     of_token = sum(layer.bytes_per_token(loaded.model.dtype) for layer in loaded.model.layers.values())
     assert 0.95 * 2**20 * 1.024 < of_states + loaded.num_blocks * 16 * of_token <= 0.001 * 2**30

@@ -21,8 +21,8 @@ sample = Sampler().sample
 
 
 def item(*, position: int = 3, banned: tuple[int, ...] = (), **given: Any) -> ScheduledSequence:
-    facts = {"banned_token_ids": banned}
-    return scheduled(1, position - 1, facts=facts, **{"vocab_size": VOCAB_SIZE} | given)
+    model_info = {"banned_token_ids": banned}
+    return scheduled(1, position - 1, model_info=model_info, **{"vocab_size": VOCAB_SIZE} | given)
 
 
 def random_logits(num_rows: int = 1, seed: int = 0) -> torch.Tensor:

@@ -187,7 +187,11 @@ def demo_config(demo_path: Path, **model: object) -> EngineConfig:
 
 def test_the_folder_says_what_is_served_and_answers_are_text(demo_path: Path) -> None:
     engine = build_sync_engine(demo_config(demo_path))
-    assert (engine.facts.max_model_len, engine.facts.vocab_size, engine.facts.eos_token_ids) == (2048, 763, (4,))
+    assert (engine.model_info.max_model_len, engine.model_info.vocab_size, engine.model_info.eos_token_ids) == (
+        2048,
+        763,
+        (4,),
+    )
     assert engine.stats().num_blocks == 4 * 2048 // 16
     tokenizer = Tokenizer.load(str(demo_path))
     request = make_request(tokenizer.encode("Count to three.", add_special_tokens=False), max_tokens=300)
@@ -201,7 +205,7 @@ def test_the_folder_says_what_is_served_and_answers_are_text(demo_path: Path) ->
 def test_sizes_are_as_configured(demo_path: Path) -> None:
     config = demo_config(demo_path, max_model_len=512).model_copy(update={"cache": CacheConfig(num_blocks=40)})
     engine = build_sync_engine(config)
-    assert (engine.facts.max_model_len, engine.stats().num_blocks) == (512, 40)
+    assert (engine.model_info.max_model_len, engine.stats().num_blocks) == (512, 40)
 
 
 def test_what_the_model_does_not_allow_is_refused(demo_path: Path, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def speculating(engine: Engine, drafter: Drafter, *, num_slots: int, block_size:
     return assemble(
         SchedulerConfig(max_running=33, max_step_tokens=60, prefill_chunk_tokens=9),
         CacheConfig(block_size=block_size), num_blocks=num_slots // block_size, runner=engine.runner,
-        facts=engine.facts, drafter=drafter, **parts,
+        model_info=engine.model_info, drafter=drafter, **parts,
     )  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def test_all_that_callers_hear_is_the_same_with_a_draft_model(
     block_size = 4 if way == "torch" else 16
     for num_slots in (1600, 320):  # the smaller one preempts
         drafting = build(tiny_model_path(draft), way=way, num_slots=num_slots)
-        drafter = EagerModelDrafter(drafting.runner, max_drafts=4, max_model_len=256, facts=engine.facts)
+        drafter = EagerModelDrafter(drafting.runner, max_drafts=4, max_model_len=256, model_info=engine.model_info)
         other = speculating(engine, drafter, num_slots=num_slots, block_size=block_size)
         found = run_to_end(other, *requests)
         stats = other.stats()
@@ -143,7 +143,7 @@ def test_an_engine_of_the_settings_looks_drafts_up(tiny_model_path: Callable[[st
     prompt = tuple(range(20, 60)) * 4
     plain = build(tiny_model_path("llama"), way="torch")
     engine = assemble(
-        SchedulerConfig(), CacheConfig(block_size=4), num_blocks=100, runner=plain.runner, facts=plain.facts,
+        SchedulerConfig(), CacheConfig(block_size=4), num_blocks=100, runner=plain.runner, model_info=plain.model_info,
         drafter=drafter_of(SpeculationConfig(method="lookup")),
     )  # fmt: skip
     bias = tuple((token, 80.0) for token in (30, 31))  # so the output repeats

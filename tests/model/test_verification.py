@@ -14,11 +14,11 @@ from app.engine.batch import StepBatch
 from app.errors import InvalidSetup, UnsupportedModel
 from app.model import attention, source
 from app.model.cpu import decoder
+from app.model.implementations import transformers_code
+from app.model.implementations.native_decoder import NativeModel
+from app.model.implementations.transformers_code import eos_token_ids
 from app.model.inputs import Segments
 from app.model.source import refusing_what_fails
-from app.model.ways import transformers_code
-from app.model.ways.native_decoder import NativeModel
-from app.model.ways.transformers_code import eos_token_ids
 from tests.kit.models import load, load_native
 from tests.tiny_models import save_random_model
 
@@ -74,7 +74,7 @@ def test_queries_that_are_scaled_by_their_place_in_a_step_are_refused_at_any_len
     path = save_random_model(tmp_path, "llama4_text", floor_scale=100, **LLAMA_4)
     with pytest.raises(UnsupportedModel, match=r"from token 100 on; a model\.max_model_len below 100 can be served"):
         load(path)
-    assert load(path, max_model_len=99).facts.max_model_len == 99
+    assert load(path, max_model_len=99).model_info.max_model_len == 99
 
 
 def test_queries_that_are_scaled_by_their_place_in_a_step_are_found_by_the_steps(

@@ -172,8 +172,8 @@ def test_tokens_are_those_of_generate(
     engine = engine_of(
         path, block_size=block_size, num_blocks=num_blocks, backend="torch" if way == "torch" else "auto"
     )
-    assert engine.facts.num_window_groups == 2
-    assert engine.facts.max_model_len < num_blocks * block_size
+    assert engine.model_info.num_window_groups == 2
+    assert engine.model_info.max_model_len < num_blocks * block_size
     assert run_to_end(engine, *requests).token_ids == expected
     assert run_to_end(engine, *requests[::-1]).token_ids == expected
     assert (engine.stats().total_cached_tokens > 400) is not is_short, "a prefix is found with all of its windows"
@@ -200,7 +200,7 @@ def test_tokens_of_layers_of_unequal_shapes_are_those_of_generate(
         engine = engine_of(
             path, block_size=block_size, num_blocks=480 // block_size, backend="torch" if way == "torch" else "auto"
         )
-    assert engine.facts.num_window_groups == (2 if path.name == "gemma4_large" else 1)
+    assert engine.model_info.num_window_groups == (2 if path.name == "gemma4_large" else 1)
     assert run_to_end(engine, *requests).token_ids == expected
     assert run_to_end(engine, *requests[::-1]).token_ids == expected
 
@@ -211,7 +211,7 @@ def test_a_model_keeps_all_where_prefixes_are_kept_elsewhere_too(path: Path, tmp
         dtype="float32", backend="torch",
     )  # fmt: skip
     engine = build_sync_engine(config)
-    assert (engine.facts.num_window_groups, engine.facts.max_model_len) == (0, 256)
+    assert (engine.model_info.num_window_groups, engine.model_info.max_model_len) == (0, 256)
     engine.close()
 
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from app.model.ways.cuda_decoder import CudaModel
-from app.model.ways.native_decoder import NativeModel
+from app.model.implementations.cuda_decoder import CudaModel
+from app.model.implementations.native_decoder import NativeModel
 
 
 @contextmanager

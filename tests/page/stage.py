@@ -125,7 +125,7 @@ class Stage:
         model = ServedModel(
             name=MODEL,
             tokenizer=Tokenizer.load(self._path),
-            facts=next(iter(self.replicas.values())).engine.facts,
+            model_info=next(iter(self.replicas.values())).engine.model_info,
             generate=self.fleet.generate,
             created=0,
         )

@@ -16,14 +16,14 @@ from app.config import KeyConfig
 from app.errors import LimitReached
 from app.usage import CallUsage, UsageAnswer, UsageCounter, UsageReport, Used
 from app.usage.exchange import UsageReporter
-from app.usage.records import PLACES, BudgetTotals, LimitId, LimitUse, Share
+from app.usage.records import SLOTS, BudgetTotals, LimitId, LimitUse, Share
 from app.usage.shares import LEASE_S, SETTLING_S, Shares
 from benchmarks.service.shares import BUDGET_CASES, CASES, Case, measure, measure_budget
 from tests.kit.engine import FakeClock
 from tests.kit.service import entry
 
 TOKENS = LimitId("alice", "tokens", 600)
-AT_ONCE = LimitId("alice", PLACES, 5)
+AT_ONCE = LimitId("alice", SLOTS, 5)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ class Process:
         """Whether a request of so many tokens has begun."""
         running, account = ExitStack(), self.account
         try:
-            reservation = running.enter_context(account.reserve_kept() if is_kept else account.reserve())
+            reservation = running.enter_context(account.reserve_for_stored() if is_kept else account.reserve())
             reservation.reserve(num_tokens, cost=num_tokens / 100)
         except LimitReached as refusal:
             running.__exit__(type(refusal), refusal, None)
@@ -164,7 +164,7 @@ def test_a_report_has_only_what_has_changed() -> None:
     first.learn(ledger.answer(report))
     assert first.ask(100)
     report = first.report()
-    assert {limit_id.what for limit_id in report.limits} == {"tokens", PLACES, "tokens_per_day"}
+    assert {limit_id.what for limit_id in report.limits} == {"tokens", SLOTS, "tokens_per_day"}
     assert report.reserved == {"alice": BudgetTotals(100, 100, 1.0)}
     first.learn(None)
     assert first.report().has_all_limits, "the owner may not know what the last report had"
@@ -240,7 +240,7 @@ class Fleet:
         self.told[process] = answer.num_processes
         share = answer.shares.get(limit_id)
         if share is not None:
-            held = use.held if limit_id.what == PLACES else use.held + share.given
+            held = use.held if limit_id.what == SLOTS else use.held + share.amount
             use = use._replace(share=share.share, held=held)
         self.uses[process] = use
         return share
@@ -388,7 +388,7 @@ def test_a_kept_response_takes_what_other_processes_have_before_it_has_come() ->
 
     exchange(int(SETTLING_S) + 3)
     for _ in range(3):
-        with batches.account.reserve_kept() as kept:
+        with batches.account.reserve_for_stored() as kept:
             kept.reserve(100)
             exchange(3)
             assert not ingress.ask(550), "the tokens that the response has taken are not there any more"
@@ -397,7 +397,7 @@ def test_a_kept_response_takes_what_other_processes_have_before_it_has_come() ->
         ingress.end(0, 0.0)
         exchange(60)
     assert not batches.ask(100), "a line of a batch waits"
-    with batches.account.reserve_kept() as kept:
+    with batches.account.reserve_for_stored() as kept:
         kept.reserve(400)
         with pytest.raises(LimitReached):
             kept.reserve(300)

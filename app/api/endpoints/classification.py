@@ -20,7 +20,7 @@ from app.json_pieces import Json, Rows
 
 def prepare_classification(body: ClassifyRequest, model: ServedModel, context: RequestContext) -> PreparedRequest:
     """Check and tokenize the texts. Raises InvalidRequest."""
-    if not model.facts.labels:
+    if not model.model_info.labels:
         raise InvalidRequest(f"the model {model.name!r} is no classifier; choose a model with labels", param="model")
     check_number_of_texts(body.input, context.limits)
     pooling = Pooling.SCORE if body.is_activated else Pooling.LOGIT
@@ -35,7 +35,7 @@ class ClassificationWriter(Writer):
 
     async def full_response(self, state: ResponseState) -> Json:
         """Wait for the scores of all texts and write them."""
-        labels = state.prepared.model.facts.labels
+        labels = state.prepared.model.model_info.labels
         results = await results_of(state, lambda index, scores: _checked(index, scores, labels))
         state.log_end()
         num_tokens = state.prepared.num_prompt_tokens

@@ -38,7 +38,7 @@ _Labels = Mapping[str, int]  # the token of each label of a question, in the ord
 
 def prepare_decisions(body: DecisionsRequest, model: ServedModel, context: RequestContext) -> PreparedRequest:
     """Check and tokenize the questions. Raises InvalidRequest."""
-    if not model.facts.generates:
+    if not model.model_info.generates:
         raise generates_nothing(model)
     if not model.tokenizer.has_chat_template:
         raise InvalidRequest(f"the model {model.name!r} has no chat template; choose another model", param="model")
@@ -139,7 +139,7 @@ class _Frame:
 
 
 def _check_lengths(num_shared: int, num_own: Sequence[int], model: ServedModel) -> None:
-    most = model.facts.max_model_len - 1
+    most = model.model_info.max_model_len - 1
     for number, num_tokens in enumerate(num_own):
         if num_shared + num_tokens > most:
             raise ContextTooLong(

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 def prepare_embeddings(body: EmbeddingsRequest, model: ServedModel, context: RequestContext) -> PreparedRequest:
     """Check and tokenize the texts. Raises InvalidRequest."""
-    size = model.facts.embedding_size
+    size = model.model_info.embedding_size
     if model.pooling is None or size is None:
         raise InvalidRequest(f"the model {model.name!r} gives no embeddings; choose another model", param="model")
     check_number_of_texts(body.input or (), context.limits)
@@ -43,7 +43,7 @@ def _encoded_chat(body: EmbeddingsRequest, model: ServedModel) -> EncodedText:
     chat = body.as_chat()
     whole = encode_chat(chat, model, None, is_cut_or_counted=body.truncate_prompt_tokens is not None)
     prompt = _Cut(body, model, chat.add_special_tokens)(whole)
-    _check_length(len(prompt), model.facts.max_model_len, "messages")
+    _check_length(len(prompt), model.model_info.max_model_len, "messages")
     return EncodedText(prompt)
 
 
@@ -66,7 +66,7 @@ def encode_texts(texts: Sequence[str | list[int]], body: TextsRequest, model: Se
         cut=_Cut(body, model, body.add_special_tokens),
     )
     for prompt in prompts:
-        _check_length(len(prompt), model.facts.max_model_len, "input")
+        _check_length(len(prompt), model.model_info.max_model_len, "input")
     return list(map(EncodedText, prompts))
 
 
@@ -75,7 +75,7 @@ class _Cut:
 
     def __init__(self, body: TextsRequest, model: ServedModel, add_special_tokens: bool) -> None:
         most = body.truncate_prompt_tokens
-        self._most = model.facts.max_model_len if most == -1 else most
+        self._most = model.model_info.max_model_len if most == -1 else most
         self._at_begin = body.truncation_side == "left"
         self._around = model.tokenizer.added_around if add_special_tokens else ((), ())
 

@@ -54,8 +54,8 @@ class _Comparison:
 
     def check(self, limits: RequestLimits) -> None:
         """Raise InvalidRequest for mistakes that can be found without tokens."""
-        facts, (_, param) = self.model.facts, self.params
-        if not (facts.scores_pairs or self.model.gives_embeddings):
+        model_info, (_, param) = self.model.model_info, self.params
+        if not (model_info.scores_pairs or self.model.gives_embeddings):
             raise InvalidRequest(f"the model {self.model.name!r} gives no scores; choose another model", param="model")
         if len(self.seconds) > limits.max_inputs:
             raise InvalidRequest(
@@ -69,7 +69,7 @@ class _Comparison:
     @property
     def _cuts_firsts(self) -> bool:
         """Whether a text of the first side may be cut. For a cross-encoder, only the second text of a pair is cut."""
-        return self.body.truncate_prompt_tokens is not None and not self.model.facts.scores_pairs
+        return self.body.truncate_prompt_tokens is not None and not self.model.model_info.scores_pairs
 
     @property
     def _cuts_seconds(self) -> bool:
@@ -78,14 +78,14 @@ class _Comparison:
     @property
     def _longest(self) -> int:
         """The most tokens that a text or a pair may have."""
-        asked, longest = self.body.truncate_prompt_tokens, self.model.facts.max_model_len
+        asked, longest = self.body.truncate_prompt_tokens, self.model.model_info.max_model_len
         return longest if asked in (None, -1) else min(asked, longest)
 
     def prompts(self) -> list[EncodedText]:
         """Return the tokens of each request. Raises InvalidRequest if they are too many for one call."""
         tokenizer, longest = self.model.tokenizer, self._longest
         most = (self.body.max_tokens_per_doc or longest) if self._cuts_seconds else None
-        if self.model.facts.scores_pairs:
+        if self.model.model_info.scores_pairs:
             texts = [tokenizer.pairs(self.firsts, self.seconds, max_second=most, longest=longest)]
         else:
             texts = [
@@ -94,22 +94,26 @@ class _Comparison:
             ]
         # Every pair repeats the query, so a small body could ask for gigabytes of tokens.
         what = (
-            f"the pairs of {' and '.join(self.params)}" if self.model.facts.scores_pairs else " and ".join(self.params)
+            f"the pairs of {' and '.join(self.params)}"
+            if self.model.model_info.scores_pairs
+            else " and ".join(self.params)
         )
         check_call_tokens(sum(each.num_tokens for each in texts), self.model, what, self.params[1])
         return [text for each in texts for text in each.encoded()]
 
     def check_lengths(self, prompts: Sequence[EncodedText]) -> None:
         """Raise InvalidRequest for a prompt that is empty or too long for the model."""
-        longest, is_asked = self._longest, self._longest < self.model.facts.max_model_len
+        longest, is_asked = self._longest, self._longest < self.model.model_info.max_model_len
         for index, prompt in enumerate(prompts):
-            is_first = not self.model.facts.scores_pairs and index < len(self.firsts)
+            is_first = not self.model.model_info.scores_pairs and index < len(self.firsts)
             param = self.params[0] if is_first else self.params[1]
             if not prompt.token_ids:
                 raise InvalidRequest(f"{param} has a text without tokens; send at least one per text", param=param)
             if len(prompt.token_ids) > longest:
                 what = (
-                    f"a pair of {' and '.join(self.params)}" if self.model.facts.scores_pairs else f"a text of {param}"
+                    f"a pair of {' and '.join(self.params)}"
+                    if self.model.model_info.scores_pairs
+                    else f"a text of {param}"
                 )
                 allowed = f"truncate_prompt_tokens is {longest:,}" if is_asked else f"this model accepts {longest:,}"
                 raise ContextTooLong(
@@ -125,14 +129,14 @@ def _prepared(comparison: _Comparison, prefix: str, context: RequestContext) -> 
     comparison.check_lengths(prompts)
     model = comparison.model
     pooling = model.pooling
-    if model.facts.scores_pairs:
+    if model.model_info.scores_pairs:
         pooling = Pooling.SCORE if comparison.body.is_activated else Pooling.LOGIT
     return prepare_pooling(prefix, comparison.body, model, context, prompts, pooling)
 
 
 async def _scores(state: ResponseState, *, num_firsts: int, num_pairs: int) -> list[float]:
     """Wait for all requests of a call and return the scores of its pairs."""
-    if state.prepared.model.facts.scores_pairs:
+    if state.prepared.model.model_info.scores_pairs:
         scores = await results_of(state, _score)
     else:
         vectors = await vectors_of(state)

@@ -32,11 +32,11 @@ from app.json_pieces import Json, Rows, joined, named_event, named_event_pieces
 
 def prepare_response(body: ResponsesRequest, model: ServedModel, context: RequestContext) -> PreparedRequest:
     """Check the body and tokenize its chat. `truncation` may drop old turns of the chat. Raises InvalidRequest."""
-    if body.kept_param is not None and not context.may_store:
+    if body.storing_param is not None and not context.may_store:
         raise InvalidRequest(
-            f"{body.kept_param} needs a service that stores files and batches (`batches` in its config), and does not "
-            f"work in batches; leave it out and send the whole conversation as input",
-            param=body.kept_param,
+            f"{body.storing_param} needs a service that stores files and batches (`batches` in its config), and does "
+            f"not work in batches; leave it out and send the whole conversation as input",
+            param=body.storing_param,
         )
     chat, prepare = body.as_chat(), partial(prepare_chat, model=model, context=context, prefix="resp_")
     try:
@@ -86,8 +86,8 @@ class ResponsesWriter(Writer):
     def event_writer(self, state: ResponseState) -> ResponseBuilder:
         return ResponseBuilder(state, _of_body(self.body))
 
-    def facts(self, state: ResponseState) -> AnswerInfo:
-        return structs.replace(state.facts, of_body=to_json(_of_body(self.body)))
+    def info(self, state: ResponseState) -> AnswerInfo:
+        return structs.replace(state.info, of_body=to_json(_of_body(self.body)))
 
 
 def _of_body(body: ResponsesRequest) -> Json:
@@ -139,7 +139,7 @@ class ResponseBuilder:
         self._answer = answer
         self._of_body = of_body
         self._namespaces = _namespaces(of_body["tools"])
-        self._has_logprobs = answer.facts.detail_options is not None
+        self._has_logprobs = answer.info.detail_options is not None
         self._output: list[_ReasoningItem | _Message | _Call] = []
         self._status = "queued" if of_body["background"] else "in_progress"
         self._error: Json | None = None
@@ -207,16 +207,16 @@ class ResponseBuilder:
 
     def as_json(self) -> Json:
         """Return the response in its current state."""
-        facts = self._answer.facts
+        info = self._answer.info
         is_incomplete = self._status == "incomplete"
         return self._of_body | {
-            "id": facts.response_id,
+            "id": info.response_id,
             "object": "response",
-            "created_at": facts.created,
+            "created_at": info.created,
             "status": self._status,
             "error": self._error,
             "incomplete_details": {"reason": "max_output_tokens"} if is_incomplete else None,
-            "model": facts.model,
+            "model": info.model,
             "output": [item.as_json() for item in self._output],
             "usage": None if self._status in RESPONSE_RUNS else self._answer.usage_of_responses(),
         }
@@ -297,7 +297,7 @@ class ResponseBuilder:
 
     def _item_id(self, kind: str) -> str:
         """Return the id of the next item. All attempts at a stored response use the same ids."""
-        return f"{kind}_{self._answer.facts.response_id.removeprefix('resp_')}-{len(self._output)}"
+        return f"{kind}_{self._answer.info.response_id.removeprefix('resp_')}-{len(self._output)}"
 
     def _place(self) -> Json:
         return {"item_id": self._output[-1].item_id, "output_index": len(self._output) - 1}

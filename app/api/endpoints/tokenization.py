@@ -96,7 +96,7 @@ def _tokenized_chat(body: TokenizeChatRequest, model: ServedModel) -> Json:
 def _tokens(token_ids: tuple[int, ...], model: ServedModel, *, with_texts: bool) -> Json:
     return {
         "count": len(token_ids),
-        "max_model_len": model.facts.max_model_len,
+        "max_model_len": model.model_info.max_model_len,
         "tokens": Rows.of(token_ids),
         "token_strs": Rows.of(token_ids, model.tokenizer.token_texts) if with_texts else None,
     }

@@ -13,12 +13,12 @@ from app.api.endpoints.admin import AdminRoutes
 from app.api.endpoints.batches import BatchRoutes
 from app.api.endpoints.cancellation import CancelRoutes
 from app.api.endpoints.files import FileRoutes
-from app.api.endpoints.kept_responses import KeptResponseRoutes
 from app.api.endpoints.live import LiveRoutes
 from app.api.endpoints.page import PageRoutes
 from app.api.endpoints.scheduler import SchedulerRoutes
 from app.api.endpoints.service import HealthRoutes, MetricsRoutes, ServiceRoutes
 from app.api.endpoints.short_batches import ShortBatchRoutes
+from app.api.endpoints.stored_responses import StoredResponseRoutes
 from app.api.endpoints.table import ENDPOINTS
 from app.api.endpoints.tokenization import TokenizationRoutes
 from app.api.endpoints.usage import UsageRoutes
@@ -83,7 +83,7 @@ def _of(*groups: type[RouteGroup]) -> tuple[Operation, ...]:
 
 _OPEN = _of(HealthRoutes, PageRoutes)
 _FOR_KEYS = (*_computed(), *_of(TokenizationRoutes, ServiceRoutes, CancelRoutes))
-_OF_BATCHES = _of(FileRoutes, BatchRoutes, ShortBatchRoutes, KeptResponseRoutes)
+_OF_BATCHES = _of(FileRoutes, BatchRoutes, ShortBatchRoutes, StoredResponseRoutes)
 _FOR_ADMINS = _of(AdminRoutes, UsageRoutes, SchedulerRoutes, AdapterRoutes, LiveRoutes)
 
 

@@ -22,12 +22,12 @@ from app.api.endpoints.admin import AdminRoutes, Collect, only_this_process
 from app.api.endpoints.batches import BatchRoutes
 from app.api.endpoints.cancellation import Cancel, CancelRoutes, RunningCalls
 from app.api.endpoints.files import FileRoutes
-from app.api.endpoints.kept_responses import LAST_EVENT_HEADER, KeptResponseRoutes
 from app.api.endpoints.live import LiveFeed, LiveRoutes, WatchedFleet
 from app.api.endpoints.page import PageRoutes
 from app.api.endpoints.scheduler import SchedulerRoutes, SchedulerSwitch
 from app.api.endpoints.service import Expose, HealthRoutes, MetricsRoutes, ServiceRoutes, only_measured_here
 from app.api.endpoints.short_batches import ShortBatchRoutes
+from app.api.endpoints.stored_responses import LAST_EVENT_HEADER, StoredResponseRoutes
 from app.api.endpoints.table import ENDPOINTS, Endpoint
 from app.api.endpoints.tokenization import TokenizationRoutes
 from app.api.endpoints.usage import UsageRoutes
@@ -43,7 +43,7 @@ from app.api.http.sse import EventStream, WhileConnected, connection_of
 from app.api.request_context import EXPLAIN_HEADER, asks_for, with_deadline
 from app.api.request_trace import RequestTrace, Tracer
 from app.api.schemas.parameters import STRICT_HEADER
-from app.api.stored_answers import KEPT_AT
+from app.api.stored_answers import STORED_ID_PREFIXES
 from app.batches import RESPONSES_PATH, BatchService
 from app.errors import Failure
 from app.json_pieces import Json
@@ -81,16 +81,18 @@ def build_app(
     openapi = openapi_document(config, handler.limits, needs_key=needs_key, has_batches=batches is not None)
     running = running or RunningCalls(fleets)
     heartbeat_s = handler.limits.heartbeat_s
-    kept: KeptResponseRoutes | None = None
+    kept: StoredResponseRoutes | None = None
     of_batches: list[RouteGroup] = []
     if batches is not None:
-        kept = KeptResponseRoutes(batches, handler.turns, heartbeat_s=heartbeat_s)
+        kept = StoredResponseRoutes(batches, handler.turns, heartbeat_s=heartbeat_s)
         of_batches = [FileRoutes(batches), BatchRoutes(batches), ShortBatchRoutes(batches, handler), kept]
     for_keys = [
         *(
             Route(path, app if handler.tracer is None else TracedEndpoint(app, handler.tracer), methods=["POST"])
             for endpoint in ENDPOINTS.values()
-            for app in [ReplicaEndpoint(endpoint, handler, running, kept if endpoint.path in KEPT_AT else None)]
+            for app in [
+                ReplicaEndpoint(endpoint, handler, running, kept if endpoint.path in STORED_ID_PREFIXES else None)
+            ]
             for path in (endpoint.path, *endpoint.aliases)
         ),
         *_routes_of(TokenizationRoutes(handler), ServiceRoutes(handler, openapi)),
@@ -119,7 +121,7 @@ class ReplicaEndpoint:
     """The ASGI application of one endpoint whose requests run on replicas."""
 
     def __init__(
-        self, endpoint: Endpoint, handler: RequestHandler, running: RunningCalls, kept: KeptResponseRoutes | None
+        self, endpoint: Endpoint, handler: RequestHandler, running: RunningCalls, kept: StoredResponseRoutes | None
     ) -> None:
         self.path = endpoint.path
         self._kept = kept

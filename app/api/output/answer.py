@@ -73,7 +73,7 @@ class ChoiceOutput:
 class Answer:
     """The outputs of all choices so far, and the numbers for `usage`."""
 
-    facts: AnswerInfo
+    info: AnswerInfo
     request_id: str
     outputs: list[ChoiceOutput]  # one for each request
     token_bytes: Callable[[int], bytes]  # returns the bytes of a token id
@@ -89,12 +89,12 @@ class Answer:
             num_completion_tokens -= before.num_tokens
             num_reasoning -= before.num_reasoning_tokens
         usage = usage_of(
-            self.facts.num_prompt_tokens,
+            self.info.num_prompt_tokens,
             num_completion_tokens,
             num_cached=self.num_cached_tokens,
             num_reasoning=num_reasoning,
         )
-        if self.facts.has_prediction:
+        if self.info.has_prediction:
             usage["completion_tokens_details"] |= {
                 "accepted_prediction_tokens": sum(output.num_accepted for output in self.outputs),
                 "rejected_prediction_tokens": sum(output.num_rejected for output in self.outputs),
@@ -120,7 +120,7 @@ class Answer:
     @property
     def num_cached_tokens(self) -> int:
         """Number of prompt tokens that came from the cache. Each prompt counts once."""
-        return sum(output.num_cached_tokens for output in self.outputs[:: self.facts.num_samples])
+        return sum(output.num_cached_tokens for output in self.outputs[:: self.info.num_samples])
 
 
 def tool_call(delta: ToolCallDelta) -> Json:

@@ -131,9 +131,9 @@ class ChoicesBuilder:
     def __init__(self, answer: Answer, form: Format) -> None:
         self._answer = answer
         self._form = form
-        options = answer.facts.detail_options
+        options = answer.info.detail_options
         self._details = (
-            None if options is None else DetailsWriter(answer.facts, options, answer.token_bytes, form.logprobs)
+            None if options is None else DetailsWriter(answer.info, options, answer.token_bytes, form.logprobs)
         )
 
     def add(self, piece: ChoiceDelta) -> None:
@@ -144,8 +144,8 @@ class ChoicesBuilder:
     def as_json(self) -> Json:
         """Return the response so far."""
         answer, form, details = self._answer, self._form, self._details
-        body = _envelope(answer.facts, form.object) | {"choices": [], "usage": answer.usage()}
-        for request in range(len(answer.outputs)) if details is None else _best(answer.facts, details):
+        body = _envelope(answer.info, form.object) | {"choices": [], "usage": answer.usage()}
+        for request in range(len(answer.outputs)) if details is None else _best(answer.info, details):
             choice = form.choice(len(body["choices"]), answer.outputs[request])
             if details is not None:
                 choice |= details.of_choice(request)
@@ -154,36 +154,36 @@ class ChoicesBuilder:
         return body
 
 
-def _best(facts: AnswerInfo, details: DetailsWriter) -> list[int]:
+def _best(info: AnswerInfo, details: DetailsWriter) -> list[int]:
     """Return the indexes of the samples for the response: the likeliest samples of each prompt, likeliest first."""
     chosen: list[int] = []
-    for first in range(0, facts.num_requests, facts.num_samples):
-        samples: list[int] = list(range(first, first + facts.num_samples))
-        if facts.num_choices < facts.num_samples:
+    for first in range(0, info.num_requests, info.num_samples):
+        samples: list[int] = list(range(first, first + info.num_samples))
+        if info.num_choices < info.num_samples:
             samples.sort(key=details.mean_logprob, reverse=True)
-        chosen += samples[: facts.num_choices]
+        chosen += samples[: info.num_choices]
     return chosen
 
 
 class ChunkWriter:
     """Writes the chunks of one streamed response."""
 
-    __slots__ = ("_answer", "_around_text", "_begun", "_details", "_envelope", "_events_differ", "_facts", "_form")
+    __slots__ = ("_answer", "_around_text", "_begun", "_details", "_envelope", "_events_differ", "_form", "_info")
 
     def __init__(self, answer: Answer, form: Format) -> None:
         self._answer = answer
         self._form = form
-        self._facts = answer.facts
-        self._envelope = _envelope(answer.facts, form.chunk_object)
+        self._info = answer.info
+        self._envelope = _envelope(answer.info, form.chunk_object)
         self._begun: set[int] = set()
         # The bytes before and after the text of an event in the middle of a choice, by choice.
         self._around_text: dict[int, tuple[bytes, bytes]] = {}
-        options = self._facts.detail_options
+        options = self._info.detail_options
         self._details = (
-            None if options is None else DetailsWriter(answer.facts, options, answer.token_bytes, form.logprobs)
+            None if options is None else DetailsWriter(answer.info, options, answer.token_bytes, form.logprobs)
         )
         # Whether the events in the middle of a choice differ in more than their text.
-        self._events_differ = self._details is not None or self._facts.continuous_usage
+        self._events_differ = self._details is not None or self._info.continuous_usage
 
     @property
     def has_begun(self) -> bool:
@@ -239,14 +239,14 @@ class ChunkWriter:
     def _chunk(self, choice: Json, piece: ChoiceDelta) -> Json:
         """Return a chunk for a delta. The usage of a chunk with only the role excludes the tokens of the delta."""
         chunk = self._envelope | {"choices": [choice]}
-        if self._facts.include_usage:
+        if self._info.include_usage:
             chunk["usage"] = None
-        if self._facts.continuous_usage:
+        if self._info.continuous_usage:
             chunk["usage"] = self._answer.usage(before=piece if "role" in choice.get("delta", ()) else None)
         return chunk
 
     def end(self) -> Iterable[bytes]:
-        if not self._facts.include_usage:
+        if not self._info.include_usage:
             return (DONE,)
         return (event(self._envelope | {"choices": [], "usage": self._answer.usage()}) + DONE,)
 
@@ -254,11 +254,11 @@ class ChunkWriter:
         return (event(error_body(error, self._answer.request_id)) + DONE,)
 
 
-def _envelope(facts: AnswerInfo, object_name: str) -> Json:
+def _envelope(info: AnswerInfo, object_name: str) -> Json:
     return {
-        "id": facts.response_id,
+        "id": info.response_id,
         "object": object_name,
-        "created": facts.created,
-        "model": facts.model,
+        "created": info.created,
+        "model": info.model,
         "system_fingerprint": None,
     }

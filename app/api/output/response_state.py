@@ -65,7 +65,7 @@ class ResponseState(Answer):
             is_background=prepared.requests[0].is_background,
         )
         state = cls(
-            facts=prepared.facts(),
+            info=prepared.info(),
             outputs=[ChoiceOutput() for _ in prepared.requests],
             token_bytes=prepared.model.tokenizer.token_bytes,
             prepared=prepared,
@@ -263,6 +263,6 @@ class Writer(ABC):
         """Return the writer of a stream. Only endpoints whose bodies can ask for a stream override this method."""
         raise AssertionError("no body of this endpoint asks for a stream")
 
-    def facts(self, state: ResponseState) -> AnswerInfo:
-        """Return the facts that are needed to write the response again from its stored deltas."""
-        return state.facts
+    def info(self, state: ResponseState) -> AnswerInfo:
+        """Return the information that is needed to write the response again from its stored deltas."""
+        return state.info

@@ -261,13 +261,13 @@ class DetailsWriter:
     """Writes the details of one call's choices, in chunks and in full responses."""
 
     def __init__(
-        self, facts: AnswerInfo, options: TokenDetailOptions, token_bytes: Callable[[int], bytes], form: LogprobsForm
+        self, info: AnswerInfo, options: TokenDetailOptions, token_bytes: Callable[[int], bytes], form: LogprobsForm
     ) -> None:
-        self._facts = facts
+        self._info = info
         self._detail_options = options
         self._form = form
         self._names = TokenNames(token_bytes, are_ids=options.names_are_ids)
-        self._kept = [ChoiceDetails() for _ in range(facts.num_requests)]
+        self._kept = [ChoiceDetails() for _ in range(info.num_requests)]
 
     def keep(self, index: int, details: TokenDetails) -> None:
         """Add the details of a delta to one of the call's requests."""
@@ -307,9 +307,9 @@ class DetailsWriter:
         """Return the fields about the prompt of a request."""
         fields, num_top = Json(), self._detail_options.prompt_logprobs
         if self._detail_options.token_ids:
-            fields["prompt_token_ids"] = Rows.of(self._facts.prompt_token_ids[index])
+            fields["prompt_token_ids"] = Rows.of(self._info.prompt_token_ids[index])
         if num_top is not None:
-            first_sample = index - index % self._facts.num_samples  # the only sample with `prompt_logprobs`
+            first_sample = index - index % self._info.num_samples  # the only sample with `prompt_logprobs`
             logprobs = self._kept[first_sample].prompt_logprobs
             fields["prompt_logprobs"] = logprobs.rows(_ranked, self._names, num_top)
         return fields

@@ -85,7 +85,7 @@ class DocumentIndex:
         """Return the path of the stored vectors. The file name is a digest of the documents and the model info."""
         folder = cache_folder() / "indexes"
         folder.mkdir(parents=True, exist_ok=True)
-        digest = hashlib.sha256(f"{self._model.name}\n{self._model.pooling}\n{self._model.facts}\n".encode())
+        digest = hashlib.sha256(f"{self._model.name}\n{self._model.pooling}\n{self._model.model_info}\n".encode())
         for document in self.documents:
             digest.update(f"{len(document.text)}\n{document.text}".encode())
         return folder / f"{digest.hexdigest()[:32]}.npy"

@@ -95,7 +95,7 @@ class Pipeline:
     def entry(self) -> Json:
         """Return the pipeline's entry in /v1/models, with the shortest context of the models that may answer."""
         models = self.answering_models
-        longest = min(model.facts.max_model_len for model in models)
+        longest = min(model.model_info.max_model_len for model in models)
         return models[0].entry(self.name) | {"max_model_len": longest}
 
 
@@ -207,15 +207,15 @@ class _Builder:
 def _why_not(step: PipelineStepConfig, named: NamedByStep, model: ServedModel) -> str:
     """Return the reason why a model is not suitable for a step, or "" if the model is suitable."""
     if named.answers:
-        return "" if model.facts.generates else "is an encoder, which cannot generate an answer"
-    if isinstance(step, RerankStepConfig) and model.facts.scores_pairs:
+        return "" if model.model_info.generates else "is an encoder, which cannot generate an answer"
+    if isinstance(step, RerankStepConfig) and model.model_info.scores_pairs:
         return ""
     if isinstance(step, RouteStepConfig) and step.by == "decision":
-        chats = model.facts.generates and model.tokenizer.has_chat_template
+        chats = model.model_info.generates and model.tokenizer.has_chat_template
         return "" if chats else "has no chat template, so it cannot answer questions"
     if isinstance(step, RouteStepConfig) and step.has_labels:
-        wrong = {value for case in step.cases for value in case.values} - {*model.facts.labels}
-        return f"has no label {min(wrong)!r}: it has {', '.join(model.facts.labels) or 'none'}" if wrong else ""
+        wrong = {value for case in step.cases for value in case.values} - {*model.model_info.labels}
+        return f"has no label {min(wrong)!r}: it has {', '.join(model.model_info.labels) or 'none'}" if wrong else ""
     if not model.gives_embeddings:
         return "gives neither embeddings nor scores" if isinstance(step, RerankStepConfig) else "gives no embeddings"
     keeps_vectors = isinstance(step, RouteStepConfig) or (isinstance(step, EmbedStepConfig) and step.index is not None)

@@ -121,7 +121,7 @@ class ByLabel:
     async def choose(self, run: PipelineRun, step: RouteStep) -> Chosen:
         scores, report = await question_scores(run, self.model, step)
         best = int(scores.argmax())
-        label = self.model.facts.labels[best]
+        label = self.model.model_info.labels[best]
         chosen = next((index for index, labels in enumerate(self.labels) if label in labels), len(self.labels))
         report.end(case=chosen, label=label, score=float(scores[best]))
         return Chosen(chosen, report)

@@ -129,7 +129,7 @@ class RerankStep:
             query=run.question,
             documents=documents,
             top_n=self.top_n,
-            max_tokens_per_doc=self.model.facts.max_model_len,  # longer documents are truncated
+            max_tokens_per_doc=self.model.model_info.max_model_len,  # longer documents are truncated
         )
         state, report = run.begin(prepared, self)
         best = await best_documents(len(documents), self.top_n, state)

@@ -83,12 +83,12 @@ async def service_vectors(
 
 def _prepare_vectors(body: EmbeddingsRequest, model: ServedModel, context: RequestContext) -> PreparedRequest:
     """Prepare as for /v1/embeddings, but truncate texts to the model's context, and ask a classifier for its scores."""
-    longest = model.facts.max_model_len
+    longest = model.model_info.max_model_len
     texts = [text for text in body.input or () if isinstance(text, str)]
     prompts = model.tokenizer.texts(texts, max_tokens=longest, longest=longest).encoded()
     if not all(prompt.token_ids for prompt in prompts):
         raise InvalidRequest("a text has no tokens; send texts of at least one token", param="input")
-    pooling = Pooling.SCORE if model.facts.labels else model.pooling
+    pooling = Pooling.SCORE if model.model_info.labels else model.pooling
     return prepare_pooling("embd-", body, model, context, prompts, pooling)
 
 

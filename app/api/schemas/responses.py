@@ -409,7 +409,7 @@ class ResponsesRequest(_FieldNames, GenerationRequest):
             yield "reasoning.summary"
 
     @property
-    def kept_param(self) -> str | None:
+    def storing_param(self) -> str | None:
         """The name of the first given field that needs stored responses, or None."""
         names = ("store", "previous_response_id", "background")
         return next((name for name in names if getattr(self, name)), None)

@@ -54,15 +54,15 @@ class _Drafting:
 class ModelDrafter(Drafter):
     """Drafts up to `max_drafts` tokens for each sequence. Acceptance and step times decide how many are worthwhile."""
 
-    def __init__(self, runner: ModelRunner, *, max_model_len: int, facts: ModelInfo, max_drafts: int = 8) -> None:
-        """runner: runs the draft model. It must have as many KV blocks as the main model, which `facts` describes.
+    def __init__(self, runner: ModelRunner, *, max_model_len: int, model_info: ModelInfo, max_drafts: int = 8) -> None:
+        """runner: runs the draft model. It must have as many KV blocks as the main model, which `model_info` describes.
 
         max_model_len: maximum length of the draft model. Longer sequences get no drafts.
         """
         self._runner = runner
         self._max_drafts = max_drafts
         self._max_model_len = max_model_len
-        self._eos_token_ids = frozenset(facts.eos_token_ids)
+        self._eos_token_ids = frozenset(model_info.eos_token_ids)
         self._pace = DraftPace(by_model=True)
         self._acceptance = FIRST_ACCEPTANCE
         self._number = 0  # number of drafts for each sequence of the current step

@@ -30,7 +30,7 @@ class Drafter(ABC):
 
     only_predictions: bool = False  # whether to draft only for requests that contain a prediction of their output
 
-    def hopes(self, sequences: Sequence[EngineSequence]) -> bool:
+    def expects_drafts(self, sequences: Sequence[EngineSequence]) -> bool:
         """Whether the next step probably has drafts for any of these sequences, whose last tokens are being drawn.
 
         Called only if the engine launches ahead. If the result is True, the next step waits for the last tokens.
@@ -68,7 +68,7 @@ def hopes_for_drafts(drafter: Drafter, running: RunningSequences, *, max_rows: i
         return False
     if not sequences or _num_draftable(len(sequences), max_rows) <= 0:
         return False
-    return all(each.is_decoding for each in sequences) and drafter.hopes(sequences)
+    return all(each.is_decoding for each in sequences) and drafter.expects_drafts(sequences)
 
 
 def _num_draftable(num_sequences: int, max_rows: int | None) -> int:
@@ -135,10 +135,12 @@ class LookupDrafter(Drafter):
     _num_steps: int = 0
     _is_promising: bool = True  # whether any sequence of the last step with a lookup was promising
     _skips_lookup: bool = True  # whether the current step skips the lookup
-    _has_hoped: bool = False  # whether `hopes` made the next step wait, so that this step must look up drafts
-    _guess: tuple[EngineSequence, int] | None = None  # the guess of the token being drawn, by which `hopes` decided
+    _has_hoped: bool = False  # whether `expects_drafts` made the next step wait, so that this step must look up drafts
+    _guess: tuple[EngineSequence, int] | None = (
+        None  # the guess of the token being drawn, by which `expects_drafts` decided
+    )
 
-    def hopes(self, sequences: Sequence[EngineSequence]) -> bool:
+    def expects_drafts(self, sequences: Sequence[EngineSequence]) -> bool:
         self._has_hoped = False
         if self.begin(len(sequences)):
             for each in sequences:

@@ -32,7 +32,9 @@ from app.versions import commit, versions
 logger = logging.getLogger(__name__)
 
 
-def recorder_of(config: EngineConfig, *, runner: ModelRunner, facts: ModelInfo, num_blocks: int) -> StepRecorder | None:
+def recorder_of(
+    config: EngineConfig, *, runner: ModelRunner, model_info: ModelInfo, num_blocks: int
+) -> StepRecorder | None:
     """Return a recorder that writes a step log, or None if the settings name no folder for the log.
 
     Raises:
@@ -41,7 +43,7 @@ def recorder_of(config: EngineConfig, *, runner: ModelRunner, facts: ModelInfo, 
     settings = config.step_log
     if settings.path is None:
         return None
-    header = log_header(config, runner=runner, facts=facts, num_blocks=num_blocks)
+    header = log_header(config, runner=runner, model_info=model_info, num_blocks=num_blocks)
     folder = Path(settings.path).expanduser()
     # With 16 files, a full log loses one sixteenth of its past when a new file begins.
     num_log_files = 16
@@ -55,7 +57,7 @@ def recorder_of(config: EngineConfig, *, runner: ModelRunner, facts: ModelInfo, 
     return StepRecorder(log.put, log.close)
 
 
-def log_header(config: EngineConfig, *, runner: ModelRunner, facts: ModelInfo, num_blocks: int) -> Header:
+def log_header(config: EngineConfig, *, runner: ModelRunner, model_info: ModelInfo, num_blocks: int) -> Header:
     """Return the header of a step log: all data needed to build an equal engine, and to see how another one differs."""
     began = datetime.now(UTC)
     return Header(
@@ -63,7 +65,7 @@ def log_header(config: EngineConfig, *, runner: ModelRunner, facts: ModelInfo, n
         began=began.isoformat(timespec="seconds"),
         launches_ahead=runner.launches,
         num_blocks=num_blocks,
-        facts=asdict(facts),
+        facts=asdict(model_info),
         config=config.model_dump(mode="json"),
         versions=versions(),
         commit=commit(),

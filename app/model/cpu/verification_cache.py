@@ -29,7 +29,7 @@ class VerifiedModel:
     """The results of a verification. With these and the weights, a decoder can be built."""
 
     settings: DecoderSettings
-    facts: ModelInfo  # with the model's own length limit
+    model_info: ModelInfo  # with the model's own length limit
 
 
 _VERIFIED_MODEL = TypeAdapter(VerifiedModel)

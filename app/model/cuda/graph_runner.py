@@ -54,7 +54,7 @@ from app.model.verification import MAX_DIFFERENCES, TrialBlocks, difference_abov
 from app.progress import tell
 
 if TYPE_CHECKING:
-    from app.model.ways.loaded_model import LoadedModel
+    from app.model.implementations.loaded_model import LoadedModel
 
 logger = logging.getLogger(__name__)
 
@@ -356,7 +356,7 @@ class GraphModelRunner(LeadingRunner):
         of_one = min(2, num_blocks, self._attention.tables.tensor.shape[1])  # blocks of one sequence
         num_places = num_blocks // of_one
         blocks = TrialBlocks(block_size=block_size, num_blocks=num_blocks, max_blocks=of_one, num_groups=num_groups)
-        start, vocab_size = of_one * block_size - 1, self._model.facts.vocab_size
+        start, vocab_size = of_one * block_size - 1, self._model.model_info.vocab_size
         pieces = []
         for row in range(num_rows):
             place = row % num_places  # sequences that share blocks must write the same token

@@ -27,7 +27,7 @@ from app.model.inputs import bytes_to_device, to_device
 from app.model.logprobs import Logprobs
 from app.model.sampler import Sampler
 
-_FACTS = struct.Struct("3q4f8q")  # the layout of a row of `facts`, see `draw_kernel`
+_ROW = struct.Struct("3q4f8q")  # the layout of a row of `rows`, see `draw_kernel`
 _CHANGE_BYTES = 5 * 4
 _FEWEST_ENTRIES = 256  # entries in the first allocation for a sequence: 4 KiB
 # Tokens in one pass of a program's loop, 4 for each thread. Float32 takes half: more tokens would spill registers.
@@ -90,22 +90,22 @@ class TritonSampler(Sampler):
         )  # fmt: skip
 
     def _facts_of(self, items: Sequence[ScheduledSequence], scratch: torch.Tensor) -> torch.Tensor:
-        """Return the inputs of the kernel beside logits: the facts of each row, then masks, then changes and bans."""
+        """Return the inputs of the kernel beside logits: the numbers of each row, then masks, then changes and bans."""
         masks = [b"" if item.matcher is None else item.allowed() for item in items]
         of_masks = b"".join(masks)
-        next_mask = len(items) * _FACTS.size
+        next_mask = len(items) * _ROW.size
         of_masks += bytes(-(next_mask + len(of_masks)) % 4)
         first_value = (next_mask + len(of_masks)) // 4
-        facts, values, next_scratch = bytearray(), bytearray(), scratch.data_ptr()
+        rows, values, next_scratch = bytearray(), bytearray(), scratch.data_ptr()
         sent: dict[LogitAdjustments, tuple[int, int]] = {}
         for item, mask in zip(items, masks, strict=True):
             of_values: tuple[int, ...] = (0,) * 7
             if _changes_logits(item):
                 of_values = (*self._values_of(item, values, first_value, sent, scratch.device), next_scratch)
                 next_scratch += scratch.stride(0) * scratch.itemsize
-            facts += _FACTS.pack(*_numbers_of(item), next_mask if mask else 0, *of_values)
+            rows += _ROW.pack(*_numbers_of(item), next_mask if mask else 0, *of_values)
             next_mask += len(mask)
-        together = facts + of_masks + values
+        together = rows + of_masks + values
         return bytes_to_device(together + bytes(-len(together) % 8), torch.long, scratch.device)
 
     def _values_of(

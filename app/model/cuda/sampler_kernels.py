@@ -41,15 +41,15 @@ def _behind(bits, vocab_size):
 
 
 @triton.jit
-def _changed(row, facts, values, vocab_size, tile: tl.constexpr):
+def _changed(row, rows, values, vocab_size, tile: tl.constexpr):
     """Update the entries of a sequence, and write a row's changed logits to scratch memory. Returns the bits.
 
     Scratch memory has a bit for each token, followed by the changed logits. facts: from `changes` on (`draw_kernel`).
     """
-    changes, num_changes = values + tl.load(facts), tl.load(facts + 1)
-    bans, num_bans = values + tl.load(facts + 2), tl.load(facts + 3)
-    entries, num_entries = tl.load(facts + 4).to(tl.pointer_type(tl.int32)), tl.load(facts + 5)
-    bits = tl.load(facts + 6).to(tl.pointer_type(tl.int32))
+    changes, num_changes = values + tl.load(rows), tl.load(rows + 1)
+    bans, num_bans = values + tl.load(rows + 2), tl.load(rows + 3)
+    entries, num_entries = tl.load(rows + 4).to(tl.pointer_type(tl.int32)), tl.load(rows + 5)
+    bits = tl.load(rows + 6).to(tl.pointer_type(tl.int32))
     logits = _behind(bits, vocab_size)
     for start in range(0, num_changes, tile):
         at = start + tl.arange(0, tile)
@@ -226,7 +226,7 @@ def draw_kernel(
     # top-p; min-p; unused), first byte of the mask (0: none), first int32 and number of changes, first int32 and number
     # of bans, address and number of entries, address of scratch memory (0: no logits change). The bytes of masks and
     # the int32 of changes and bans follow these rows.
-    facts,
+    rows,
     token_ids,  # [num_rows] int64
     unused: tl.constexpr,
     tile: tl.constexpr,
@@ -236,24 +236,24 @@ def draw_kernel(
     An entry is a token whose logit changes: its id, its repetition penalty, and two numbers that are added one by one.
     A change is the place of an entry among the sequence's entries on the device, followed by the entry.
     """
-    masks, values = facts.to(tl.pointer_type(tl.uint8)), facts.to(tl.pointer_type(tl.int32))
-    facts += tl.program_id(0) * 13
-    numbers = (facts + 3).to(tl.pointer_type(tl.float32))
+    masks, values = rows.to(tl.pointer_type(tl.uint8)), rows.to(tl.pointer_type(tl.int32))
+    rows += tl.program_id(0) * 13
+    numbers = (rows + 3).to(tl.pointer_type(tl.float32))
     temperature, top_p, min_p = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
     logits += tl.program_id(0).to(tl.int64) * row_stride
-    bits, has_changes = values, tl.load(facts + 12) != 0
+    bits, has_changes = values, tl.load(rows + 12) != 0
     if has_changes:
-        bits = _changed(logits, facts + 6, values, vocab_size, tile)
-    row = (logits, masks + tl.load(facts + 5), tl.load(facts + 5) > 0, bits, has_changes)
+        bits = _changed(logits, rows + 6, values, vocab_size, tile)
+    row = (logits, masks + tl.load(rows + 5), tl.load(rows + 5) > 0, bits, has_changes)
     # Entries make logits that use all bits of a float32. A ban makes -inf, which has the same unused bits.
-    unused_bits = tl.where(tl.load(facts + 11) > 0, 0, unused).to(tl.uint32)
+    unused_bits = tl.where(tl.load(rows + 11) > 0, 0, unused).to(tl.uint32)
 
     scale = LOG2_E / tl.where(temperature > 0.0, temperature, 1.0)
     most, num_ties, excess = 0.0, 0.0, 0.0
     edge = tl.full([], 0, tl.uint32)
     if (top_p < 1.0) | (min_p > 0.0):
         most = _most(row, vocab_size, tile)
-    top_k = tl.load(facts + 2)
+    top_k = tl.load(rows + 2)
     has_top_k = (top_k > 0) & (top_k < vocab_size)
     if has_top_k:
         edge, num_ties, excess = _edge(
@@ -261,7 +261,7 @@ def draw_kernel(
         )
     if top_p < 1.0:
         edge, num_ties, excess = _edge(row, vocab_size, top_p, edge, excess, most, scale, True, unused_bits, tile)
-    seed, position = tl.load(facts).to(tl.uint64, bitcast=True), tl.load(facts + 1).to(tl.uint64, bitcast=True)
+    seed, position = tl.load(rows).to(tl.uint64, bitcast=True), tl.load(rows + 1).to(tl.uint64, bitcast=True)
     key = _mix(_mix(seed + 0x9E3779B97F4A7C15) + position * 0x9E3779B97F4A7C15)
     filters = (edge, num_ties, has_top_k | (top_p < 1.0), min_p, most, scale)
     token = _best(row, vocab_size, filters, key, temperature, unused_bits, tile)

@@ -152,16 +152,16 @@ def test_a_step_may_name_an_alias(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "pooling", "steps", "words"),
+    ("model_info", "pooling", "steps", "words"),
     [
         ({"generates": False}, Pooling.LAST, [GENERATE], "pipelines[0].steps[0].model: a is an encoder"),
         ({}, None, [RERANK, GENERATE], "pipelines[0].steps[0].model: b gives neither embeddings nor scores"),
     ],
 )
 def test_a_model_that_cannot_do_what_a_step_asks_is_refused_at_the_start(
-    tokenizer: Tokenizer, facts: dict[str, Any], pooling: Pooling | None, steps: list[Any], words: str
+    tokenizer: Tokenizer, model_info: dict[str, Any], pooling: Pooling | None, steps: list[Any], words: str
 ) -> None:
-    service = Service(tokenizer, names=("a", "b"), facts=facts, pooling=pooling)
+    service = Service(tokenizer, names=("a", "b"), model_info=model_info, pooling=pooling)
     with pytest.raises(InvalidSetup) as refused:
         pipelines_of(checked(*steps), service.models)
     assert words in str(refused.value)

@@ -71,7 +71,7 @@ def test_a_case_that_cannot_hold_the_request_is_passed_over_and_refuses_nothing(
     cases = [{"model": "a", "max_prompt_tokens": 1000}, {"model": "b"}]
     service = routed(tokenizer, cases, by="length")
     short, long = service.models
-    models = [replace(short, facts=replace(short.facts, max_model_len=20)), long]
+    models = [replace(short, model_info=replace(short.model_info, max_model_len=20)), long]
     pipelines = [{"name": "auto", "steps": [{"kind": "route", "by": "length", "cases": cases}]}]
     config = ApplicationConfig.model_validate({"models": [{"name": "a"}, {"name": "b"}], "pipelines": pipelines})
     metrics = RequestMetrics(["a", "b"])
@@ -150,7 +150,7 @@ async def test_many_examples_of_many_numbers_do_not_hold_the_event_loop(tokenize
         names=("a",),
         pipelines=[{"name": "auto", "steps": [step]}],
         pooling=Pooling.LAST,
-        facts={"embedding_size": size},
+        model_info={"embedding_size": size},
     )
     body = {"model": "auto", "prompt": "Hi"}
     for _ in range(2):  # the first time with the examples

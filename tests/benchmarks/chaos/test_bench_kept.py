@@ -14,7 +14,7 @@ from benchmarks.chaos.kept import KeptTraffic, _EventReader, kept
 from benchmarks.chaos.traffic import KINDS, mixed
 from benchmarks.harness.answer import Answer
 from benchmarks.harness.http_call import Target
-from tests.api.test_kept_responses import Gated, kept_by
+from tests.api.test_stored_responses import Gated, kept_by
 from tests.benchmarks.servers import Cutting, listening
 from tests.kit.service import served
 

@@ -62,14 +62,14 @@ def header_of(
     *,
     num_blocks: int = 64,
     cache: CacheConfig | None = None,
-    facts: ModelInfo | None = None,
+    model_info: ModelInfo | None = None,
 ) -> Header:
     """Of a fake engine with this runner."""
     cache, scheduler = cache or CacheConfig(block_size=4), scheduler or SchedulerConfig(**SETTINGS)
-    facts = facts or ModelInfo(max_model_len=1000, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
+    model_info = model_info or ModelInfo(max_model_len=1000, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
     return Header(
         run="test", began="2026-11-20T12:00:00", launches_ahead=runner.launches,
-        num_blocks=num_blocks, facts=asdict(facts),
+        num_blocks=num_blocks, facts=asdict(model_info),
         config=EngineConfig(cache=cache, scheduler=scheduler).model_dump(mode="json"), versions={}, commit=None,
     )  # fmt: skip
 
@@ -152,7 +152,7 @@ class RecordedMachine(EngineMachine):
         pool = self.engine._scheduler.pool
         cache = CacheConfig(block_size=pool.block_size)
         header = header_of(
-            self.runner, self.first_settings, num_blocks=pool.num_blocks, cache=cache, facts=self.engine.facts
+            self.runner, self.first_settings, num_blocks=pool.num_blocks, cache=cache, model_info=self.engine.model_info
         )  # fmt: skip
         assert assert_replayed(header, self.recorded).made == Replay(header, self.recorded.lines).made
 
@@ -447,7 +447,7 @@ def _encoding(demo_path: Path, folder: Path) -> Engine:
 
 def _matching(demo_path: Path, folder: Path) -> Engine:
     engine = _engine(folder, model={"path": str(demo_path)})
-    matchers = build_matchers(EngineConfig(model=ModelConfig(path=str(demo_path))), engine.facts)
+    matchers = build_matchers(EngineConfig(model=ModelConfig(path=str(demo_path))), engine.model_info)
     for number in range(3):
         grammar = Grammar(GrammarKind.REGEX, "[a-z]{9,20}" + "!" * number)
         request = make_request((20, 21, 22), max_tokens=40, temperature=1.0, seed=number, grammar=grammar)

@@ -221,7 +221,7 @@ def test_figures_of_eager_steps_are_refused(bench: Bench, monkeypatch: pytest.Mo
     config = engine_config(bench, "sampling", num_blocks=4)
     with standing_in():
         model = made_model(config)
-        monkeypatch.setattr("app.model.ways.gpu.CudaCapture", lambda device: refusing)
+        monkeypatch.setattr("app.model.implementations.gpu.CudaCapture", lambda device: refusing)
         with pytest.raises(BenchmarkError, match="0 of 3 CUDA graphs were captured"):
             prepared_runner(config, model)
 

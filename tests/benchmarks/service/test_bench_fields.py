@@ -86,8 +86,8 @@ def service_at(demo_path: Path, embedding_size: int = 4) -> Service:
             yield TokenDelta(request.request_id, (), FinishReason.STOP, embedding=numbers)
 
     numbers = array("f", [3.0, 4.0, 0.0, 1.0] * (embedding_size // 4)).tobytes()
-    facts = {"embedding_size": embedding_size}
-    return Service(tokenizer, script, tool_format=FORMATS["hermes"], pooling=Pooling.MEAN, facts=facts)
+    model_info = {"embedding_size": embedding_size}
+    return Service(tokenizer, script, tool_format=FORMATS["hermes"], pooling=Pooling.MEAN, model_info=model_info)
 
 
 def top_field(body: FieldBody) -> str:

@@ -32,8 +32,8 @@ def test_a_row_is_predicted_and_served(
     monkeypatch.setattr(plan_error, "service", service)
     monkeypatch.setattr(plan_error, "_NUM_ALONE", 3)
     replica = measured_replica()
-    known = replace(replica.facts, vocab_size=700)  # of the bundled model
-    replace(replica, facts=known).write(tmp_path / "costs.simulated.json")
+    known = replace(replica.model_info, vocab_size=700)  # of the bundled model
+    replace(replica, model_info=known).write(tmp_path / "costs.simulated.json")
     options = ["--costs", tmp_path / "costs.json", "--rows", "11", "--seconds", "1"]
     [row] = figures(plan_error.main, *options)["rows"]
     assert (row["name"], row["num_requests"] >= 20) == ("simulated conv continuous x1 0.5", True)

@@ -30,7 +30,7 @@ from benchmarks.service.canaries import KINDS, Question, Secrets, heard
 from benchmarks.service.hostile_requests import Tally, attack, hostile_requests
 from benchmarks.service.soak import Sample, attack_figures, figures_of, is_bad, ledger_figures, main, process_figures
 from benchmarks.service.tenants import FINE, Found, ItemResponse, Reply, Tenants
-from tests.api.test_kept_responses import Gated, kept_by
+from tests.api.test_stored_responses import Gated, kept_by
 from tests.benchmarks.conftest import Refusal
 from tests.benchmarks.servers import Cutting, listening, served, simulated_service
 from tests.kit.service import ADMIN_KEY, KEY, Service, bearer, client_of, entry, ring, say_likely

@@ -27,7 +27,7 @@ def model(demo_path: Path) -> ServedModel:
     return ServedModel(
         name="demo",
         tokenizer=Tokenizer.load(str(demo_path)),
-        facts=ModelInfo(max_model_len=2048, vocab_size=763, eos_token_ids=(1,)),
+        model_info=ModelInfo(max_model_len=2048, vocab_size=763, eos_token_ids=(1,)),
         generate=lambda request: pytest.fail("preparing a row starts nothing"),
         created=0,
     )

@@ -67,7 +67,7 @@ def test_a_line_with_one_question_asks_for_its_labels(prepared: Prepare, model: 
 
 
 def test_a_line_with_one_text_asks_for_the_scores_of_labels(model: ServedModel) -> None:
-    classifier = replace(model, facts=replace(model.facts, labels=("glad", "sad")))
+    classifier = replace(model, model_info=replace(model.model_info, labels=("glad", "sad")))
     item = Item(number=0, id="line-1", url=CLASSIFY, body={"input": "Once"})
     row = request_of(asyncio.run(prepare_row(item, RequestHandler([classifier], ApiConfig()))))
     assert row.request.pooling == Pooling.SCORE

@@ -16,7 +16,7 @@ def step_cost(step_s: float = 0.010, token_s: float = 0.0001) -> StepCost:
 def measured_replica(cost: StepCost | None = None, *, num_blocks: int = 1000) -> MeasuredReplica:
     return MeasuredReplica(
         model="none", num_threads=1, num_blocks=num_blocks, block_size=16,
-        facts=ModelInfo(max_model_len=2048, vocab_size=1000, eos_token_ids=(EOS,)), cost=cost or step_cost(),
+        model_info=ModelInfo(max_model_len=2048, vocab_size=1000, eos_token_ids=(EOS,)), cost=cost or step_cost(),
     )  # fmt: skip
 
 

@@ -308,15 +308,21 @@ def test_the_same_is_decided_as_by_a_real_engine(strategy: str, loaded: Engine, 
     runner = ClockedModel(loaded.runner, cost, clock)
     recorder = StepRecorder(lambda entry: real.append(entry) is None, stopwatch_ns=lambda: 0)
     engine = assemble(
-        config.scheduler, config.cache, num_blocks=60, runner=runner, facts=loaded.facts, clock=clock, recorder=recorder
+        config.scheduler,
+        config.cache,
+        num_blocks=60,
+        runner=runner,
+        model_info=loaded.model_info,
+        clock=clock,
+        recorder=recorder,
     )
     serve(engine, clock, requests_of(random.Random(strategy), 40))
-    header = log_header(config, runner=runner, facts=loaded.facts, num_blocks=60)
+    header = log_header(config, runner=runner, model_info=loaded.model_info, num_blocks=60)
     (tmp_path / "log.jsonl").write_text("\n".join([header.to_line(), *map(to_line, real)]) + "\n")
 
     trace = read_trace(str(tmp_path / "log.jsonl"))
     measured = MeasuredReplica(
-        model="models/demo", num_threads=1, num_blocks=60, block_size=16, facts=loaded.facts, cost=cost
+        model="models/demo", num_threads=1, num_blocks=60, block_size=16, model_info=loaded.model_info, cost=cost
     )
     fleet = FleetSimulation(
         [measured], config.scheduler, config.cache, seed=None,

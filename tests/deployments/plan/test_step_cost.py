@@ -49,7 +49,7 @@ def test_what_was_measured_is_read_back(tmp_path: Path) -> None:
     measured = measured_replica()
     measured.write(tmp_path / "costs.json")
     read = MeasuredReplica.read(tmp_path / "costs.json")
-    assert read.facts == measured.facts
+    assert read.model_info == measured.model_info
     size = StepShape(40, 4, 1000, 0)
     assert read.cost.seconds(size) == measured.cost.seconds(size)
     (tmp_path / "other.json").write_text("{}")

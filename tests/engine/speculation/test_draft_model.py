@@ -55,8 +55,10 @@ class MatchedDraftRunner(MatchedRunner):
 
 
 def model_drafter(runner: ModelRunner | None = None, *, wrong_every: int = 0) -> ModelDrafter:
-    facts = ModelInfo(max_model_len=1000, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
-    return ModelDrafter(runner or DraftRunner(wrong_every=wrong_every), max_drafts=3, max_model_len=1000, facts=facts)
+    model_info = ModelInfo(max_model_len=1000, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
+    return ModelDrafter(
+        runner or DraftRunner(wrong_every=wrong_every), max_drafts=3, max_model_len=1000, model_info=model_info
+    )
 
 
 def timed(*, step_s: float, draft_s: float, wrong_every: int = 0, **scheduler: int) -> tuple[Engine, TimedRunner]:
@@ -144,8 +146,8 @@ def test_a_prompt_that_is_long_beside_what_is_expected_after_it_is_not_caught_up
 
 def test_a_sequence_beyond_what_the_draft_model_can_compute_is_not_drafted_for() -> None:
     drafting = DraftRunner()
-    facts = ModelInfo(max_model_len=1000, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
-    drafter = EagerModelDrafter(drafting, max_drafts=4, max_model_len=20, facts=facts)
+    model_info = ModelInfo(max_model_len=1000, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
+    drafter = EagerModelDrafter(drafting, max_drafts=4, max_model_len=20, model_info=model_info)
     engine = build_fake_engine(drafter=drafter)
     request = make_request(max_tokens=40)
     run_to_end(engine, request).check(request)

@@ -23,7 +23,7 @@ FACTS = ModelInfo(max_model_len=100, vocab_size=50, eos_token_ids=(1,))
 
 
 def header() -> Header:
-    return log_header(EngineConfig(), runner=CountingRunner(), facts=FACTS, num_blocks=8)
+    return log_header(EngineConfig(), runner=CountingRunner(), model_info=FACTS, num_blocks=8)
 
 
 def files(folder: Path, *, run: str = "run", file_bytes: int = 10_000, max_files: int = 4) -> LogFiles:
@@ -66,7 +66,7 @@ def test_a_request_with_a_thought_is_read_as_it_was_written_and_one_of_an_older_
 
 def test_an_engine_that_ends_leaves_a_complete_log_with_its_header(tmp_path: Path) -> None:
     config = EngineConfig(step_log=StepLogConfig(path=str(tmp_path)))
-    recorder = recorder_of(config, runner=CountingRunner(), facts=FACTS, num_blocks=8)
+    recorder = recorder_of(config, runner=CountingRunner(), model_info=FACTS, num_blocks=8)
     engine = build_fake_engine(recorder=recorder)
     run_to_end(engine, make_request(max_tokens=3))
     engine.close()
@@ -170,4 +170,4 @@ def test_a_folder_that_cannot_be_written_is_an_error_at_the_start(tmp_path: Path
     (tmp_path / "file").write_text("")
     config = EngineConfig(step_log=StepLogConfig(path=str(tmp_path / "file" / "folder")))
     with pytest.raises(InvalidSetup, match=r"step_log\.path: got .*file/folder; it cannot be written"):
-        recorder_of(config, runner=CountingRunner(), facts=FACTS, num_blocks=8)
+        recorder_of(config, runner=CountingRunner(), model_info=FACTS, num_blocks=8)

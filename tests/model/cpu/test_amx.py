@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from app.model.cpu import library as native
-from app.model.ways.loaded_model import LoadedModel
+from app.model.implementations.loaded_model import LoadedModel
 from tests.kit.models import (
     BLOCKS,
     PROMPT,

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from app.model import source
 from app.model.cpu.checkpoint import Checkpoint
 from app.model.cpu.library import library
-from app.model.ways.native_decoder import NativeModel
-from app.model.ways.transformers_code import TransformersModel
+from app.model.implementations.native_decoder import NativeModel
+from app.model.implementations.transformers_code import TransformersModel
 from tests.kit.models import load, load_native, logits_of
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C++ compiler")
@@ -28,7 +28,7 @@ ALL += [
 
 def from_whole_model(path: Path, monkeypatch: pytest.MonkeyPatch, **settings: str) -> NativeModel:
     with monkeypatch.context() as patch:
-        patch.setattr("app.model.ways.transformers_code.mapped_model", lambda *_: None)
+        patch.setattr("app.model.implementations.transformers_code.mapped_model", lambda *_: None)
         return load_native(path, **settings)
 
 
@@ -44,7 +44,7 @@ def test_it_is_the_same_model_without_transformers_reading_its_weights_and_when_
         patch.setattr(TransformersModel, "load", None)
         again = load_native(path, checks=tmp_path, **settings)
     for each in (model, again):
-        assert (each.facts, each.layers, each.dtype) == (whole.facts, whole.layers, whole.dtype)
+        assert (each.model_info, each.layers, each.dtype) == (whole.model_info, whole.layers, whole.dtype)
         assert torch.equal(logits_of(each), logits_of(whole))
 
 

@@ -9,9 +9,9 @@ import torch
 
 from app.model.cpu.decoder import buffer_bytes
 from app.model.cpu.weights import why_not_native
+from app.model.implementations.native_decoder import NativeModel
+from app.model.implementations.transformers_code import TransformersModel
 from app.model.kv_cache import Place
-from app.model.ways.native_decoder import NativeModel
-from app.model.ways.transformers_code import TransformersModel
 from tests.kit.models import (
     BLOCKS,
     DTYPES,

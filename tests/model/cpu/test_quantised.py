@@ -15,8 +15,8 @@ from app.errors import InvalidSetup
 from app.model.cpu import library as native
 from app.model.cpu import weights
 from app.model.cpu.library import ThreadPool, in_large_pages
-from app.model.ways import native_decoder
-from app.model.ways.native_decoder import NativeModel
+from app.model.implementations import native_decoder
+from app.model.implementations.native_decoder import NativeModel
 from app.model.weights_digest import digest_of_weights
 from tests.kit.models import (
     BLOCKS,

@@ -16,8 +16,8 @@ from app import disk
 from app.model.cpu import shared_weights
 from app.model.cpu.library import is_fast
 from app.model.cpu.shared_weights import LARGE_PAGE, _find, _GrowingFile
-from app.model.ways.loaded_model import LoadedModel
-from app.model.ways.native_decoder import NativeModel
+from app.model.implementations.loaded_model import LoadedModel
+from app.model.implementations.native_decoder import NativeModel
 from tests.kit.models import load, logits_of
 
 pytestmark = pytest.mark.skipif(not is_fast(torch.float32), reason="this CPU cannot compute the native decoder")

@@ -21,11 +21,11 @@ from app.model.cpu.kv_cache import NativeKVCache
 from app.model.cpu.library import ThreadPool, library
 from app.model.cpu.stored_matrix import FileRows, StoredMatrix, can_be_stored, dequantised
 from app.model.gguf.checkpoint import checkpoint_of
+from app.model.implementations.native_decoder import NativeModel
 from app.model.inputs import build_inputs
 from app.model.loader import load_model
 from app.model.planned_memory import planned_native_model
 from app.model.verification import TrialBlocks, step_of
-from app.model.ways.native_decoder import NativeModel
 from tests.kit.engine import make_request, run_to_end
 from tests.kit.models import config_of
 from tests.model.gguf.files import tiny_model, write_gguf

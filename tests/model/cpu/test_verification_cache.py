@@ -11,7 +11,7 @@ import torch
 
 from app.errors import InvalidSetup
 from app.model.cpu.library import is_fast
-from app.model.ways import transformers_code
+from app.model.implementations import transformers_code
 from tests.kit.models import load
 
 pytestmark = pytest.mark.skipif(not is_fast(torch.float32), reason="this CPU cannot compute the native decoder")
@@ -80,8 +80,8 @@ def test_a_model_on_the_code_of_transformers_is_checked_at_every_load(tiny_model
 
 
 def test_the_length_that_is_asked_for_is_compared_with_the_models_own(model_path: Path, tmp_path: Path) -> None:
-    longest = load(model_path, checks=tmp_path, max_model_len=16).facts.max_model_len
+    longest = load(model_path, checks=tmp_path, max_model_len=16).model_info.max_model_len
     assert longest == 16
-    assert load(model_path, checks=tmp_path).facts.max_model_len > 16
+    assert load(model_path, checks=tmp_path).model_info.max_model_len > 16
     with pytest.raises(InvalidSetup, match="accepts at most"):
         load(model_path, checks=tmp_path, max_model_len=1_000_000)

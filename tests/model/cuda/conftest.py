@@ -11,7 +11,7 @@ import torch
 from app.model.crash_notes import close_note
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.graph_runner import GraphModelRunner
-from app.model.ways.cuda_decoder import CudaModel
+from app.model.implementations.cuda_decoder import CudaModel
 from benchmarks.gpu.graphs import LIBRARY
 from tests.kit.interpreter import quicken_interpreter
 from tests.tiny_models import build_tiny_model
@@ -55,7 +55,7 @@ def triton_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An engine takes our kernels on this machine, and captures only where there is a GPU."""
     monkeypatch.setattr(TritonAttention, "fits", staticmethod(lambda device: device.type != "meta"))
     if not torch.cuda.is_available():
-        monkeypatch.setattr("app.model.ways.gpu.CudaCapture", lambda device: lambda function: function)
+        monkeypatch.setattr("app.model.implementations.gpu.CudaCapture", lambda device: lambda function: function)
     yield
     close_note()
 

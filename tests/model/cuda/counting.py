@@ -24,7 +24,7 @@ from app.model.allocated_bytes import launches_kernel
 from app.model.cuda.captured_inputs import StepSize
 from app.model.cuda.decoder import CudaDecoder
 from app.model.cuda.graph_runner import GraphModelRunner
-from app.model.ways.cuda_decoder import CudaModel
+from app.model.implementations.cuda_decoder import CudaModel
 
 # Operators whose result has a size, or is a number, that the host has to ask the device for.
 _WAITING = frozenset({

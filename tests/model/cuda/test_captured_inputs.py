@@ -26,13 +26,13 @@ DECODE = tuple(map(decode_size, graph_sizes(256)))
 MIXED = mixed_sizes(max_rows=256, max_tokens=8192)
 
 
-def item(num_tokens: int, *, start: int = 0, samples: bool = True, **facts: object) -> ScheduledSequence:
+def item(num_tokens: int, *, start: int = 0, samples: bool = True, **model_info: object) -> ScheduledSequence:
     block_ids = list(range(10, 10 - (-(start + num_tokens) // 4)))
-    return scheduled(range(1, num_tokens + 1), start, block_ids, samples=samples, facts=facts)
+    return scheduled(range(1, num_tokens + 1), start, block_ids, samples=samples, model_info=model_info)
 
 
-def chosen(*items: ScheduledSequence, **facts: bool) -> StepSize | None:
-    return smallest_fitting(StepBatch(items, (), **facts), decode=DECODE, mixed=MIXED)
+def chosen(*items: ScheduledSequence, **model_info: bool) -> StepSize | None:
+    return smallest_fitting(StepBatch(items, (), **model_info), decode=DECODE, mixed=MIXED)
 
 
 def test_sizes_that_every_replica_needs_are_captured_first() -> None:

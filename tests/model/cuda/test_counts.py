@@ -13,11 +13,11 @@ import torch
 
 from app.engine.batch import ScheduledSequence, StepBatch
 from app.model.attention import AttentionRules
+from app.model.implementations.cuda_decoder import CudaModel
+from app.model.implementations.loaded_model import LoadedModel
 from app.model.inputs import build_inputs
 from app.model.kv_cache import LayerShape
 from app.model.sampler import Sampler
-from app.model.ways.cuda_decoder import CudaModel
-from app.model.ways.loaded_model import LoadedModel
 from tests.kit.models import CPU, load, scheduled
 from tests.tiny_models import build_tiny_model
 
@@ -107,9 +107,9 @@ def test_a_layer_takes_ten_launches_in_our_decoder_and_one_more_each_for_prompts
 
 
 def item(token_ids: Sequence[int], start: int, block_ids: list[int], **given: Any) -> ScheduledSequence:
-    facts = {"banned_token_ids": given.pop("banned", ())}
+    model_info = {"banned_token_ids": given.pop("banned", ())}
     sampling = {"temperature": 0.0, "prompt": tuple(token_ids), "generated": (7, 8, 7)} | given
-    return scheduled(token_ids, start, block_ids, facts=facts, vocab_size=VOCAB_SIZE, **sampling)
+    return scheduled(token_ids, start, block_ids, model_info=model_info, vocab_size=VOCAB_SIZE, **sampling)
 
 
 SAMPLED: dict[str, dict[str, Any]] = {
@@ -194,12 +194,12 @@ def test_draws_read_logits_and_a_bit_for_each_token(how: str, passes: int, of_to
     assert not set(counts.operators) & {"index", "_to_copy", "copy_", "sort", "index_put_", "clone", "argmax"}
     assert not counts.waits
     moved = counts.traffic("draw_kernel")
-    facts = len(logits) * 13 * 8
+    model_info = len(logits) * 13 * 8
     least = logits.nbytes + logits.numel() * of_token
-    assert least <= moved.read <= least + facts + len(logits) * beside
+    assert least <= moved.read <= least + model_info + len(logits) * beside
     # Eight tokens load the same byte of bits.
     most = passes * (logits.nbytes + logits.numel() * of_token * 8)
-    assert moved.loaded <= most + 2 * (facts + len(logits) * beside)
+    assert moved.loaded <= most + 2 * (model_info + len(logits) * beside)
 
 
 def test_the_plain_sampler_does_not_wait_for_the_device_either() -> None:
@@ -254,8 +254,8 @@ def test_single_tokens_read_each_key_and_value_once() -> None:
     moved = attended([(position, 1) for position in positions]).traffic("decode_kernel")
     of_cache = sum(position + 1 for position in positions) * 2 * 2 * 128 * BYTES
     least = of_cache + 2 * 8 * 128 * BYTES  # and the queries
-    facts = sum(-(-(position + 1) // 16) for position in positions) * 8 + 2 * 3 * 8
-    assert least < moved.read <= least + facts
+    model_info = sum(-(-(position + 1) // 16) for position in positions) * 8 + 2 * 3 * 8
+    assert least < moved.read <= least + model_info
     # Each key's place is looked up by itself: 8 bytes beside 2 * 128 numbers. A query is read again by each lane.
     assert moved.loaded <= 1.03 * least
     num_splits = 4  # of 256 keys, of the first; the second is one split, and has its outputs from here

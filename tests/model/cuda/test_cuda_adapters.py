@@ -21,9 +21,9 @@ from app.engine.request import Request
 from app.errors import UnsupportedAdapter
 from app.model.adapter_files import adapter_at
 from app.model.adapters import MAX_RANK, read_adapter
+from app.model.implementations.cuda_decoder import CudaModel
+from app.model.implementations.loaded_model import LoadedModel
 from app.model.verification import MAX_DIFFERENCES
-from app.model.ways.cuda_decoder import CudaModel
-from app.model.ways.loaded_model import LoadedModel
 from tests.kit.engine import make_request, run_to_end
 from tests.kit.models import DEVICE, config_of, generate_plainly, own_model, relative_error
 from tests.lora import merge, save_adapter
@@ -356,7 +356,7 @@ def test_memory_of_adapters_without_slots_is_left_beside_keys_and_values(folder:
     of_token = max(each.in_features + 2 * each.out_features for each in linears) * 4
     for number in (None, 1, 3):
         config = config_of(folder / "base", backend="torch", max_loaded_adapters=number, scheduler={"max_running": 2})
-        largest = largest_batch(config.scheduler, model.facts, block_size=16)
+        largest = largest_batch(config.scheduler, model.model_info, block_size=16)
         of_step = largest.num_tokens * of_token
         assert model.needs(config, largest).adapters == (0 if number is None else (number + 1) * of_one + of_step)
 

@@ -19,9 +19,9 @@ from app.engine.request import Pooling
 from app.model.allocated_bytes import num_bytes_of
 from app.model.cuda import weights
 from app.model.forward import Prediction, TransformersForward
-from app.model.ways.cuda_decoder import CudaModel
-from app.model.ways.loaded_model import LoadedModel
-from app.model.ways.transformers_code import TransformersModel
+from app.model.implementations.cuda_decoder import CudaModel
+from app.model.implementations.loaded_model import LoadedModel
+from app.model.implementations.transformers_code import TransformersModel
 from tests.kit import models as kit
 from tests.kit.engine import make_request, run_to_end
 from tests.kit.models import DEVICE, config_of, generate_plainly, relative_error, scheduled
@@ -130,7 +130,7 @@ def runner_of(model: LoadedModel, *, batch_invariant: bool = False) -> GraphMode
 def piece(
     token_ids: tuple[int, ...], start: int, block_ids: list[int], pooling: Pooling | None = None
 ) -> ScheduledSequence:
-    return scheduled(token_ids, start, block_ids, temperature=0.0, facts={"pooling": pooling})
+    return scheduled(token_ids, start, block_ids, temperature=0.0, model_info={"pooling": pooling})
 
 
 def predict(model: LoadedModel, *items: ScheduledSequence, before: tuple[ScheduledSequence, ...] = ()) -> Prediction:

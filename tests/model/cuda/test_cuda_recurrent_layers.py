@@ -15,10 +15,10 @@ from app.engine.engine import Engine
 from app.errors import InvalidSetup
 from app.model import loader
 from app.model.cuda.graph_runner import GraphModelRunner
+from app.model.implementations.transformers_code import TransformersModel
 from app.model.kv_cache import LayerShape, num_blocks_that_fit
 from app.model.memory import state_bytes
 from app.model.planned_memory import planned_gpu_model, planned_memory
-from app.model.ways.transformers_code import TransformersModel
 from tests.kit.engine import make_request, run_to_end
 from tests.kit.models import DEVICE, config_of, generate_plainly
 from tests.model.test_recurrent_layers import DELTA, HYBRIDS
@@ -89,7 +89,7 @@ def test_slots_and_blocks_share_what_a_gpu_leaves(tmp_path: Path, monkeypatch: p
     of_state = state_bytes(model.states)
     left = 20 * of_state + 7 * of_block
     with_slots, num_bytes = loader._with_state_slots(config, model, left)
-    assert with_slots.facts.num_state_slots == 10
+    assert with_slots.model_info.num_state_slots == 10
     assert num_bytes == 10 * of_state
     with pytest.raises(InvalidSetup, match=r"gpu_memory_fraction=0\.9 leaves 0\.000 GiB: 8 slots of 0\.0 MiB .* need"):
         loader._with_state_slots(config, model, of_state)

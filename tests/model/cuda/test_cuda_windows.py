@@ -30,17 +30,21 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("backend", ["triton", "auto"], ids=["eager", "replayed"])
 def test_tokens_are_those_of_generate(backend: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TritonAttention, "fits", staticmethod(lambda _: True))
-    monkeypatch.setattr("app.model.ways.gpu.CudaCapture", lambda _: RunAgain())
-    for module in ("ways.transformers_code", "cuda.attention"):
+    monkeypatch.setattr("app.model.implementations.gpu.CudaCapture", lambda _: RunAgain())
+    for module in ("implementations.transformers_code", "cuda.attention"):
         monkeypatch.setattr(f"app.model.{module}.LARGEST_TILE", TILE)
     config = config_of(
         path, cache={"block_size": 4, "num_blocks": 34}, dtype="float32", backend=backend,
         scheduler={"max_running": 2, "max_step_tokens": 12, "prefill_chunk_tokens": 10},
     )  # fmt: skip
     engine = build_sync_engine(config)
-    facts = engine.facts
+    model_info = engine.model_info
     # Kernels read from the tile on in which a window begins. Each of three groups has 11 blocks.
-    assert (facts.num_window_groups, facts.window_tokens, facts.max_model_len) == (2, WINDOW + TILE - 1, 11 * 4)
+    assert (model_info.num_window_groups, model_info.window_tokens, model_info.max_model_len) == (
+        2,
+        WINDOW + TILE - 1,
+        11 * 4,
+    )
     long = tuple((7 * at * at + 3) % 200 + 3 for at in range(36))
     requests = [make_request(prompt, max_tokens=4, ignore_eos=True) for prompt in (long, (5, 6, 7), (*long[:33], 8))]
     expected = generate_plainly(path, requests)

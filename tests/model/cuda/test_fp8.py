@@ -16,12 +16,12 @@ from torch import nn
 from app.config import ModelConfig
 from app.errors import InvalidSetup
 from app.model.allocated_bytes import num_bytes_of
+from app.model.implementations import cuda_decoder
+from app.model.implementations import transformers_code as own_code
+from app.model.implementations.cuda_decoder import CudaModel
+from app.model.implementations.loaded_model import LoadedModel
+from app.model.implementations.transformers_code import TransformersModel
 from app.model.planned_memory import planned_gpu_model
-from app.model.ways import cuda_decoder
-from app.model.ways import transformers_code as own_code
-from app.model.ways.cuda_decoder import CudaModel
-from app.model.ways.loaded_model import LoadedModel
-from app.model.ways.transformers_code import TransformersModel
 from tests.kit import models as kit
 from tests.kit.engine import make_request, run_to_end
 from tests.kit.models import DEVICE, config_of, relative_error
@@ -206,10 +206,10 @@ def test_weights_from_files_a_layer_at_a_time_are_those_of_the_whole_model(
     with monkeypatch.context() as patch:
         patch.setattr(own_code, "read_module", None)
         model = load(path)
-    for room in ("source", "ways.transformers_code"):
+    for room in ("source", "implementations.transformers_code"):
         monkeypatch.setattr(f"app.model.{room}.mapped_model", lambda *_: None)
     whole = load(path)
-    assert (model.facts, model.layers) == (whole.facts, whole.layers)
+    assert (model.model_info, model.layers) == (whole.model_info, whole.layers)
     assert all(equal_bits(*both) for both in zip(model.tensors(), whole.tensors(), strict=True))
 
 

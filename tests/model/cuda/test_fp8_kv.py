@@ -13,9 +13,9 @@ import torch
 from app.config import CacheConfig, EngineConfig
 from app.errors import InvalidSetup
 from app.model.attention import AttentionRules
+from app.model.implementations.cuda_decoder import CudaModel
+from app.model.implementations.gpu import with_one_block
 from app.model.loader import load_model
-from app.model.ways.cuda_decoder import CudaModel
-from app.model.ways.gpu import with_one_block
 from tests.kit.engine import make_request, run_to_end
 from tests.kit.models import DEVICE, attend, config_of, relative_error, scheduled
 

@@ -54,7 +54,7 @@ from app.model.cuda.attention import TritonAttention, TritonStep
 from app.model.cuda.decoder import CudaDecoder
 from app.model.cuda.graph_runner import GraphModelRunner
 from app.model.cuda.recurrence import TritonRecurrence
-from app.model.ways import gpu
+from app.model.implementations import gpu
 
 difference_of_replays = GraphModelRunner._difference_of_replays  # before fixtures replace it
 CACHE = {"block_size": 4, "num_blocks": 24}
@@ -318,7 +318,9 @@ def test_recurrent_layers_are_computed_by_plain_torch_where_the_kernels_fail(
 def test_a_model_that_no_backend_computes_is_refused_with_all_reasons(
     small_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.model.ways.loaded_model.LoadedModel.difference_in_steps", lambda *_: "all is wrong")
+    monkeypatch.setattr(
+        "app.model.implementations.loaded_model.LoadedModel.difference_in_steps", lambda *_: "all is wrong"
+    )
     with pytest.raises(UnsupportedModel, match=r"runs with no backend here: graphs: .*all is wrong; eager: .*torch: "):
         engine_of(small_path)
 

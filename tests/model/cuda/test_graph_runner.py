@@ -31,9 +31,9 @@ from app.model.cuda import graph_runner
 from app.model.cuda.captured_inputs import graph_sizes
 from app.model.cuda.graph_runner import GraphModelRunner, HostCopy
 from app.model.cuda.launched_step import LaunchedStep
+from app.model.implementations.loaded_model import LoadedModel
+from app.model.implementations.transformers_code import TransformersModel
 from app.model.sampler import Sampler
-from app.model.ways.loaded_model import LoadedModel
-from app.model.ways.transformers_code import TransformersModel
 from tests.kit import models as kit
 from tests.kit.engine import POOLINGS_OF_DECODERS, make_request, run_to_end
 from tests.kit.models import DEVICE, config_of, scheduled
@@ -80,8 +80,8 @@ def attention_for(
     )  # fmt: skip
 
 
-def share(start: int, block_ids: list[int], *token_ids: int, **facts: Any) -> ScheduledSequence:
-    return scheduled(token_ids, start, block_ids, temperature=0.0, **facts)
+def share(start: int, block_ids: list[int], *token_ids: int, **model_info: Any) -> ScheduledSequence:
+    return scheduled(token_ids, start, block_ids, temperature=0.0, **model_info)
 
 
 def engine_with(
@@ -97,7 +97,12 @@ def engine_with(
         sampler=TritonSampler(model.device) if has_kernels else None,
     )  # fmt: skip
     return assemble(
-        LIMITS, CacheConfig(block_size=4), num_blocks=NUM_BLOCKS, runner=runner, facts=model.facts, drafter=drafter
+        LIMITS,
+        CacheConfig(block_size=4),
+        num_blocks=NUM_BLOCKS,
+        runner=runner,
+        model_info=model.model_info,
+        drafter=drafter,
     )
 
 
@@ -397,7 +402,9 @@ def test_where_memory_ends_during_capture_fewer_sizes_are_used(
         runner.prepare()
     assert "6 of 7 CUDA graphs of decode steps fit into the GPU's memory" in caplog.text
     assert "padded to the next of 1, 2, 4, 8, 16, 30 sequences, and steps with prompts have no graphs" in caplog.text
-    engine = assemble(LIMITS, CacheConfig(block_size=4), num_blocks=NUM_BLOCKS, runner=runner, facts=model.facts)
+    engine = assemble(
+        LIMITS, CacheConfig(block_size=4), num_blocks=NUM_BLOCKS, runner=runner, model_info=model.model_info
+    )
     has_tokens_of_eager_steps(engine, small_path, 2)
 
 

@@ -31,8 +31,8 @@ TYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def item(*, position: int = 3, banned: tuple[int, ...] = (), **given: Any) -> ScheduledSequence:
-    facts = {"banned_token_ids": banned}
-    return scheduled(1, position - 1, facts=facts, **{"vocab_size": VOCAB_SIZE, "prompt": (1, 2, 2)} | given)
+    model_info = {"banned_token_ids": banned}
+    return scheduled(1, position - 1, model_info=model_info, **{"vocab_size": VOCAB_SIZE, "prompt": (1, 2, 2)} | given)
 
 
 def triton() -> TritonSampler:
@@ -230,8 +230,8 @@ def test_a_step_brings_only_new_tokens_to_the_device(monkeypatch: pytest.MonkeyP
 def test_rows_of_one_sequence_with_drafts_each_bring_what_changes() -> None:
     """A GPU draws them in any order."""
     each = item(logit_bias=((40, 1.0), (3, -1.0)))
-    facts = triton()._facts_of([each, each], torch.empty(2, 2 + VOCAB_SIZE, dtype=torch.int32, device=DEVICE))
-    of_first, of_second = facts[: 2 * 13].view(2, 13)[:, 6:8].tolist()
+    model_info = triton()._facts_of([each, each], torch.empty(2, 2 + VOCAB_SIZE, dtype=torch.int32, device=DEVICE))
+    of_first, of_second = model_info[: 2 * 13].view(2, 13)[:, 6:8].tolist()
     assert of_first == of_second
     assert of_first[1] == 2
 

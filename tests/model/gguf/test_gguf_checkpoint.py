@@ -114,7 +114,7 @@ def test_an_engine_gives_the_models_greedy_tokens(architecture: str, tmp_path: P
     model = tiny_model(architecture)
     path = write_gguf(tmp_path / "tiny.gguf", model)
     engine = build_sync_engine(config_of(path, cache={"num_blocks": 16, "num_state_slots": 8}, dtype="float32"))
-    assert engine.facts.eos_token_ids == (END,)
+    assert engine.model_info.eos_token_ids == (END,)
     request = make_request(PROMPT, max_tokens=12, ignore_eos=True)
     assert run_to_end(engine, request).token_ids == generate_plainly(model, [request])
 
@@ -360,7 +360,7 @@ def test_all_tokens_that_end_a_text_are_known(backend: str, tmp_path: Path, cach
     """Gemma has one for texts and another one for turns."""
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model(), settings={"tokenizer.ggml.eot_token_id": START})
     engine = build_sync_engine(config_of(path, cache={"num_blocks": 16}, dtype="float32", backend=backend))
-    assert set(engine.facts.eos_token_ids) == {START, END}
+    assert set(engine.model_info.eos_token_ids) == {START, END}
 
 
 def test_a_folder_that_was_written_in_part_is_made_again(tmp_path: Path, cache: Path) -> None:

@@ -13,10 +13,10 @@ import torch
 from app.engine.batch import StepBatch
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.decoder import CudaDecoder
+from app.model.implementations.cuda_decoder import CudaModel
+from app.model.implementations.loaded_model import LoadedModel
 from app.model.inputs import build_inputs
 from app.model.parallel.group import RankGroup
-from app.model.ways.cuda_decoder import CudaModel
-from app.model.ways.loaded_model import LoadedModel
 from tests.kit.models import load, scheduled
 
 BLOCK_SIZE = 4

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from app.model.cuda.graph_runner import GraphModelRunner
+from app.model.implementations.loaded_model import LoadedModel
 from app.model.parallel.group import RankGroup
-from app.model.ways.loaded_model import LoadedModel
 from app.rank import follow
 from tests.kit.models import load
 from tests.model.cuda.test_graph_runner import RunAgain, RunsOutAt, attention_for

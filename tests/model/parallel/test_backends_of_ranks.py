@@ -40,7 +40,8 @@ def engine_of(config: EngineConfig) -> Engine:
         loaded = load_runner(config, group=ranks.group)
     loaded.runner.lead(ranks)
     return assemble(
-        config.scheduler, config.cache, num_blocks=loaded.num_blocks, runner=loaded.runner, facts=loaded.model.facts
+        config.scheduler, config.cache, num_blocks=loaded.num_blocks, runner=loaded.runner,
+        model_info=loaded.model.model_info,
     )  # fmt: skip
 
 

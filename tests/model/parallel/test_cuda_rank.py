@@ -21,8 +21,8 @@ from app.model import source
 from app.model.cpu.checkpoint import MappedModel
 from app.model.cuda.attention import TritonAttention
 from app.model.cuda.fp8 import Fp8Rows, in_fp8
-from app.model.ways.cuda_decoder import CudaModel
-from app.model.ways.transformers_code import TransformersModel
+from app.model.implementations.cuda_decoder import CudaModel
+from app.model.implementations.transformers_code import TransformersModel
 from tests.kit.models import load
 from tests.model.parallel.cuda_rank import BLOCK_SIZE, NUM_PROBE_TOKENS, answer, group_of, logits_of_tokens
 from tests.tiny_models import build_tiny_model

@@ -112,7 +112,7 @@ def test_overlapped_steps_of_two_ranks_give_the_tokens_of_one_process(tiny_model
     with ranks.loading():
         model, runner = model_and_runner(path, ranks.group)
     runner.lead(ranks)
-    engine = assemble(LIMITS, CacheConfig(block_size=4), num_blocks=8, runner=runner, facts=model.facts)
+    engine = assemble(LIMITS, CacheConfig(block_size=4), num_blocks=8, runner=runner, model_info=model.model_info)
     asked = some_requests()
     with closing(engine):
         found = run_to_end(engine, *asked).token_ids

@@ -11,12 +11,12 @@ import torch
 from torch._C import _distributed_c10d
 
 from app.model.cuda.captured_inputs import StepSize, decode_size
+from app.model.implementations.gpu import with_one_block
 from app.model.parallel import sums
 from app.model.parallel.group import RankGroup
 from app.model.parallel.split_plan import SizesOfRank
 from app.model.parallel.sums import SumMethod, SymmetricSums, sum_method
 from app.model.planned_memory import planned_gpu_model
-from app.model.ways.gpu import with_one_block
 from tests.kit.models import config_of
 from tests.model.parallel.test_split_plan import on_ranks
 

@@ -70,7 +70,7 @@ def engine(folder: Path) -> Iterator[Engine]:
 
     store = AdapterStore(load, unload=runner.unload_adapter, max_loaded=NUM_SLOTS)
     built = assemble(
-        LIMITS, CacheConfig(block_size=4), num_blocks=16, runner=runner, facts=model.facts, adapters=store
+        LIMITS, CacheConfig(block_size=4), num_blocks=16, runner=runner, model_info=model.model_info, adapters=store
     )  # fmt: skip
     with closing(built):
         yield built

@@ -13,8 +13,8 @@ from tests.kit.models import scheduled
 def item(
     block_ids: list[int], *token_ids: int, start: int = 0, samples: bool = True, targets: tuple[int, ...] = ()
 ) -> ScheduledSequence:
-    facts = {"targets": targets, "first_target": start + 1 if targets else 0}
-    return scheduled(token_ids, start, block_ids, samples=samples, facts=facts, temperature=0.7, logprobs=2)
+    model_info = {"targets": targets, "first_target": start + 1 if targets else 0}
+    return scheduled(token_ids, start, block_ids, samples=samples, model_info=model_info, temperature=0.7, logprobs=2)
 
 
 def facts_of(batch: StepBatch) -> list[tuple[object, ...]]:

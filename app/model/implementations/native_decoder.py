@@ -33,6 +33,8 @@ from app.model.cpu.weights import (
 )
 from app.model.description import max_model_len
 from app.model.device import check_kv_dtype
+from app.model.implementations.loaded_model import LoadedModel
+from app.model.implementations.transformers_code import TransformersModel
 from app.model.inputs import build_inputs
 from app.model.kv_cache import LayerGroups
 from app.model.llama import DecoderSettings, by_expert, settings_of, why_attention_is_not_llama_like
@@ -40,8 +42,6 @@ from app.model.memory import PROCESS_BYTES, MemoryNeeds
 from app.model.runner import TorchModelRunner
 from app.model.source import ModelSource, length_limit
 from app.model.verification import Output, Reference, TrialBlocks
-from app.model.ways.loaded_model import LoadedModel
-from app.model.ways.transformers_code import TransformersModel
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,9 @@ class NativeModel(LoadedModel):
 
         return cls(
             weights=pack(in_large_pages) if is_planned else shared_weights(pack, _sharing(source, settings)),
-            facts=replace(verified.facts, max_model_len=max_model_len(source.config, verified.facts.max_model_len)),
+            model_info=replace(
+                verified.model_info, max_model_len=max_model_len(source.config, verified.model_info.max_model_len)
+            ),
             layers=settings.attention_layers(),
             groups=LayerGroups(stored_by=settings.stored_by),
             states=settings.states(source.dtype),
@@ -189,8 +191,8 @@ class NativeModel(LoadedModel):
         """
         file, limit = _file_of_result(source), length_limit(own.module)
         if file is not None and limit is not None and own.mapped is not None:
-            facts = replace(self.facts, max_model_len=limit)
-            write_verified(file, VerifiedModel(settings=self.weights.settings, facts=facts))
+            model_info = replace(self.model_info, max_model_len=limit)
+            write_verified(file, VerifiedModel(settings=self.weights.settings, model_info=model_info))
         return replace(self, reference=None)
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -198,11 +200,11 @@ class NativeModel(LoadedModel):
 
     def needs(self, config: EngineConfig, largest: StepBatch) -> MemoryNeeds:
         """Return the memory on a CPU, computed from sizes: the weights may be on the meta device."""
-        num_sampled, vocab_size = len(largest.sampled), self.facts.vocab_size
+        num_sampled, vocab_size = len(largest.sampled), self.model_info.vocab_size
         num_rows = num_sampled + sum(len(item.targets) for item in largest.scheduled)
         # Logits of all rows, a copy of the sampled rows beside scored prompts, and a copy for penalties and grammars.
         logits = (num_rows + 2 * num_sampled) * vocab_size * torch.float32.itemsize
-        num_tokens, num_positions = largest.num_scheduled_tokens, self.facts.max_model_len
+        num_tokens, num_positions = largest.num_scheduled_tokens, self.model_info.max_model_len
         kept = buffer_bytes(self.weights, num_tokens=num_tokens, num_positions=num_positions)
         weights = num_bytes_of(self.tensors())
         return MemoryNeeds(weights=weights, step=kept + logits, graphs=0, workspaces=0, context=PROCESS_BYTES)
@@ -212,7 +214,7 @@ class NativeModel(LoadedModel):
         threads = ThreadPool(num_threads)
         pages = NativeKVCache.provided(config.cache, self.in_block, threads, num_blocks=num_blocks, dtype=self.dtype)
         decoder = NativeDecoder(
-            self.weights, pages, threads, groups=self.groups, num_slots=self.facts.num_state_slots
+            self.weights, pages, threads, groups=self.groups, num_slots=self.model_info.num_state_slots
         )  # fmt: skip
         torch.set_num_threads(1)  # torch computes almost nothing here, and its waiting threads would slow ours
         return TorchModelRunner(decoder, self.device, NativeSampler(threads), states=decoder.states)

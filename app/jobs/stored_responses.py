@@ -351,7 +351,7 @@ class StoredResponses:
     async def _accept(self, running: _Running, answer: AnswerRecorder) -> None:
         """Store a response: write the request to a file, then add the row to the catalog."""
         new, path = running.new, self._folder / running.new.response_id
-        head = record(_encode(new)) + record(answer.facts)
+        head = record(_encode(new)) + record(answer.info)
         stored = StoredResponse(
             id=new.response_id,
             owner=new.owner,

@@ -20,14 +20,14 @@ from app.model.cuda.graph_runner import GraphModelRunner
 from app.model.cuda.weights import CudaWeights, fuse_weights
 from app.model.device import check_kv_device
 from app.model.gpu_backends import WITHOUT_DECODER
+from app.model.implementations.gpu import needs_on_gpu, verified_graph_runner
+from app.model.implementations.loaded_model import LoadedModel
+from app.model.implementations.transformers_code import TransformersModel
 from app.model.inputs import build_inputs
 from app.model.llama import settings_of, why_attention_is_not_llama_like, why_not_llama_like
 from app.model.memory import MemoryNeeds
 from app.model.source import ModelSource
 from app.model.verification import Output, Reference, TrialBlocks, step_of
-from app.model.ways.gpu import needs_on_gpu, verified_graph_runner
-from app.model.ways.loaded_model import LoadedModel
-from app.model.ways.transformers_code import TransformersModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class CudaModel(LoadedModel):
         weights = fuse_weights(
             own.module,
             settings if group is None else settings.of_rank(group.size),
-            num_positions=max(own.facts.max_model_len, expected.token_ids.shape[1]),
+            num_positions=max(own.model_info.max_model_len, expected.token_ids.shape[1]),
             quantised=source.config.quantization == "fp8",
             mapped=own.mapped,
         )

@@ -29,7 +29,7 @@ from app.api.http.sse import EventResponse, WhileConnected
 from app.api.request_context import RequestContext
 from app.api.schemas.parameters import ignored_header
 from app.api.stored_answers import (
-    KEPT_AT,
+    STORED_ID_PREFIXES,
     StoredEvents,
     StoredObject,
     check_id,
@@ -69,7 +69,7 @@ _retrieval = partial(Operation, "get", refusals=OF_A_LIST, media=(EVENTS,), quer
 _CONTEXT_HEADERS = "x-carousel-"  # headers with this prefix say where and when a request runs
 
 
-class KeptResponseRoutes(RouteGroup):
+class StoredResponseRoutes(RouteGroup):
     """Answers bodies that ask to be stored, and requests by the id of a stored answer."""
 
     def __init__(self, service: BatchService, turns: asyncio.Lock, *, heartbeat_s: float) -> None:
@@ -98,7 +98,7 @@ class KeptResponseRoutes(RouteGroup):
             body=to_json({"store": True} | body | seed),
             headers={name: value for name, value in context.headers.items() if name.startswith(_CONTEXT_HEADERS)},
             request_id=context.request_id,
-            response_id=f"{KEPT_AT[path]}{uuid.uuid4().hex}",  # a client's own request id may have any character
+            response_id=STORED_ID_PREFIXES[path] + uuid.uuid4().hex,  # a client's own request id may have any character
             is_strict=context.is_strict,
             previous=previous if isinstance(previous, str) else None,
             is_streamed=bool(body.get("stream")),
@@ -272,11 +272,11 @@ class KeptResponseRoutes(RouteGroup):
         async with aclosing(self._read(read, owner, response_id, waits=waits)) as reading:
             async for _ in reading:
                 if not reservation.num_logprobs:
-                    reservation.hold_logprobs(read.answer.facts.num_logprobs)
+                    reservation.hold_logprobs(read.answer.info.num_logprobs)
         end = read.answer.end
         if waits and end is not None and end.error is not None and read.answer.new.path != RESPONSES_PATH:
             raise error_of(end)  # only the object of a response has a status and an error
-        return JsonAnswer(read.as_json(), self._turns, headers=ignored_header(read.answer.facts.ignored))
+        return JsonAnswer(read.as_json(), self._turns, headers=ignored_header(read.answer.info.ignored))
 
     async def _read(
         self, read: StoredObject, owner: str, response_id: str, *, waits: bool = False, is_continued: bool = False
@@ -297,7 +297,7 @@ class KeptResponseRoutes(RouteGroup):
 
         def headers() -> dict[str, str]:
             answer = events.reader.answer
-            return {} if answer is None else ignored_header(answer.facts.ignored)
+            return {} if answer is None else ignored_header(answer.info.ignored)
 
         return EventResponse(following, heartbeat_s=self._heartbeat_s, headers=headers, may_begin=events.open)
 

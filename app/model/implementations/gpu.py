@@ -31,6 +31,7 @@ from app.model.cuda.recurrence import TritonRecurrence
 from app.model.cuda.sampler import TritonSampler
 from app.model.forward import Prediction
 from app.model.gpu_backends import GRAPHS, LIBRARY, TORCH, WITHOUT_TRITON, BackendFailed, cause_of, is_lost
+from app.model.implementations.loaded_model import LoadedModel
 from app.model.kv_cache import block_bytes, stored_dtype
 from app.model.memory import WORKSPACE_BYTES, MemoryNeeds, gpu_memory, graph_bytes, refusing_to_run_short
 from app.model.recurrence import TorchRecurrence
@@ -38,7 +39,6 @@ from app.model.recurrent_layers import StatefulAttention
 from app.model.runner import draw_tokens
 from app.model.sampler import Sampler
 from app.model.verification import TrialBlocks
-from app.model.ways.loaded_model import LoadedModel
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ _is_close = partial(math.isclose, abs_tol=1e-3)
 
 def verified_graph_runner(config: EngineConfig, model: LoadedModel, num_blocks: int) -> GraphModelRunner:
     """Return a runner with all its KV memory. Raises BackendFailed if steps with this memory give other results."""
-    max_blocks = min(num_blocks, -(-model.facts.max_model_len // config.cache.block_size))
+    max_blocks = min(num_blocks, -(-model.model_info.max_model_len // config.cache.block_size))
     attention = _attention(config, model, num_blocks=num_blocks, max_blocks=max_blocks)
     num_groups = model.groups.num_groups
     blocks = TrialBlocks(
@@ -73,7 +73,7 @@ def verified_graph_runner(config: EngineConfig, model: LoadedModel, num_blocks: 
         raise BackendFailed(f"in steps with {type(attention).__name__} {difference}")
     del tried  # free this memory before the slots that are served are allocated
     sampler = _sampler(config, model)
-    stateful = _with_states(config, model, attention, model.facts.num_state_slots)
+    stateful = _with_states(config, model, attention, model.model_info.num_state_slots)
     if stateful is not None:
         logger.info(
             "%s has recurrent layers: steps run without CUDA graphs, each after the end of the previous step",
@@ -105,7 +105,7 @@ def why_plain_draws(model: LoadedModel) -> str | None:
     """
     number = len(_DRAWS) + 1
     limits = SchedulerConfig(max_running=number, max_step_tokens=number)
-    largest = largest_batch(limits, model.facts, block_size=1)
+    largest = largest_batch(limits, model.model_info, block_size=1)
     first, *others = largest.scheduled
     varied = [
         ScheduledSequence(item.request_id, item.token_ids, item.start, item.block_ids, True, sampling)
@@ -113,7 +113,7 @@ def why_plain_draws(model: LoadedModel) -> str | None:
     ]
     batch = replace(largest, scheduled=(first, *varied))
     random = torch.Generator().manual_seed(0)
-    logits = (20 * torch.rand(number, model.facts.vocab_size, generator=random)).to(model.device, model.dtype)
+    logits = (20 * torch.rand(number, model.model_info.vocab_size, generator=random)).to(model.device, model.dtype)
     expected = draw_tokens(batch, Prediction(logits), Sampler()).result()
     try:
         found = draw_tokens(batch, Prediction(logits), TritonSampler(model.device)).result()
@@ -139,7 +139,7 @@ def bytes_for_kv(config: EngineConfig, model: LoadedModel, gpu_share: float) -> 
         f"Lower scheduler.max_step_tokens ({limits.max_step_tokens:,}) or scheduler.max_running ({limits.max_running})"
     )
     with refusing_to_run_short("the weights and a step of the largest size", fix):
-        needs = model.needs(config, largest_batch(limits, model.facts, block_size=block_size))
+        needs = model.needs(config, largest_batch(limits, model.model_info, block_size=block_size))
     gpu = gpu_memory(model.device, fraction=config.cache.gpu_memory_fraction, share=gpu_share)
     gpu.check(needs, block_bytes=block_bytes(config.cache, model.in_block, dtype=model.dtype))
     left = gpu.left_for_kv(needs)
@@ -154,7 +154,7 @@ def needs_on_gpu(config: EngineConfig, model: LoadedModel, largest: StepBatch) -
     of_slots = 0 if model.adapters is None else num_bytes_of(model.adapters.tensors())
     runner = with_one_block(config, model)
     step = _peak_of(lambda: runner.launch(largest), model.device) + (
-        plain_attention_bytes(model.layers.values(), model.facts.max_model_len, model.dtype)
+        plain_attention_bytes(model.layers.values(), model.model_info.max_model_len, model.dtype)
         if config.model.backend in WITHOUT_TRITON
         else 0
     )
@@ -218,7 +218,7 @@ def _peak_of(compute: Callable[[], object], device: torch.device) -> int:
 
 def with_one_block(config: EngineConfig, model: LoadedModel) -> GraphModelRunner:
     """Return a runner with one block of KV memory and one state slot, which all sequences of a step may share."""
-    max_blocks = -(-model.facts.max_model_len // config.cache.block_size)
+    max_blocks = -(-model.model_info.max_model_len // config.cache.block_size)
     attention = _attention(config, model, num_blocks=1, max_blocks=max_blocks)
     return GraphModelRunner(
         model, attention, stateful=_with_states(config, model, attention, 1), max_rows=config.scheduler.max_running,

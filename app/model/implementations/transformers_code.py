@@ -37,6 +37,8 @@ from app.model.description import as_token_ids, max_model_len
 from app.model.device import check_kv_dtype
 from app.model.forward import DeviceForward, SequentialForward, TransformersForward
 from app.model.gpu_backends import LIBRARY, TORCH
+from app.model.implementations.gpu import needs_on_gpu, verified_graph_runner
+from app.model.implementations.loaded_model import LoadedModel
 from app.model.inputs import build_inputs
 from app.model.kv_cache import KVCache, LayerGroups
 from app.model.latent_attention import store_expanded
@@ -61,8 +63,6 @@ from app.model.source import (
     reason_of,
 )
 from app.model.verification import NUM_TOKENS, Output, Reference, TrialBlocks, run_module, tokens_to_try
-from app.model.ways.gpu import needs_on_gpu, verified_graph_runner
-from app.model.ways.loaded_model import LoadedModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -102,12 +102,12 @@ class TransformersModel(LoadedModel):
         if whole is not None:
             whole.verify("divided among ranks", reference.own)
         model = cls._of(source, module, step, reference, mapped)
-        if reason := why_places_matter(module, model.facts.max_model_len):
+        if reason := why_places_matter(module, model.model_info.max_model_len):
             raise UnsupportedModel(f"{config.path} cannot run on paged attention: {reason}")
         if source.found.get_text_config() is not source.found:  # images may change how it counts positions
             _verify_numbering(module, reference, type(step)())
         if mapped is None and not model.uses_own_attention:
-            _verify_positions(module, reference, model.facts.max_model_len)
+            _verify_positions(module, reference, model.model_info.max_model_len)
         return model
 
     @classmethod
@@ -161,14 +161,14 @@ class TransformersModel(LoadedModel):
     ) -> TransformersModel:
         """step: a step that has already run on the module."""
         num_embeddings, embedding_size = module.get_input_embeddings().weight.shape
-        facts = ModelInfo(
+        model_info = ModelInfo(
             max_model_len=max_model_len(source.config, length_limit(module)),
             vocab_size=min(reference.own.logits.shape[-1], num_embeddings),
             eos_token_ids=eos_token_ids(module),
             embedding_size=None if module.base_model is module else embedding_size,
         )
         return cls(
-            facts=facts,
+            model_info=model_info,
             layers=step.layers,
             groups=LayerGroups(stored_by=step.stored_by),
             dtype=source.dtype,
@@ -256,7 +256,7 @@ class TransformersModel(LoadedModel):
 
     def runner(self, config: EngineConfig, *, num_blocks: int, num_threads: int) -> TorchModelRunner | GraphModelRunner:
         """See `LoadedModel.runner`. On a CPU the attention is native where it can be."""
-        cache, num_slots = config.cache, self.facts.num_state_slots
+        cache, num_slots = config.cache, self.model_info.num_state_slots
         why_not_native = self._why_no_native_attention(config.model, cache.block_size)
         latents = "its layers store latents" if any(rules.is_latent for rules in self.rules.values()) else None
         check_kv_dtype(config, self.device, why_not_native or latents)

@@ -66,7 +66,7 @@ class LoadedEncoder:
     """A model that reads whole prompts, and its model info."""
 
     runner: EncoderRunner
-    facts: ModelInfo
+    model_info: ModelInfo
     dtype: torch.dtype
     device: torch.device
 
@@ -105,7 +105,7 @@ def _verified(config: ModelConfig, location: str, device: torch.device, dtype: t
     if config.max_model_len is None and sentences.max_length is not None:
         longest = min(longest, sentences.max_length)
     fix_positions(base, longest)
-    facts = ModelInfo(
+    model_info = ModelInfo(
         max_model_len=longest,
         vocab_size=base.get_input_embeddings().weight.shape[0],
         eos_token_ids=(),
@@ -115,7 +115,9 @@ def _verified(config: ModelConfig, location: str, device: torch.device, dtype: t
         labels=labels,
         pooling=sentences.pooling or Pooling.MEAN,
     )
-    return LoadedEncoder(runner=EncoderRunner(encoder, device, score), facts=facts, dtype=dtype, device=device)
+    return LoadedEncoder(
+        runner=EncoderRunner(encoder, device, score), model_info=model_info, dtype=dtype, device=device
+    )
 
 
 def _loaded(config: ModelConfig, location: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:

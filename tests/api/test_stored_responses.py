@@ -205,9 +205,9 @@ async def test_its_client_waits_for_the_process_that_follows(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     gate, process, clock = Gated(tokenizer), DyingProcess(), FakeClock()
-    monkeypatch.setattr("app.api.endpoints.kept_responses._ASK_AGAIN_S", 0.001)
-    monkeypatch.setattr("app.api.endpoints.kept_responses._OPENING_S", 0.0)
-    monkeypatch.setattr("app.api.endpoints.kept_responses.time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr("app.api.endpoints.stored_responses._ASK_AGAIN_S", 0.001)
+    monkeypatch.setattr("app.api.endpoints.stored_responses._OPENING_S", 0.0)
+    monkeypatch.setattr("app.api.endpoints.stored_responses.time", SimpleNamespace(monotonic=clock))
     monkeypatch.setattr(LocalBatchService, "follow_response", process.follow)
     async with served(kept_by(tokenizer, gate), tmp_path) as app:
         answering = asyncio.create_task(
@@ -231,7 +231,7 @@ async def test_its_client_waits_for_the_process_that_follows(
 
 async def test_it_does_not_wait_for_ever(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, process = Gated(tokenizer), DyingProcess(is_dead=True)
-    monkeypatch.setattr("app.api.endpoints.kept_responses._NEXT_PROCESS_S", 0.0)
+    monkeypatch.setattr("app.api.endpoints.stored_responses._NEXT_PROCESS_S", 0.0)
     monkeypatch.setattr(LocalBatchService, "follow_response", process.follow)
     async with served(kept_by(tokenizer, gate), tmp_path) as app:
         answer = await ask(app, "POST", "/v1/responses", {"input": "Hi", "store": True})
@@ -244,7 +244,7 @@ async def test_a_reader_that_leaves_while_the_process_is_gone_is_waited_for_no_l
 ) -> None:
     gate, process = Gated(tokenizer), DyingProcess()
     gate.open()
-    monkeypatch.setattr("app.api.endpoints.kept_responses._ASK_AGAIN_S", 0.001)
+    monkeypatch.setattr("app.api.endpoints.stored_responses._ASK_AGAIN_S", 0.001)
     monkeypatch.setattr(LocalBatchService, "follow_response", process.follow)
     async with served(kept_by(tokenizer, gate), tmp_path) as app:
         response_id = (await ask(app, "POST", "/v1/responses", {"input": "Hi"} | STREAM)).events[0]["response"]["id"]
@@ -555,7 +555,7 @@ async def test_one_that_says_something_else_fails(tokenizer: Tokenizer, tmp_path
 async def test_its_end_waits_for_the_storage(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.jobs.kept_responses.STORAGE_PAUSE_S", 0.001)
+    monkeypatch.setattr("app.jobs.stored_responses.STORAGE_PAUSE_S", 0.001)
     failures = [OSError(errno.ENOSPC, "full"), sqlite3.OperationalError("disk I/O error")]
     together = Catalog.together
 
@@ -738,7 +738,7 @@ async def test_a_response_is_stored_unless_it_says_no_where_the_service_says_so(
 async def test_a_storage_that_fails_while_it_is_taken_up_is_tried_again(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.jobs.kept_responses.STORAGE_PAUSE_S", 0.001)
+    monkeypatch.setattr("app.jobs.stored_responses.STORAGE_PAUSE_S", 0.001)
     gate = Gated(tokenizer)
     async with served(kept_by(tokenizer, gate), tmp_path) as app:
         begun = await begin(app, background=True)
@@ -831,7 +831,7 @@ async def test_a_token_takes_little_more_than_its_text_on_the_disk(tokenizer: To
 async def test_readers_hear_of_it_when_the_task_of_an_answer_dies(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.api.endpoints.kept_responses._NEXT_PROCESS_S", 0.0)
+    monkeypatch.setattr("app.api.endpoints.stored_responses._NEXT_PROCESS_S", 0.0)
     gate = Gated(tokenizer)
 
     def broken(*_: object) -> None:
@@ -852,7 +852,7 @@ async def test_readers_hear_of_it_when_the_task_of_an_answer_dies(
 async def test_readers_hear_of_an_answer_that_nothing_finishes(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.api.endpoints.kept_responses._OPENING_S", 0.0)
+    monkeypatch.setattr("app.api.endpoints.stored_responses._OPENING_S", 0.0)
     gate = Gated(tokenizer)
     async with served(kept_by(tokenizer, gate), tmp_path) as app:
         begun = await begin(app, background=True)
@@ -870,7 +870,7 @@ async def test_readers_hear_of_an_answer_that_nothing_finishes(
 async def test_a_running_response_is_deleted_once_the_storage_takes_it(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.jobs.kept_responses.STORAGE_PAUSE_S", 0.001)
+    monkeypatch.setattr("app.jobs.stored_responses.STORAGE_PAUSE_S", 0.001)
     failures: list[Exception] = []
     remove = Catalog.remove_responses
 
@@ -896,7 +896,7 @@ async def test_one_whose_log_cannot_be_opened_is_not_stored(
     def failing(*_: object, **__: object) -> None:
         raise OSError(errno.EMFILE, "too many open files")
 
-    monkeypatch.setattr("app.jobs.kept_responses.AnswerLog", failing)
+    monkeypatch.setattr("app.jobs.stored_responses.AnswerLog", failing)
     gate = Gated(tokenizer)
     async with served(kept_by(tokenizer, gate), tmp_path) as app:
         assert (await ask(app, "POST", "/v1/responses", {"input": "Hi", "store": True})).status == 503
@@ -938,7 +938,7 @@ async def test_a_refusal_is_for_its_own_key(tokenizer: Tokenizer, tmp_path: Path
     made = uuid.UUID(int=5)
     async with served(kept_by(tokenizer, gate), tmp_path, keys=[entry(alice, "alice"), entry(bob, "bob")]) as app:
         with pytest.MonkeyPatch.context() as known:
-            known.setattr("app.api.endpoints.kept_responses.uuid.uuid4", lambda: made)
+            known.setattr("app.api.endpoints.stored_responses.uuid.uuid4", lambda: made)
             body = {"input": "Hi", "store": True}
             assert (await ask(app, "POST", "/v1/responses", body, key=alice)).status == 429
         path = f"/v1/responses/resp_{made.hex}"
@@ -949,8 +949,8 @@ async def test_a_refusal_is_for_its_own_key(tokenizer: Tokenizer, tmp_path: Path
 async def test_a_running_answer_counts_for_its_share_and_leaves_the_reserve_of_the_disk(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str
 ) -> None:
-    monkeypatch.setattr("app.jobs.kept_responses.LOOK_EVERY_BYTES", 500)
-    monkeypatch.setattr("app.jobs.kept_responses.STORAGE_PAUSE_S", 0.001)
+    monkeypatch.setattr("app.jobs.stored_responses.LOOK_EVERY_BYTES", 500)
+    monkeypatch.setattr("app.jobs.stored_responses.STORAGE_PAUSE_S", 0.001)
     shortages = ["the disk is full"] * 3
 
     def shortage(*_: object, share_of_reserve: float = 1.0) -> str | None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class LoadedModel(ABC):
     """A model's weights in the form of one implementation, and the model info measured from them."""
 
-    facts: ModelInfo
+    model_info: ModelInfo
     layers: dict[int, LayerShape]  # by layer index: the shape of the keys and values that the layer stores
     dtype: torch.dtype
     device: torch.device
@@ -52,7 +52,7 @@ class LoadedModel(ABC):
     def in_place_of(cls, own: LoadedModel, **more: Any) -> Self:
         """Return the model of another implementation in this one. more: fields that are missing or different there."""
         return cls(
-            facts=own.facts, layers=own.layers, dtype=own.dtype, device=own.device, groups=own.groups, **more
+            model_info=own.model_info, layers=own.layers, dtype=own.dtype, device=own.device, groups=own.groups, **more
         )  # fmt: skip
 
     @property
@@ -76,14 +76,14 @@ class LoadedModel(ABC):
         is_of_one_shape: whether layers of several shapes must be in one group.
         """
         groups = LayerGroups.of(
-            self.layers, windows, max_model_len=self.facts.max_model_len, stored_by=self.groups.stored_by,
+            self.layers, windows, max_model_len=self.model_info.max_model_len, stored_by=self.groups.stored_by,
             is_of_one_shape=is_of_one_shape,
         )  # fmt: skip
         if groups.num_groups == 1:
             return self
         window = groups.window + kept_beside
-        facts = replace(self.facts, num_window_groups=groups.num_groups - 1, window_tokens=window)
-        return replace(self, groups=groups, facts=facts)
+        model_info = replace(self.model_info, num_window_groups=groups.num_groups - 1, window_tokens=window)
+        return replace(self, groups=groups, model_info=model_info)
 
     def kv_namespace(self, config: EngineConfig) -> bytes:
         """Return a digest of all that determines the bytes of the KV memory: files, code, types and block layout."""

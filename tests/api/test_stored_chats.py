@@ -14,7 +14,7 @@ import pytest
 from app.errors import Failure, Overloaded
 from app.jobs.catalog import Catalog
 from app.text import Tokenizer
-from tests.api.test_kept_responses import Gated, copied_before_the_end, cut_anywhere, kept_by, without
+from tests.api.test_stored_responses import Gated, copied_before_the_end, cut_anywhere, kept_by, without
 from tests.kit.service import CALL, Answer, Connection, Service, bearer, entry, openai_client, served
 from tests.waiting import until
 
