@@ -1,12 +1,12 @@
-"""Computes steps on a GPU. Launches do not wait for the device, and most steps replay CUDA graphs.
+"""Runs steps on a GPU. Launches do not wait for the device, and most steps replay CUDA graphs.
 
-A step is hundreds of launches from Python, and a graph makes them one launch. Steps differ only in their inputs and
-sizes. The inputs are padded to the next of a few captured sizes (`captured_inputs.py`) and copied into tensors at fixed
-addresses, and the captured work is replayed. Decode steps are captured, and steps with prompts up to some number of
-tokens. A longer step, or a step that scores prompts or makes embeddings, runs eagerly.
+An eager step needs hundreds of launches from Python; a replayed graph needs one. Steps differ only in their inputs and
+sizes, so a step is padded to the next of a few captured sizes (`captured_inputs.py`), its inputs are copied to tensors
+at fixed addresses, and the captured work is replayed. Decode steps are captured, and so are steps with prompts up to a
+certain size. Larger steps, and steps that score prompts or compute embeddings, run eagerly.
 
-All work goes to one stream, in order: a step may be launched while the step before it runs, and reads the tokens of
-that step on the device.
+All work runs on one stream, in order. A step may therefore be launched while the previous step still runs, and reads
+the tokens that the previous step draws on the device.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 
 class GraphModelRunner(LeadingRunner):
-    """Launches the batches of one model. Batches that fit into a captured size are replayed; the rest run eagerly."""
+    """Launches the batches of one model. Batches that fit into a captured size are replayed; others run eagerly."""
 
     can_sleep = True
 
@@ -77,12 +77,14 @@ class GraphModelRunner(LeadingRunner):
         sampler: Sampler | None = None,
         may_adapt: bool = False,
     ) -> None:
-        """`prepare` captures every size up to `max_rows` sequences. Without `capture`, all steps run eagerly.
+        """Allocate nothing on the device yet; `prepare` captures the graphs.
 
-        stateful: the attention with the states of recurrent layers. With states, each step ends before the next starts.
+        stateful: the attention with recurrent states. With states, a step is launched only after the previous one ends.
+        max_rows: the most sequences of a captured step.
         max_tokens: the most tokens of a captured step with prompts; 0 to capture no such steps.
-        synchronize: waits for the device and raises the device's error; by default a device is never lost.
-        may_adapt: whether transformers' code may compute with adapters, in steps that run eagerly.
+        capture: None to run all steps eagerly.
+        synchronize: waits for the device and raises its error. The default never finds a device lost.
+        may_adapt: whether transformers' code may apply adapters, in eager steps. Our decoder has slots for them instead.
         """
         super().__init__()
         self._model = model
