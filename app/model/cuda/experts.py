@@ -29,8 +29,8 @@ class ExpertMixture:
 
     def __init__(self, settings: ExpertSettings, device: torch.device, *, batch_invariant: bool = False) -> None:
         self._settings = settings
-        # Before Hopper, torch multiplies one group after the other and waits for the device. Devices other than CUDA use
-        # the grouped product as an H100 does, so that a plan on the meta device is that of an H100.
+        # Before Hopper, torch multiplies one group after the other and waits for the device. Devices other than CUDA
+        # use the grouped product as an H100 does, so that a plan on the meta device is that of an H100.
         is_grouped = device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
         self._groups = is_grouped and not batch_invariant
         self._widen = device.type == "cpu"

@@ -98,7 +98,7 @@ def why_no_fp8(device: torch.device, *, on_a_cpu: str) -> str | None:
 
 
 def why_not_in_fp8(module: PreTrainedModel, num_ranks: int = 1) -> str | None:
-    """Return why a Llama-like model's matrices cannot be in FP8, or None if they can. Experts stay out of FP8 anyhow."""
+    """Return why a Llama-like model's matrices cannot be in FP8, or None. Experts' matrices are never in FP8."""
     config, head_dim = module.config, max(head_dims_of(module), default=0)
     sizes = {
         "hidden size": config.hidden_size,

@@ -20,9 +20,9 @@ class CudaCapture:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.renew()
-        # Warm-ups and captures share one stream, because cuBLAS allocates a workspace of some 32 MiB for each stream. It
-        # is private: when a graph of another owner on the stream is destroyed, torch frees the workspace although the
-        # remaining graphs use it (pytorch issue 193402).
+        # Warm-ups and captures share one stream, because cuBLAS allocates a workspace of some 32 MiB for each stream.
+        # Nothing else uses this stream: if a graph of another owner on the stream is destroyed, torch frees the
+        # workspace although the remaining graphs use it (pytorch issue 193402).
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def renew(self) -> None:
