@@ -131,7 +131,7 @@ class LostDevices:
     clock: Callable[[], float] = time.time
 
     def note(self, backends: Iterable[str], reason: str, at: float | None = None) -> None:
-        """Record that these backends ended a process at the time `at`, by default now. Never fails, but may warn."""
+        """Record that these backends ended a process at the time `at`, by default now. Only logs a failed write."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with locked(self.path.with_suffix(".lock")):
@@ -317,7 +317,7 @@ class Ladder:
         )
 
     def agree(self, minimum: Callable[[int], int]) -> None:
-        """Exclude every backend that any rank excludes, because all ranks must run the same one. All ranks must call.
+        """Exclude every backend that any rank excludes, because ranks share one backend. Must be called on all ranks.
 
         minimum: returns the smallest number that any rank passes.
         """
@@ -338,7 +338,7 @@ class Ladder:
         return self.taken(EAGER)
 
     def taken(self, backend: str) -> ChosenBackend:
-        """Record that this backend runs steps from now on, also for the case of a crash, and return the report."""
+        """Return the report of a replica that runs steps with this backend, and leave a note in case they crash."""
         self._current = backend
         self.lost.watch(self._alike_in_steps(), _IN_A_STEP)
         return ChosenBackend(backend, dict(self.failed))

@@ -182,7 +182,7 @@ def _with_state_slots(config: EngineConfig, model: LoadedModel, gpu_bytes: int |
 
 
 def _num_state_slots(config: EngineConfig, states: Sequence[StateShape], gpu_bytes: int | None = None) -> int:
-    """Return the number of state slots, 0 without recurrent layers. Raises InvalidSetup if too few slots fit."""
+    """Return the number of state slots, 0 without recurrent layers. Raises InvalidSetup if they do not fit."""
     if not states:
         return 0
     max_running = config.scheduler.max_running

@@ -33,7 +33,7 @@ from app.model.source import ModelSource, refusing_what_fails
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedMemory:
-    """The memory that a replica would need, and the sizes that its KV memory is made of."""
+    """The memory that a replica would need, with the sizes of its KV blocks and state slots."""
 
     needs: MemoryNeeds
     block_bytes: int
@@ -171,7 +171,7 @@ def planned_gpu_model(config: EngineConfig, *, dtype: torch.dtype, num_ranks: in
 
 @torch.inference_mode()
 def planned_native_model(config: EngineConfig) -> NativeModel:
-    """Build the model for the C++ decoder, without weights. Raises UnsupportedModel if the decoder does not fit."""
+    """Build the model for the C++ decoder, without weights. Raises UnsupportedModel if it is not supported."""
     source = _source(config, _dtype_on_cpu(config))
     with refusing_what_fails(config.model.path):
         return NativeModel.planned(source, TransformersModel.planned(source))

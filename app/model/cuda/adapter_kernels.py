@@ -31,7 +31,7 @@ def shrink_kernel(
     x,  # [num_tokens, num_inputs]
     scales,  # [num_tokens]; read if x is in FP8
     order,  # [num_places] int64: tokens, grouped by adapter
-    tiles,  # [3, num_tiles] int64: slot, first place in the order, number of rows; the slot of an unused tile is -1
+    tiles,  # [3, num_tiles] int64: slot, first index in `order`, number of rows; the slot of an unused tile is -1
     down,  # [num_slots, num_parts, max_rank, num_inputs]
     ranks,  # [num_parts, num_slots] int32; 0 if the adapter does not change this part
     low,  # [num_splits, num_places, num_parts, max_rank] float32; written up to the rank, rounded up to a tile

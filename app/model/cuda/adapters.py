@@ -102,7 +102,7 @@ class _StackedUpdates:
 class AdapterSlots:
     """The memory of a model's adapters, and the products with their matrices. Any thread may load and free adapters.
 
-    On ranks, each rank stores only its part of each adapter.
+    A rank stores only its part of each adapter.
     """
 
     def __init__(self, weights: CudaWeights, num_slots: int, *, num_ranks: int = 1) -> None:
@@ -140,7 +140,7 @@ class AdapterSlots:
     def load(self, weights: AdapterWeights) -> SlottedAdapter:
         """Write an adapter to a free slot. The caller must ensure that a slot is free.
 
-        The write waits for launched steps, which may still read the slot. Of several ranks, only rank 0 calls this.
+        The write waits for launched steps, which may still read the slot. Only rank 0 may call this.
         """
         slot = self._free.pop()
         try:

@@ -52,7 +52,7 @@ def invariant_mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 def invariant_addmm(
     bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> torch.Tensor:
-    """Multiply like `invariant_mm` and add a bias, [num_columns]. Raises UnsupportedModel for factors or other sums."""
+    """Multiply like `invariant_mm` and add a bias, [num_columns]. Raises UnsupportedModel for any other addend."""
     if beta != 1 or alpha != 1 or bias.dim() != 1:
         raise UnsupportedModel("batch_invariant: the model adds something other than a bias to a matrix product")
     return _product(left[None], right[None], bias)[0]
@@ -68,7 +68,7 @@ def invariant_scaled_mm(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> torch.Tensor:
-    """Multiply FP8 matrices (`fp8.py`). row_scales: [num_rows, 1]; column_scales: [1, num_columns], others raise."""
+    """Multiply FP8 matrices. Requires one scale for each row, [num_rows, 1], and each column, [1, num_columns]."""
     if row_scales.numel() != len(left) or column_scales.numel() != right.shape[1] or out_dtype is None:
         raise UnsupportedModel("batch_invariant: the model has FP8 weights with a scale for each block of numbers")
     return _product(left[None], right[None], bias, scales=(row_scales, column_scales), dtype=out_dtype)[0]

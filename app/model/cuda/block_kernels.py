@@ -16,7 +16,7 @@ def copy_block_kernel(
     takes: tl.constexpr,  # whether to copy the block to the buffer; otherwise the buffer is copied to the block
     tile: tl.constexpr,  # words per program
 ):
-    """Copy one block between the tensors and the buffer. Grid: (num_tensors, tiles of the tensor with most words)."""
+    """Copy one block between the tensors and the buffer. Grid: (num_tensors, tiles of the largest part)."""
     number = tl.program_id(0)
     size = tl.load(tensors + num_tensors + number)
     at = tl.program_id(1) * tile + tl.arange(0, tile)

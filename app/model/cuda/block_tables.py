@@ -1,4 +1,4 @@
-"""Block tables on the device. They persist between steps, so each step copies only the new block ids."""
+"""Block tables that persist on the device between steps, so that each step copies only the new block ids."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from app.model.inputs import to_device
 
 @dataclass(slots=True)
 class _Row:
-    """A sequence's row in the table. It references the list of block ids, so that no new list can get the same `id`."""
+    """A sequence's row in the table. Holds a reference to the list of block ids, so no new list can get its `id`."""
 
     index: int
     block_ids: list[int]

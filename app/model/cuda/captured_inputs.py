@@ -32,7 +32,7 @@ class StepSize:
     """The limits of a captured step: it can replay any batch that stays within them."""
 
     num_tokens: int
-    num_rows: int  # sequences, and tokens with logits
+    num_rows: int  # limits both the sequences and the tokens with logits
     max_longer: int = 0  # sequences with several tokens (prompts or drafts); 0 for a decode step, with one token each
     has_adapters: bool = False  # whether sequences may use adapters
 
@@ -63,7 +63,7 @@ def coarse_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
 def mixed_sizes(*, max_rows: int, max_tokens: int) -> tuple[StepSize, ...]:
     """Return the sizes of steps with prompts to capture, of up to `max_tokens` tokens, ascending.
 
-    Every doubling has four sizes. Beyond 256 tokens, where each token costs time, padding adds at most a quarter.
+    From 256 tokens on, where each token costs time, each doubling has four sizes, so padding adds at most a quarter.
     """
     if max_tokens < 2:
         return ()

@@ -26,8 +26,8 @@ from app.model.parallel.split_plan import Exchange
 
 _KERNELS_PER_LAYER = 6  # launches of our own kernels for a layer in a decode step, including attention
 _KERNELS_OF_EXPERTS = 8  # the same for a layer with experts
-_GATE_TILE = 1024  # outputs per program, which are eight for each thread of four warps
-# Queries per warp: eight numbers for each thread. A thread needs at least one, because queries change in place.
+_GATE_TILE = 1024  # outputs per program, eight for each thread of its four warps
+# Eight numbers of queries for each thread. A thread needs at least one, because queries change in place.
 _NUMBERS_PER_WARP = 256
 _NORM_NUMBERS_PER_WARP = 512
 
@@ -45,7 +45,7 @@ class CudaDecoder:
         num_layers: int = 0,
         group: Exchange | None = None,
     ) -> None:
-        """num_layers: run only the first layers, then the final norm and the head; 0 for all layers.
+        """Run the first `num_layers` layers, or all if it is 0, followed by the final norm and the head.
 
         group: the ranks, if the weights are one rank's part. All ranks run every step, but only rank 0 gets all logits.
         """

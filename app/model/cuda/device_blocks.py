@@ -22,7 +22,7 @@ _TILE = 2048  # words that a program copies
 
 
 class DeviceBlocks(BlockMemory):
-    """Access to a GPU's KV memory by block, until `leave`. After `come_back` it may lie at other addresses."""
+    """Gives any thread access to the blocks of a GPU's KV memory, except between `leave` and `come_back`."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy block 0 out and back once to compile the kernel. Each tensor's first dimension counts the blocks."""
@@ -65,7 +65,7 @@ class DeviceBlocks(BlockMemory):
             yield _Copies(self, stream)
 
     def copy(self, block_id: int, buffer: memoryview, stream: torch.cuda.Stream | None, *, takes: bool) -> bool:
-        """Copy a block to the buffer if `takes`, else the buffer to the block. Return False after `leave`."""
+        """Copy a block to the buffer if `takes`, else the buffer to the block, and wait. Return False after `leave`."""
         with self._lock:
             if self._table is None:
                 return False

@@ -20,7 +20,7 @@ def scale_of(largest):
 
 @triton.jit
 def scaled(x, scale):
-    """Divide float32 numbers by their scale and clamp them to the range of FP8. NaN stays NaN, to remain visible."""
+    """Divide float32 numbers by their scale and clamp them to the range of FP8. NaN stays NaN."""
     return tl.clamp(x / scale, -_LARGEST, _LARGEST, propagate_nan=_KEEPS_NAN)
 
 

@@ -184,7 +184,7 @@ def _attend(
 
 @triton.jit
 def _blocks(table, start, last, block_size: tl.constexpr, tile: tl.constexpr):
-    """Return the block of each key in a tile, or one block if it holds the whole tile. Keys from `last` on get any."""
+    """Return the block of each key in a tile, or one block if it holds the tile. Keys from `last` on get any block."""
     at = start if block_size % tile == 0 else start + tl.arange(0, tile)
     return tl.load(table + tl.maximum(tl.minimum(at, last - 1), 0) // block_size)
 
@@ -277,7 +277,7 @@ def decode_kernel(
 
 @triton.jit
 def _with_sink(sinks, is_row, highest, total, weighted):
-    """Add the weight of each row's sink to `total`, which needs `total` and `weighted` rescaled. Return both."""
+    """Rescale `total` and `weighted` to include each row's sink, add its weight to `total`, and return both."""
     sink = tl.load(sinks, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
     above = tl.maximum(highest, sink)
     shrink = tl.exp2(highest - above)

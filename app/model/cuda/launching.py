@@ -1,6 +1,6 @@
 """Imports Triton kernels on first use, and runs copies beside the steps.
 
-Machines without Triton also import the modules that launch the kernels, so those must not import them at the top.
+Machines without Triton also import the modules that launch kernels, so these modules must not import kernels directly.
 """
 
 from __future__ import annotations

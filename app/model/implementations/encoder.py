@@ -85,7 +85,9 @@ def load_encoder(config: ModelConfig, location: str) -> LoadedEncoder:
         ("require", config.require, None),
     ):
         if given != usual:
-            raise InvalidSetup(f"model.{name} is {given}, which no encoder has; {config.path} is one: leave it out")
+            raise InvalidSetup(
+                f"model.{name} is {given}, which encoders do not support; leave it out, as {config.path} is an encoder"
+            )
     device, chosen = device_of(config), dtype_of(config, location)
     with refusing_what_fails(config.path):
         return _verified(config, location, device, chosen.dtype)

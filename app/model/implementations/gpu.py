@@ -64,7 +64,7 @@ def verified_graph_runner(config: EngineConfig, model: LoadedModel, num_blocks: 
         block_size=config.cache.block_size, num_blocks=num_blocks // num_groups, num_groups=num_groups,
         max_blocks=max_blocks, max_rows=config.scheduler.max_running,
     )  # fmt: skip
-    # The trial uses the served tensors, so it also compiles the kernels that the first request will need.
+    # The trial uses the attention that is served, so it also compiles the kernels that the first request will need.
     quantization = "fp8" if config.cache.dtype == "fp8" else config.model.quantization
     with BatchInvariantMode() if config.model.batch_invariant else nullcontext():  # type: ignore[no-untyped-call]
         tried = _with_states(config, model, attention, blocks.num_state_slots) or attention

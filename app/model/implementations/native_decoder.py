@@ -98,7 +98,7 @@ class NativeModel(LoadedModel):
 
     @classmethod
     def verified_before(cls, source: ModelSource) -> NativeModel | None:
-        """Load the model if an earlier start has verified it, otherwise return None. Reads no weights if only planning.
+        """Load the model if an earlier start has verified it, or return None. Reads no weights on the meta device.
 
         Does not import transformers, which would take longer than the import of torch.
         """
@@ -130,7 +130,7 @@ class NativeModel(LoadedModel):
 
     @classmethod
     def planned(cls, source: ModelSource, own: TransformersModel) -> NativeModel:
-        """Build the model on the meta device, without weights. Raises UnsupportedModel if the decoder does not fit."""
+        """Build the model on the meta device, without weights. Raises UnsupportedModel if it is not supported."""
         reason = cls.why_not(source, own)
         if reason is not None:
             raise UnsupportedModel(

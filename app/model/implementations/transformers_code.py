@@ -104,7 +104,7 @@ class TransformersModel(LoadedModel):
         model = cls._of(source, module, step, reference, mapped)
         if reason := why_places_matter(module, model.model_info.max_model_len):
             raise UnsupportedModel(f"{config.path} cannot run on paged attention: {reason}")
-        if source.found.get_text_config() is not source.found:  # a model that accepts images may number tokens its way
+        if source.found.get_text_config() is not source.found:  # models that accept images may choose other positions
             _verify_numbering(module, reference, type(step)())
         if mapped is None and not model.uses_own_attention:
             _verify_positions(module, reference, model.model_info.max_model_len)
@@ -389,7 +389,7 @@ def _probe(module: PreTrainedModel, token_ids: torch.Tensor, positions: torch.Te
 
 
 def _check_states(source: ModelSource, module: PreTrainedModel, step: ProbeStep) -> None:
-    """Raise UnsupportedModel if the model has recurrent layers but the trial pass has met none of our operators."""
+    """Raise UnsupportedModel if the model has recurrent layers that do not call our operators."""
     path, kinds = source.config.path, ", ".join(sorted(source.layers_with_states))
     if kinds and not step.states:
         raise UnsupportedModel(f"{path} ({module.config.model_type}) {not_computed(kinds)}")
@@ -402,7 +402,7 @@ def _verify_numbering(module: PreTrainedModel, reference: Reference, step: Probe
 
 
 def _verify_positions(module: PreTrainedModel, reference: Reference, max_model_len: int) -> None:
-    """Refuse a model whose outputs change when the same step has another token at a very high position."""
+    """Refuse a model whose positions depend on the step's other tokens, tested with a token at a very high position."""
     beside = torch.full_like(reference.positions[:, :1], max_model_len - 1)
     token_ids = torch.cat((reference.token_ids, reference.token_ids[:, :1]), dim=1)
     found = run_module(module, token_ids, torch.cat((reference.positions, beside), dim=1), ProbeStep())
