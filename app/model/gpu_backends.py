@@ -264,7 +264,7 @@ class Ladder:
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-        self.lost.watch(self._alike(backend), _AT_LOAD)
+        self.lost.watch(self._same_code_at_load(backend), _AT_LOAD)
         is_loaded, self.has_weights = False, False
         try:
             yield
@@ -274,7 +274,7 @@ class Ladder:
                 raise
             self.fail([backend], error.message)
         except BackendFailed as error:
-            self.fail(self._alike(backend), str(error))
+            self.fail(self._same_code_at_load(backend), str(error))
         except (CarouselError, MemoryError, ExchangeFailed):
             raise
         except Exception as error:
@@ -282,13 +282,13 @@ class Ladder:
                 raise
             reason = cause_of(error)
             if is_lost(self.device):
-                self._end(self._alike(backend), f"the device is lost to this process: {reason}")
-            self.fail(self._alike(backend), reason)
+                self._end(self._same_code_at_load(backend), f"the device is lost to this process: {reason}")
+            self.fail(self._same_code_at_load(backend), reason)
         finally:
             if not is_loaded:
                 close_note()
 
-    def _alike(self, backend: str) -> list[str]:
+    def _same_code_at_load(self, backend: str) -> list[str]:
         """Return the backends that run the same code during the load, before graphs are captured."""
         if backend not in (GRAPHS, EAGER):
             return [backend]
@@ -340,16 +340,16 @@ class Ladder:
     def taken(self, backend: str) -> ChosenBackend:
         """Return the report of a replica that runs steps with this backend, and leave a note in case they crash."""
         self._current = backend
-        self.lost.watch(self._alike_in_steps(), _IN_A_STEP)
+        self.lost.watch(self._same_code_in_steps(), _IN_A_STEP)
         return ChosenBackend(backend, dict(self.failed))
 
     def note_loss(self, reason: str) -> None:
         """Record in the file that the device was lost in a step of the current backend."""
-        self.lost.note(self._alike_in_steps(), f"{_IN_A_STEP}{reason}")
+        self.lost.note(self._same_code_in_steps(), f"{_IN_A_STEP}{reason}")
 
-    def _alike_in_steps(self) -> list[str]:
+    def _same_code_in_steps(self) -> list[str]:
         """Return the backends that run the same code in steps. Without captured graphs, `graphs` runs like `eager`."""
-        return [GRAPHS] if self._current == GRAPHS else self._alike(self._current)
+        return [GRAPHS] if self._current == GRAPHS else self._same_code_at_load(self._current)
 
     def _too_slow(self) -> InvalidSetup:
         model = self.config.model

@@ -14,7 +14,7 @@ from app.engine.model_runner import BlockCopies, BlockMemory
 class HostBlocks(BlockMemory, BlockCopies):
     """Access by block to the tensors of a CPU's KV memory, and by slot to the states of recurrent layers (`states`).
 
-    A thread that waits for a folder or another replica may hold this object for long, so `leave` drops the tensors.
+    A thread that waits for a folder or another replica may hold this object for long, so `release` drops the tensors.
     """
 
     states: HostBlocks | None
@@ -25,13 +25,13 @@ class HostBlocks(BlockMemory, BlockCopies):
         self._sizes = [each.nbytes // len(each) for each in tensors]
         self.block_bytes = sum(self._sizes)
         self._lock = threading.Lock()
-        # Guarded by _lock; empty after `leave`.
+        # Guarded by _lock; empty after `release`.
         self._tensors = [each.flatten().view(torch.uint8).numpy().data for each in tensors]
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Drop the tensors for good, so that later copies return False. Waits until a running copy is done."""
         if self.states is not None:
-            self.states.leave()
+            self.states.release()
         with self._lock:
             self._tensors = []
 
@@ -56,7 +56,7 @@ class HostBlocks(BlockMemory, BlockCopies):
             return bool(self._tensors)
 
     def _parts(self, block_id: int) -> Iterator[tuple[int, memoryview]]:
-        """Yield each tensor's part of a block, with its offset in the buffer. Yields nothing after `leave`."""
+        """Yield each tensor's part of a block, with its offset in the buffer. Yields nothing after `release`."""
         at = 0
         for tensor, size in zip(self._tensors, self._sizes, strict=False):
             yield at, tensor[block_id * size : (block_id + 1) * size]

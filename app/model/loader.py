@@ -127,7 +127,7 @@ def _with_memory(
     of_draft = config.of_draft_model
     draft = None if of_draft is None else _load(of_draft, None)
     if draft is None and not keeps_all:  # a draft model uses the same block ids, so no blocks may be freed early
-        model = model.giving_back()
+        model = model.with_window_groups()
     needs_slots = bool(model.states) and config.cache.num_state_slots is None
     is_measured = model.device.type == "cuda" and (config.cache.num_blocks is None or needs_slots)
     gpu_bytes = bytes_for_kv(config, model, gpu_share) if is_measured else None
@@ -242,10 +242,12 @@ def load_model(
         cache=checks, group=group,
     )  # fmt: skip
     with refusing_what_fails(config.path, group):
-        return _by_first_way(source, chosen, check_states)
+        return _load_in_first_implementation(source, chosen, check_states)
 
 
-def _by_first_way(source: ModelSource, chosen: ChosenDtype, check_states: CheckStates | None) -> LoadedModel:
+def _load_in_first_implementation(
+    source: ModelSource, chosen: ChosenDtype, check_states: CheckStates | None
+) -> LoadedModel:
     """Load the model in the first implementation that supports it. chosen: the number type and its reason, to log."""
     config = source.config
     way = _decoder_for(config, source.device)
@@ -253,7 +255,7 @@ def _by_first_way(source: ModelSource, chosen: ChosenDtype, check_states: CheckS
     if reason is not None and config.quantization != "none":
         raise refused_quantization(config, reason)
     logger.info("%s: the type is %s: %s", config.path, chosen.name, chosen.reason)
-    if reason is None and way is NativeModel and (before := NativeModel.verified_before(source)) is not None:
+    if reason is None and way is NativeModel and (before := NativeModel.load_if_verified(source)) is not None:
         return before
     _check_before_weights(source, check_states)
     if reason is not None:

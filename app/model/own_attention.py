@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
 
-def attend_by_own_code(module: PreTrainedModel) -> None:
+def keep_own_attention(module: PreTrainedModel) -> None:
     """Make a module use its own attention. transformers' `set_attn_implementation` has no effect on old code."""
     from transformers import PreTrainedConfig
 

@@ -179,7 +179,7 @@ def planned_native_model(config: EngineConfig) -> NativeModel:
 
 @torch.inference_mode()
 def _planned_by_cache(config: EngineConfig, *, keeps_all: bool) -> PlannedMemory:
-    model = NativeModel.verified_before(_source(config, _dtype_on_cpu(config)))
+    model = NativeModel.load_if_verified(_source(config, _dtype_on_cpu(config)))
     return _planned(config, planned_native_model(config) if model is None else model, keeps_all=keeps_all)
 
 
@@ -201,7 +201,7 @@ def _source(config: EngineConfig, dtype: torch.dtype) -> ModelSource:
 def _planned(config: EngineConfig, model: LoadedModel, *, keeps_all: bool = False) -> PlannedMemory:
     """keeps_all: plan to keep the blocks behind windows, which tiers and draft models always need."""
     if not (keeps_all or config.cache.tiers or config.of_draft_model):
-        model = model.giving_back()
+        model = model.with_window_groups()
     block_size, model_info = config.cache.block_size, model.model_info
     pool = BlockPool.of(model_info, config.scheduler, num_blocks=0, block_size=block_size)
     return PlannedMemory(

@@ -122,7 +122,7 @@ class AdapterSlots:
         # All writes share one stream: torch has a pool of 32 streams, and a new one could be the stream of a capture.
         self._stream = torch.cuda.Stream(like.device) if like.is_cuda else None  # type: ignore[no-untyped-call]
         self._writing = threading.Lock()
-        self._late: dict[int, AdapterWeights] | None = None  # by slot: adapters to write in `come_back`; None: awake
+        self._late: dict[int, AdapterWeights] | None = None  # by slot: adapters to write in `resume`; None: awake
 
     def tensors(self) -> Iterator[torch.Tensor]:
         for each in self._stacked.values():
@@ -165,11 +165,11 @@ class AdapterSlots:
         self._free.append(adapter.slot)
 
     def suspend_device(self) -> None:
-        """Postpone all writes until `come_back`. Call before the memory is freed."""
+        """Postpone all writes until `resume`. Call before the memory is freed."""
         with self._writing:
             self._late = {}
 
-    def come_back(self) -> None:
+    def resume(self) -> None:
         """Write the adapters that were loaded since `suspend_device`. Call after the memory is restored."""
         with self._writing:
             late, self._late = self._late or {}, None

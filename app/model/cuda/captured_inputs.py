@@ -107,10 +107,8 @@ class CapturedInputs:
         num_groups = attention.groups.num_groups
         columns = self._columns(EMPTY_BATCH, PackedColumns([], [], [], [[]] * num_groups), [[]] * num_groups)
         ends = list(accumulate(map(_room, columns)))
-        self._model_info = to_device(_joined(columns), attention.device)
-        views = [
-            self._model_info[end - _room(column) :][: len(column)] for column, end in zip(columns, ends, strict=True)
-        ]
+        self._numbers = to_device(_joined(columns), attention.device)
+        views = [self._numbers[end - _room(column) :][: len(column)] for column, end in zip(columns, ends, strict=True)]
         self.token_ids, self.positions, self.logits_indices, *others = views
         slots, single, adapted = others[:num_groups], others[num_groups : 2 * num_groups], others[2 * num_groups :]
         self.adapted = None  # the rows with adapters, if the size has adapters
@@ -127,8 +125,8 @@ class CapturedInputs:
         packed = packed_columns(batch, block_size=self._attention.block_size)
         segments = self._attention.segments(batch.scheduled)
         numbers = _joined(self._columns(batch, packed, [single for single, _ in segments]))
-        self._model_info.copy_(
-            torch.tensor(numbers, dtype=torch.long, pin_memory=self._model_info.is_cuda), non_blocking=True
+        self._numbers.copy_(
+            torch.tensor(numbers, dtype=torch.long, pin_memory=self._numbers.is_cuda), non_blocking=True
         )
         for pieces, (_, longer) in zip(self._pieces, segments, strict=False):  # a decode step has no pieces
             pieces.fill(longer, first_spare=len(packed.token_ids))

@@ -88,7 +88,7 @@ def add_norm_kernel(
 
 
 @triton.jit
-def _turned(
+def _rotated(
     heads,  # pointers to the first halves, [num_rows, half_padded]
     inside,  # [num_rows, half_padded]
     norm,  # [head_dim]
@@ -154,12 +154,12 @@ def rotate_write_kernel(
     in_group = tl.arange(0, group_padded)[:, None]
     queries = row + (kv_head * group + in_group) * head_dim + at[None, :]
     is_query = (in_group < group) & is_half
-    first, second = _turned(queries, is_query, query_norm, cosine, sine, epsilon, half, half_padded, has_norm)
+    first, second = _rotated(queries, is_query, query_norm, cosine, sine, epsilon, half, half_padded, has_norm)
     tl.store(queries, first.to(dtype), mask=is_query)
     tl.store(queries + half, second.to(dtype), mask=is_query)
 
     key = row + (group * num_kv_heads + kv_head) * head_dim + at[None, :]
-    first, second = _turned(key, is_half, key_norm, cosine, sine, epsilon, half, half_padded, has_norm)
+    first, second = _rotated(key, is_half, key_norm, cosine, sine, epsilon, half, half_padded, has_norm)
     out = slot * (num_kv_heads * head_dim) + kv_head * head_dim + at[None, :]
     scale = key_scales(scales, slot // block_size, slot % block_size, kv_head, num_kv_heads, block_size)
     _store_head(first.to(dtype), second.to(dtype), is_half, half, keys + out, scale, in_fp8)

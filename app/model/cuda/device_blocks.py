@@ -22,7 +22,7 @@ _TILE = 2048  # words that a program copies
 
 
 class DeviceBlocks(BlockMemory):
-    """Gives any thread access to the blocks of a GPU's KV memory, except between `leave` and `come_back`."""
+    """Gives any thread access to the blocks of a GPU's KV memory, except between `suspend` and `resume`."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy block 0 out and back once to compile the kernel. Each tensor's first dimension counts the blocks."""
@@ -33,7 +33,7 @@ class DeviceBlocks(BlockMemory):
         self.block_bytes = sum(self._sizes) * _WORD_BYTES
         self._lock = threading.Lock()
         self._table: torch.Tensor | None = None  # None while the memory is given up
-        self.come_back()
+        self.resume()
         buffer = self.new_buffer()
         with self.copies() as copies:
             copies.take(0, buffer)
@@ -43,12 +43,12 @@ class DeviceBlocks(BlockMemory):
     def is_there(self) -> bool:
         return self._table is not None
 
-    def leave(self) -> None:
-        """Refuse all copies until `come_back`. Call before the memory is freed; blocks until a running copy is done."""
+    def suspend(self) -> None:
+        """Refuse all copies until `resume`. Call before the memory is freed; blocks until a running copy is done."""
         with self._lock:
             self._table = None
 
-    def come_back(self) -> None:
+    def resume(self) -> None:
         """Allow copies again. Call after the memory is restored: the tensors' new addresses are read here."""
         firsts = [0, *accumulate(self._sizes)][:-1]
         table = [[each.data_ptr() for each in self._tensors], self._sizes, firsts]
@@ -65,7 +65,7 @@ class DeviceBlocks(BlockMemory):
             yield _Copies(self, stream)
 
     def copy(self, block_id: int, buffer: memoryview, stream: torch.cuda.Stream | None, *, takes: bool) -> bool:
-        """Copy a block to the buffer if `takes`, else the buffer to the block, and wait. Return False after `leave`."""
+        """Copy a block to the buffer if `takes`, else back, and wait. Return False after `suspend`."""
         with self._lock:
             if self._table is None:
                 return False

@@ -47,7 +47,7 @@ def in_fp8(rows: torch.Tensor) -> Fp8Rows:
     return Fp8Rows(values, scales)
 
 
-def below_each_other(pieces: Sequence[Fp8Rows]) -> Fp8Rows:
+def concatenated(pieces: Sequence[Fp8Rows]) -> Fp8Rows:
     """Concatenate the rows of all pieces. A single piece is returned without a copy."""
     if len(pieces) == 1:
         return pieces[0]

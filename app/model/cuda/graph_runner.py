@@ -102,7 +102,7 @@ class GraphModelRunner(LeadingRunner):
         )
         self._drawn: torch.Tensor | None = None  # [num_sampled], the tokens of the last launched step
         self._logits: torch.Tensor | None = None  # [most rows of a size, vocab_size], overwritten by each replay
-        self._likeliest: torch.Tensor | None = None  # [most rows of a size] int64, the argmax of `_logits`
+        self._argmax: torch.Tensor | None = None  # [most rows of a size] int64, the argmax of `_logits`
         self._graphs: dict[StepSize, _Graph] = {}
         self._decode_sizes = tuple(decode_size(num_rows) for num_rows in graph_sizes(max_rows))  # ascending
         self._mixed_sizes: tuple[StepSize, ...] = ()  # captured sizes only, ascending
@@ -144,7 +144,7 @@ class GraphModelRunner(LeadingRunner):
         self._finding_loss.check(error)
         logger.warning("steps run without CUDA graphs, slower: %s", reason)
         self._graphs.clear()
-        self._logits = self._likeliest = None
+        self._logits = self._argmax = None
         if self._ladder is not None:
             self.backend = self._ladder.without_graphs(reason)
 
@@ -194,9 +194,9 @@ class GraphModelRunner(LeadingRunner):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         self._graphs.clear()
-        self._drawn = self._logits = self._likeliest = None
+        self._drawn = self._logits = self._argmax = None
         if self._blocks is not None:
-            self._blocks.leave()
+            self._blocks.suspend()
         if (adapters := self._model.adapters or self.adapting) is not None:
             adapters.suspend_device()
         self._away = HostCopy(self._model.tensors(), (*self._attention.kv_tensors, *self._states))
@@ -207,12 +207,12 @@ class GraphModelRunner(LeadingRunner):
     def wake(self) -> None:
         """Move the weights back and capture all graphs again, because the weights' addresses have changed."""
         assert self._away is not None, "this runner does not sleep"
-        self._away.come_back()
+        self._away.resume()
         self._away = None
         if self._blocks is not None:
-            self._blocks.come_back()
+            self._blocks.resume()
         if (adapters := self._model.adapters or self.adapting) is not None:
-            adapters.come_back()
+            adapters.resume()
         if isinstance(self._captured_by, CudaCapture):
             self._captured_by.renew()
         self._capture = self._captured_by
@@ -288,7 +288,7 @@ class GraphModelRunner(LeadingRunner):
         if known is not inputs.token_ids:
             inputs.token_ids.copy_(known)
         logits = graph.replay()[: len(batch.sampled)]
-        return Prediction(logits, None if self._likeliest is None else self._likeliest[: len(logits)])
+        return Prediction(logits, None if self._argmax is None else self._argmax[: len(logits)])
 
     def _known(self, token_ids: torch.Tensor, items: Sequence[ScheduledSequence]) -> torch.Tensor:
         """Return the token ids with placeholders replaced by the tokens of the previous step, on the device."""
@@ -463,7 +463,7 @@ class GraphModelRunner(LeadingRunner):
         return self._static_logits(self._inputs_of(size))
 
     def _static_logits(self, inputs: CapturedInputs) -> torch.Tensor:
-        """Run the work to capture, from inputs on the device to `_logits` and `_likeliest` on the device."""
+        """Run the work to capture, from inputs on the device to `_logits` and `_argmax` on the device."""
         with self._arithmetic():
             logits = self._forward.compute(
                 inputs.token_ids[None],
@@ -473,11 +473,11 @@ class GraphModelRunner(LeadingRunner):
                 adapted=inputs.adapted,
             ).logits
         num_rows = logits.shape[0]
-        if self._logits is None or self._likeliest is None:
+        if self._logits is None or self._argmax is None:
             self._logits = torch.empty_like(logits)
-            self._likeliest = torch.empty(num_rows, dtype=torch.long, device=logits.device)
+            self._argmax = torch.empty(num_rows, dtype=torch.long, device=logits.device)
         # Capture the argmax as well, so that greedy sequences need no launch after the replay.
-        torch.argmax(logits, dim=-1, out=self._likeliest[:num_rows])
+        torch.argmax(logits, dim=-1, out=self._argmax[:num_rows])
         # All sizes share one result tensor: separate tensors would need vocab_size numbers for each row of each size.
         return self._logits[:num_rows].copy_(logits)
 
@@ -521,7 +521,7 @@ class HostCopy:
         for storage, _ in (*self._weights, *self._scratch):
             storage.resize_(0)
 
-    def come_back(self) -> None:
+    def resume(self) -> None:
         """Restore the weights, and fill the scratch memory with zeros. Raises torch's OutOfMemoryError."""
         for storage, host in self._weights:
             storage.resize_(len(host))

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from app.model.attention import AttentionRules
 from app.model.cpu.checkpoint import MappedModel
-from app.model.cuda.fp8 import FP8, Fp8Rows, Rows, below_each_other, in_fp8
+from app.model.cuda.fp8 import FP8, Fp8Rows, Rows, concatenated, in_fp8
 from app.model.llama import (
     EMBEDDING,
     HEAD,
@@ -136,9 +136,7 @@ def _matrix(weights: Weights, *linears: str) -> torch.Tensor:
 def _matrix_in_fp8(weights: Weights, stored: _StoredRows, *linears: str) -> Fp8Rows:
     """Concatenate the weights of linear layers like `_matrix`, converted to FP8 unless `stored` returns them in FP8."""
     found = ((name, stored(f"{name}.weight")) for name in linears)
-    return below_each_other(
-        [in_fp8(given(weights, f"{name}.weight")) if rows is None else rows for name, rows in found]
-    )
+    return concatenated([in_fp8(given(weights, f"{name}.weight")) if rows is None else rows for name, rows in found])
 
 
 def _stored_rows(mapped: MappedModel | None, layer: int) -> _StoredRows:

@@ -70,7 +70,7 @@ class CudaModel(LoadedModel):
         # Slots use memory even while no adapter is loaded, so they are allocated only if `max_loaded_adapters` is set.
         num_ranks = 1 if group is None else group.size
         adapters = None if max_adapters is None else AdapterSlots(weights, max_adapters, num_ranks=num_ranks)
-        return cls.in_place_of(own, weights=weights, reference=expected, group=group, adapters=adapters)
+        return cls.converted_from(own, weights=weights, reference=expected, group=group, adapters=adapters)
 
     @classmethod
     def planned(cls, source: ModelSource, own: TransformersModel) -> CudaModel:
@@ -111,7 +111,7 @@ class CudaModel(LoadedModel):
         return self
 
     @property
-    def in_one_group(self) -> Abilities:
+    def abilities_in_one_group(self) -> Abilities:
         return self.weights.settings.abilities
 
     def tensors(self) -> Iterator[torch.Tensor]:

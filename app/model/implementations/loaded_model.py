@@ -49,7 +49,7 @@ class LoadedModel(ABC):
     why_plain_draws: str | None = None  # why plain torch draws the tokens, if our sampling kernels failed on this GPU
 
     @classmethod
-    def in_place_of(cls, own: LoadedModel, **more: Any) -> Self:
+    def converted_from(cls, own: LoadedModel, **more: Any) -> Self:
         """Convert a model of another implementation to this one. more: the fields that the conversion cannot copy."""
         return cls(
             model_info=own.model_info, layers=own.layers, dtype=own.dtype, device=own.device, groups=own.groups, **more
@@ -60,7 +60,7 @@ class LoadedModel(ABC):
         """The layer shapes in one block of KV memory, by place in the block."""
         return self.groups.in_block(self.layers)
 
-    def giving_back(self) -> Self:
+    def with_window_groups(self) -> Self:
         """Return the model with windowed layers in separate groups, so that blocks behind the window can be freed.
 
         Returns the model itself if groups save no memory, or if the implementation supports only one group.
@@ -103,12 +103,12 @@ class LoadedModel(ABC):
     @property
     def abilities(self) -> Abilities:
         """The engine abilities that work with the model in its current groups of layers."""
-        own = self.in_one_group
+        own = self.abilities_in_one_group
         return own if self.groups.num_groups == 1 else replace(own, windows="freed")
 
     @property
     @abstractmethod
-    def in_one_group(self) -> Abilities:
+    def abilities_in_one_group(self) -> Abilities:
         """The abilities of the model while all its layers are in one group."""
 
     @abstractmethod

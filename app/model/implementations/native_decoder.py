@@ -94,10 +94,10 @@ class NativeModel(LoadedModel):
 
         source.log_gguf(is_kept=not bits)
         weights = shared_weights(pack, _sharing(source, settings))
-        return cls.in_place_of(own, weights=weights, states=own.states, reference=expected)
+        return cls.converted_from(own, weights=weights, states=own.states, reference=expected)
 
     @classmethod
-    def verified_before(cls, source: ModelSource) -> NativeModel | None:
+    def load_if_verified(cls, source: ModelSource) -> NativeModel | None:
         """Load the model if an earlier start has verified it, or return None. Reads no weights on the meta device.
 
         Does not import transformers, which would take longer than the import of torch.
@@ -144,7 +144,7 @@ class NativeModel(LoadedModel):
         if source.gguf is not None:
             files = source.checkpoint(Path(source.location))
             weights, bits = _sizes_of(files), _bits(source, files)
-        return cls.in_place_of(own, weights=pack_weights(weights, settings, bits=bits), states=own.states)
+        return cls.converted_from(own, weights=pack_weights(weights, settings, bits=bits), states=own.states)
 
     def difference(self, source: ModelSource) -> str | None:
         """Run trial steps with temporary KV memory and describe how they differ from the reference; None if they agree.
@@ -152,7 +152,7 @@ class NativeModel(LoadedModel):
         The first layer is compared by the logits that follow from its output.
         """
         assert self.reference is not None, "a model without a reference cannot be verified"
-        served, threads = self.giving_back(), ThreadPool(torch.get_num_threads())
+        served, threads = self.with_window_groups(), ThreadPool(torch.get_num_threads())
         blocks = TrialBlocks.enough(source.block_size, num_groups=served.groups.num_groups)
         pages = NativeKVCache(
             served.in_block, num_blocks=blocks.num_blocks * blocks.num_groups, block_size=source.block_size,
@@ -176,12 +176,12 @@ class NativeModel(LoadedModel):
             quantization = "int8"
         return self.reference.difference_in_steps(compute, blocks, quantization)
 
-    def giving_back(self) -> NativeModel:
+    def with_window_groups(self) -> NativeModel:
         windows = {index: layer.sliding_window for index, layer in enumerate(self.weights.settings.layers)}
         return self if self.states else self.with_groups(windows)
 
     @property
-    def in_one_group(self) -> Abilities:
+    def abilities_in_one_group(self) -> Abilities:
         return self.weights.settings.abilities
 
     def when_verified(self, source: ModelSource, own: TransformersModel) -> NativeModel:

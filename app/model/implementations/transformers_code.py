@@ -43,7 +43,7 @@ from app.model.inputs import build_inputs
 from app.model.kv_cache import KVCache, LayerGroups
 from app.model.latent_attention import store_expanded
 from app.model.memory import MemoryNeeds, is_out_of_memory
-from app.model.own_attention import CacheProbe, OwnAttention, attend_by_own_code
+from app.model.own_attention import CacheProbe, OwnAttention, keep_own_attention
 from app.model.packed_linear import pack_linear_layers
 from app.model.parallel.split_plan import SizesOfRank, SplitPlan
 from app.model.positions import fix_positions, why_places_matter
@@ -183,7 +183,7 @@ class TransformersModel(LoadedModel):
         )
 
     @property
-    def in_one_group(self) -> Abilities:
+    def abilities_in_one_group(self) -> Abilities:
         has_windows = any(rules.sliding_window for rules in self.rules.values())
         return Abilities(
             architecture=type(self.module).__name__,
@@ -191,7 +191,7 @@ class TransformersModel(LoadedModel):
             windows="kept" if has_windows else "none",
         )
 
-    def giving_back(self) -> TransformersModel:
+    def with_window_groups(self) -> TransformersModel:
         if self.group is not None or self.states or self.uses_own_attention:
             return self
         # The CUDA kernels load whole tiles of keys, so they may read up to a tile of keys behind the window.
@@ -216,7 +216,7 @@ class TransformersModel(LoadedModel):
 
     def _verify_on_cpu(self, source: ModelSource) -> None:
         """Verify steps with temporary KV memory, so that a wrong model is refused before its KV memory is allocated."""
-        served, block_size = self.giving_back(), source.block_size
+        served, block_size = self.with_window_groups(), source.block_size
         blocks = TrialBlocks.enough(block_size, num_groups=served.groups.num_groups)
         if self.uses_own_attention:
             own = self.plain_attention(blocks.num_blocks, block_size)
@@ -367,7 +367,7 @@ def _why_not_paged(source: ModelSource, module: PreTrainedModel, step: ProbeStep
 def _with_own_attention(source: ModelSource, module: PreTrainedModel, refusal: str) -> tuple[CacheProbe, Reference]:
     """Verify a model that keeps its own attention. refusal: why ours does not fit, quoted by an UnsupportedModel."""
     path, probe = source.config.path, CacheProbe()
-    attend_by_own_code(module)
+    keep_own_attention(module)
     try:
         reference = Reference.of(path, module, source.device)
         ours = run_module(module, reference.token_ids, reference.positions, probe)
