@@ -3,10 +3,9 @@
 An ingress sends requests and aborts. A replica sends frames, each with everything that is new since the last frame.
 
 Messages are encoded with msgpack, which holds plain values only, so bytes from a socket cannot run code. A message
-starts with its version and its length. Its fields are encoded by position, and the fields of a request by name. A
-reader ignores unknown fields and uses the defaults of missing fields. Replicas and ingresses of neighbouring versions
-therefore understand each other if new fields have a default and are added at the end. Any other change needs a new
-FRAME_VERSION.
+starts with its version and its length. Its fields are encoded by position, and a request's fields by name. A reader
+ignores unknown fields and uses defaults for missing ones, so that neighbouring versions understand each other if new
+fields have a default and are added at the end. Any other change needs a new FRAME_VERSION.
 
 A replica that ignored a request field would generate tokens that the client did not ask for. A replica therefore lists
 its known fields in its first frame, and an ingress sends a request only to replicas that know all of its fields.

@@ -167,8 +167,7 @@ class ReplicaRegistry:
 
         The caller asks for the next set if no replica of this set accepts the request. `cached` lists the replicas with
         the prefix, the longest match first. If all replicas were full a moment ago, the first set holds the replicas
-        that have had room since then. After this set, a request without constraints is refused with Overloaded, and
-        only a constrained request may search all replicas.
+        with room since then. After this set, only a constrained request may search all; others raise Overloaded.
         """
         if len(replica_ids) <= SMALL_FLEET:
             yield replica_ids
@@ -232,9 +231,8 @@ class ReplicaRegistry:
     ) -> Sequence[Candidate]:
         """Return the candidates for the policy: trusted members of the group with room, if there are any.
 
-        `are_all`: the candidates are all replicas. Otherwise the result is empty if no candidate accepts the request,
-        so that the caller tries more. Raises Overloaded if all replicas are full, or if none has a free slot and the
-        request may not wait.
+        `are_all`: the candidates are all replicas. Otherwise the result is empty if no candidate accepts the request.
+        Raises Overloaded if all replicas are full, or if none has a free slot and the request may not wait.
         """
         if not are_all:
             there = [each for each in candidates if not each.is_suspect and (not group or each.group == group)]
@@ -299,9 +297,7 @@ class ReplicaRegistry:
             self._note_room(replica_id)
         self._prefixes.end(request_id)
         if num_generated is not None:
-            self._lengths.learn(
-                (max_tokens.bit_length(), None), num_generated
-            )  # for similar limits, and for all limits
+            self._lengths.learn((max_tokens.bit_length(), None), num_generated)  # for similar limits and for all
 
     def _note_room(self, replica_id: str) -> None:
         """Note a replica that may have room again after all replicas were full."""

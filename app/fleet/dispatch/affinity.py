@@ -55,8 +55,8 @@ class PrefixIndex:
     def __init__(self, *, block_size: int, max_matches: int = 32, max_prefixes: int = 2_000_000) -> None:
         """`max_matches`: approximate limit of the replicas that `match` finds for a chain.
 
-        `max_prefixes`: approximate limit of all replicas' prefixes, which use 100 bytes each. A replica that has reached
-        its share of the limit adds a new prefix only after an old one is gone.
+        `max_prefixes`: approximate limit of all replicas' prefixes, which use 100 bytes each. If a replica has reached
+        its share of the limit, a new prefix is added only after an old one is gone.
         """
         self._block_size = block_size
         self._max_matches = max_matches

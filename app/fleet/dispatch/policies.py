@@ -34,7 +34,7 @@ def _balanced(candidates: Sequence[Candidate], scoring: Scoring, max_imbalance_t
 
 
 class DispatchPolicy(Protocol):
-    """Orders the replicas for one request. Runs on one thread."""
+    """Orders the replicas for one request. Runs on one thread, once each time that a request is placed."""
 
     def some(self, replica_ids: Sequence[str], number: int) -> list[str]:
         """Return up to `number` of the sorted ids of a large fleet, as candidates for `decide`."""
@@ -129,9 +129,7 @@ class PrefixAffinity:
         near = _balanced(ranked, scoring, self._max_imbalance_tokens)
         # The sorts are stable, so the least loaded of equal candidates stays first.
         near.sort(key=lambda each: not each.holds_session)
-        if all(
-            each.num_ahead for each in near
-        ):  # all have queues, so a wait leaves no slot idle, but prefill costs time
+        if all(each.num_ahead for each in near):  # all have queues: a wait leaves no slot idle, but prefill costs time
             near.sort(key=lambda each: -each.num_cached_tokens)
         elif any(each.num_cached_tokens for each in near):
             near.sort(key=lambda each: _work_beyond_cached(each, scoring))
