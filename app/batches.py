@@ -149,7 +149,7 @@ class AnswerRecorder(Protocol):
         """The second record in the answer's file, which readers need to interpret the records after it."""
 
     def records(self, known: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-        """Generate the answer. Yields the contents of its records after those `known` from an earlier attempt."""
+        """Generate the answer. Yields the contents of the records after the `known` records of an earlier attempt."""
 
     def end(self) -> AnswerEnd:
         """Return how the answer ended. Call this method after the last record."""

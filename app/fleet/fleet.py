@@ -138,7 +138,7 @@ class Fleet:
                     await self._suspects.begin(request.request_id)
                 try:
                     await self._begin_attempt(in_flight, avoid)
-                except BaseException:  # the request is refused or cancelled, so the next suspect may begin at once
+                except BaseException:  # the request was refused or cancelled, so the next suspect may begin at once
                     self._suspects.end(request.request_id)
                     raise
                 try:

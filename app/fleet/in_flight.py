@@ -58,7 +58,7 @@ class InFlightRequest:
     `app/model/sampler.py`), so these tokens are the whole state: a replica that receives the prompt and the tokens
     resumes the request exactly as the previous replica would have continued.
 
-    Each attempt uses a new id, so that deltas of earlier attempts are recognized and ignored.
+    Each attempt uses its own id, so that deltas of earlier attempts are recognized and ignored.
 
     While the reader waits, `take` receives the tokens immediately, so that no task wakes up for each token.
     """

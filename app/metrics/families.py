@@ -31,7 +31,7 @@ class Family(Generic[SourceT]):
     labels: Labels = ()
 
     def metric(self, labels: Labels, sources: Iterable[tuple[Labels, SourceT]]) -> Metric:
-        """Return the prometheus_client metric. Each source comes with its values of `labels`."""
+        """Return the prometheus_client metric. `sources` pairs each source with its values for `labels`."""
         family: Any = _KINDS[self.kind](self.name, self.text, labels=(*labels, *self.labels))
         for values, source in sources:
             for own, value in self._values(source):

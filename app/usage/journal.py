@@ -126,7 +126,7 @@ def _path(folder: Path, process: str, number: int) -> Path:
 
 
 def _read(path: Path) -> dict[UsedFor, Used]:
-    """Return the sums of a file. Skips lines that a full disk cut off, after which the next line starts anew."""
+    """Return the sums of a file. Skips lines that a full disk cut off; `write` begins the next one with a line end."""
     sums: dict[UsedFor, Used] = {}
     for line in path.read_bytes().splitlines():
         try:

@@ -75,7 +75,7 @@ def _check(asked: str, names: Collection[str], *, param: str, what: str = "") ->
 
 
 def groups_of_roles(*, prefill: int, decode: int) -> list[Group]:
-    """Return the groups for the two roles. Their shares are these numbers of replicas."""
+    """Return the groups for the two roles, with their numbers of replicas as shares."""
     return [Group(PREFILL, prefill), Group(DECODE, decode)]
 
 
