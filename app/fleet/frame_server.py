@@ -120,7 +120,7 @@ class FrameServer:
         return all(each.session is None or each.session.is_idle for each in self._connections)
 
     async def drain(self) -> None:
-        """Wait until all requests have ended. If a request may have moved, also wait until its KV memory is fetched."""
+        """Wait until all requests have ended. If a request may have moved, allow time to fetch its KV memory."""
         fetch_s = 1.0  # a replica gives up a fetch after this time, or later if computing would take longer
         while not self.is_idle:
             self._draining = asyncio.get_running_loop().create_future()
