@@ -109,7 +109,7 @@ class Backlog(Generic[ItemT]):
         return not on_engine.is_alone and (bool(self._waiting) or takes_suspect)
 
     def take(self, engine: int, *, room: int, input_is_over: bool) -> list[ItemT]:
-        """Assign up to `room` waiting items to an engine, or a single suspect once nothing else is left. Returns them."""
+        """Assign up to `room` waiting items to an engine, or one suspect once nothing else is left. Returns them."""
         if not self.has_items_for(engine, input_is_over=input_is_over):
             return []
         on_engine = self._on(engine)

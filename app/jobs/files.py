@@ -38,7 +38,7 @@ class FileStore:
         return FileDraft(self._drafts, self._contents)
 
     def open(self, file_id: str) -> BinaryIO:
-        """Open a file's content. The id becomes part of a path, so it must be the catalog's. Raises FileNotFoundError."""
+        """Open a file's content. The id must be the catalog's: it becomes part of a path. Raises FileNotFoundError."""
         return (self._contents / file_id).open("rb")
 
     def read(self, file_id: str, offset: int, num_bytes: int) -> bytes:

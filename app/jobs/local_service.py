@@ -88,7 +88,7 @@ class _Open:
 
 
 class LocalBatchService(BatchService):
-    """A `BatchService` on a folder that one process at a time holds. In the other processes, calls raise Unavailable."""
+    """A `BatchService` on a folder that one process at a time holds. In other processes, calls raise Unavailable."""
 
     def __init__(
         self,
