@@ -140,9 +140,7 @@ class PartialOutputs:
             temporary.write_bytes(crc32(body).to_bytes(_PARTIAL_HEAD_BYTES, "big") + body)
         self._has_changed = False
         ended_at = time.monotonic()
-        partial_share_of_time = (
-            0.02  # limits the time spent on writing: the larger the file, the less often it is written
-        )
+        partial_share_of_time = 0.02  # at most this share of the time is spent on writing, however large the file is
         self._next_save_at = ended_at + (ended_at - began_at) / partial_share_of_time
 
 
