@@ -77,7 +77,7 @@ def _key() -> str:
 
 
 def _only_message(given: str | None) -> str:
-    """Return the message from the command line, followed by text that is piped in. Raises CarouselError without any."""
+    """Return the message from the command line, followed by piped text. Raises CarouselError if there is neither."""
     try:
         piped = "" if sys.stdin.isatty() else sys.stdin.read()
     except UnicodeDecodeError as error:
@@ -108,7 +108,7 @@ class Chat:
         self._messages = [each for each in self._messages if each["role"] == "system"]
 
     def models(self) -> list[str]:
-        """Return the names of the service's models. Raises CarouselError if there is none or no answer."""
+        """Return the names of the service's models. Raises CarouselError if it has none or does not answer."""
         with self._opened("/v1/models") as answer:
             try:
                 names = [str(model["id"]) for model in json.load(answer)["data"]]

@@ -81,7 +81,7 @@ def _cut(places: list[str]) -> list[str]:
 
 
 def _drop(forms: dict[str, Any], keep: Callable[[dict[str, Any]], tuple[dict[str, Any], Drops]]) -> list[str]:
-    """Apply `keep` to each schema and return the paths of dropped keywords. Raises Unusable for a strict schema."""
+    """Apply `keep` to each schema and return the paths of dropped keywords. Raises Unusable if a strict one has any."""
     dropped: list[str] = []
     for form in forms["schemas"]:
         form["schema"], drops = keep(form["schema"])
@@ -220,7 +220,7 @@ def walk(matcher: LLMatcher) -> None:
 
 
 def _one_of(allowed: bytes, draw: int) -> int | None:
-    """Return an allowed token at or after a drawn position in the vocabulary, which wraps around; None if none is."""
+    """Return the first allowed token from a drawn position on, wrapping around at the end; None if none is allowed."""
     size = len(allowed)
     start = draw % size
     for index in chain(range(start, size), range(start)):

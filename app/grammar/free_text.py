@@ -86,7 +86,7 @@ class TokenTable:
 
 @dataclass(frozen=True, slots=True)
 class Trigger:
-    """The text that starts a piece. An opening matches only at the start of the output, and may contain white space."""
+    """The text that starts a piece. An opening matches only at the start of the output, which may add white space."""
 
     text: bytes
     is_opening: bool

@@ -100,7 +100,7 @@ def _has(root: Any, pointer: str) -> bool:
 
 
 def shown(place: Place, name: str = "") -> str:
-    """Return a path as text for responses and errors. Of a long path, only the end is shown."""
+    """Return a path as text for responses and errors. A long path is cut at its start."""
     text = ".".join(filter(None, (name, *place)))
     max_length = 75
     return text if len(text) <= max_length else f"...{text[3 - max_length :]}"

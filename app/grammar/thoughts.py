@@ -36,7 +36,7 @@ class ThoughtMatcher(LazyMatcher):
     def __init__(
         self, text: ThoughtText, thought: Thought, begin_output: BeginOutput, *, end_token_ids: Collection[int]
     ) -> None:
-        """If the output has a matcher, `end_token_ids` are banned in the thought, so that the output is not missing."""
+        """If the output has a matcher, `end_token_ids` are banned in the thought, so that the output follows it."""
         super().__init__()
         self._table, self._free = text.table, text.free
         self._thought = thought

@@ -82,7 +82,7 @@ class _Tokens(TokenizerWrapper):
 def read_vocabulary(
     location: str, revision: str | None, *, vocab_size: int, eos_token_ids: tuple[int, ...]
 ) -> Vocabulary:
-    """Return the vocabulary of the tokenizer in a folder or hub id, padded to `vocab_size` ids. Blocks for seconds.
+    """Return the vocabulary of a tokenizer (a folder or hub id), padded to `vocab_size` ids. Blocks for over a second.
 
     Raises:
         InvalidSetup: no tokenizer can be read, or reading takes too long.
@@ -108,7 +108,7 @@ def read_vocabulary(
 def main() -> None:
     """Read the tokenizer that the command line names, and write its vocabulary to the standard output."""
     location, revision, vocab_size, eos_token_ids, limit_s = json.loads(sys.argv[1])
-    # Limit CPU time, because wall clock time depends on the machine's load. The signal has no handler and ends this.
+    # Limit CPU time, because wall clock time depends on the machine's load. The unhandled signal ends the process.
     signal.setitimer(signal.ITIMER_PROF, limit_s)
     from transformers import PreTrainedTokenizerFast  # takes a second, which importers of this module must not pay
 

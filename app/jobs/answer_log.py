@@ -47,7 +47,7 @@ class AnswerLog:
     def __init__(self, path: Path, writer: LogWriter, num_bytes: int, *, content: bytes = b"") -> None:
         """Open an existing file whose first `num_bytes` bytes are valid. Raises OSError.
 
-        If the caller has the whole content of the file, it passes `content`, so that the tail is read from memory.
+        A caller that knows the file's whole content passes it as `content`, so that readers get its tail from memory.
         """
         self.path = path
         self.num_bytes = num_bytes  # the valid bytes in the file

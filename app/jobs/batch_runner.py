@@ -145,8 +145,8 @@ class BatchRunner:
         self._owners[job_id] = job.owner
         self._stops[job_id] = asyncio.Event()
         self._counted[job_id] = asyncio.Event()
-        # Run the task in a new context, because the current one carries Ray Serve's id of the request that created the
-        # batch. Calls with the same id that wait for a replica at the same time displace one another.
+        # Run the task in a new context. The current one carries Ray Serve's id of the request that created the batch,
+        # and calls with the same id displace one another while they wait for a replica.
         task = self._tasks[job_id] = asyncio.create_task(self._run(job_id), context=Context())
         task.add_done_callback(lambda _: self._ended(job_id))
 

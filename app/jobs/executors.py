@@ -156,7 +156,7 @@ class FleetExecutor(Executor[Item]):
                 self._slots.release(self._job.owner)
 
     async def _wait(self) -> None:
-        # `wait_for` of Python 3.11 loses a cancellation that arrives together with the result.
+        # Use `timeout`, because `wait_for` of Python 3.11 loses a cancellation that arrives together with the result.
         with suppress(TimeoutError):
             async with self._changed, asyncio.timeout(TICK_S):
                 await self._changed.wait()

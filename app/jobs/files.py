@@ -1,4 +1,4 @@
-"""Stores files atomically under generated names. All calls block, so make them in a thread."""
+"""Stores files atomically under generated names. All calls block; make them in a thread."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class FileStore:
         return FileDraft(self._drafts, self._contents)
 
     def open(self, file_id: str) -> BinaryIO:
-        """Open a file's content. The id must be the catalog's: it becomes part of a path. Raises FileNotFoundError."""
+        """Open a file's content. Pass only the catalog's ids, because they become paths. Raises FileNotFoundError."""
         return (self._contents / file_id).open("rb")
 
     def read(self, file_id: str, offset: int, num_bytes: int) -> bytes:

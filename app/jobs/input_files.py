@@ -52,7 +52,7 @@ FORMATS = {
     ".parquet": "parquet",
     ".pq": "parquet",
 }
-HIDDEN = (".", "_")  # files whose names begin with one of these are not found by a folder or a pattern
+HIDDEN = (".", "_")  # a folder or a pattern does not include files whose names begin with one of these characters
 ROWS_IN_A_PIECE = 512
 
 
@@ -297,7 +297,7 @@ def _check_is_readable(file: InputFile, first_error: str, *, has_readable_row: b
     with _open(file) as stream:
         lines = (without_bom(line, number) for number, line in enumerate(stream, start=1))
         first_line = next(filter(_is_row, lines)).strip()
-    # In an array with one element per line, the last element has no comma and so is readable as a row.
+    # The last line of an array with one element per line may be a valid row, because no comma follows the element.
     is_open_array = first_line.startswith(b"[") and not first_line.endswith(b"]")
     if not has_readable_row or is_open_array:
         raise InvalidSetup(f"{file.uri}: {_kind_of(first_line, file, first_error)}")

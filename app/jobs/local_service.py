@@ -307,7 +307,7 @@ class LocalBatchService(BatchService):
             self._finishing.discard(upload)
 
     async def _keep(self, opened: _Open, draft: FileDraft, file: StoredFile) -> None:
-        """Store a file and add it to the catalog. Another thread than the catalog's performs the slow sync."""
+        """Store a file and add it to the catalog. The slow sync does not block the catalog's thread."""
         try:
             await asyncio.to_thread(draft.keep)
         except STORAGE_FAILURES:
@@ -494,7 +494,7 @@ class LocalBatchService(BatchService):
     def _check_place(self, what: str, total: int, used: Counter[str], owner: str) -> None:
         if room_left(total, used, owner) >= 1:
             return
-        share = f", {used[owner]} of them of this key, which may have as many as it leaves free" if owner else ""
+        share = f", {used[owner]} of them from this key, which must leave as many free as it has" if owner else ""
         raise Overloaded(
             f"{used.total()} of at most {total} {what}{share}; try again later", retry_after_s=RETRY_AFTER_S
         )
@@ -540,7 +540,7 @@ def _unusable(error: Exception) -> Unavailable:
     return Unavailable("the server cannot use its storage now; its log has the reason; try again")
 
 
-# The following functions run in the catalog's thread, so each of them is atomic.
+# Most of these functions run in the catalog's thread, where no other call interrupts them.
 
 
 def _open_folder(path: Path) -> tuple[Catalog, FileStore]:

@@ -29,7 +29,7 @@ def shortage_of_share(total: int, used: Mapping[str, int], owner: str, num_bytes
     if num_bytes <= room_left(total, used, owner):
         return None
     own, free = used.get(owner, 0), total - sum(used.values())
-    rule = "; a key may store as much as it leaves free" if owner else ""
+    rule = "; a key must leave as much free as it stores" if owner else ""
     return (
         f"files, responses and batches have {own:,} bytes, and {num_bytes:,} more are wanted; this server stores "
         f"{total:,}, and {free:,} of these are free{rule}: delete files first"

@@ -36,8 +36,7 @@ class CallMarks:
 
 
 _HERMES_MARKS = CallMarks(f"{CALL_BEGIN}\n", f"\n{CALL_END}\n{CALL_BEGIN}\n", f"\n{CALL_END}")
-# The marks that a family of models writes, by a text that identifies the family's template. These templates write tools
-# into the prompt, but not calls.
+# Maps a text in a family's template to the marks that its models write, for templates that show tools but not calls.
 _MARKS_OF_FAMILIES = {
     "<|tool_list_start|>": CallMarks("<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),  # LFM2
     "<|tool_call|>": CallMarks("<|tool_call|>[", ", ", "]"),  # Granite 3

@@ -85,7 +85,7 @@ class Forms:
         self._known: dict[tuple[bool, ...], list[_Part]] = {}
 
     def form(self, have_tokens: tuple[bool, ...], samples: Sequence[str]) -> list[_Part]:
-        """Return the form for texts of which `have_tokens` tells whether they have tokens. `samples` are such texts."""
+        """Return the form for texts with or without tokens (`have_tokens`), learned by encoding such `samples`."""
         known = self._known.get(have_tokens)
         if known is None:
             known = self._known[have_tokens] = self._learned(samples)

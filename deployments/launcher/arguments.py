@@ -152,7 +152,7 @@ def _answers_to(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def change(document: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    """Write `changes` into a parsed config. Raises InvalidSetup for a model's setting unless the config has one model."""
+    """Write `changes` into a parsed config. Raises InvalidSetup if a setting of a model fits none or several models."""
     for setting, value in changes.items():
         place = document if setting.startswith("http_options.") else _only_args(document)
         path = setting

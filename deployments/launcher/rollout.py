@@ -35,7 +35,7 @@ SERVICE = "the HTTP service"
 
 
 def roll_out(path: Path, lines: StatusLines) -> NoReturn:
-    """Deploy the config and report changes until a signal arrives. Raises InvalidSetup if an application fails."""
+    """Deploy the config, then report changes until a signal. Raises InvalidSetup if an application cannot start."""
     config = read_serve_file(path)
     too_many = excess([each for application in config.applications.values() for each in asked_threads(application)])
     if too_many:
@@ -66,7 +66,7 @@ def check_gpus(config: ServeFile) -> None:
 
 
 def _wait_until_ready(config: ServeFile, lines: StatusLines, told: Path) -> None:
-    """Block until all models and /ready are ready. Raises InvalidSetup with the reason if a deployment has failed.
+    """Block until all models are ready and /ready answers. Raises InvalidSetup with the reason if a deployment failed.
 
     `told` is the folder in which replicas report the steps of their start; see `app.progress`.
     """
@@ -116,8 +116,9 @@ def _doing_of_model(deployment: DeploymentStatusOverview | None, told: Sequence[
 
 
 def _trouble(deployment: DeploymentStatusOverview) -> str:
-    """Return the last line of Serve's message about a deployment that has not started, for example that it waits for
-    resources. Returns "" if the message only says that the start takes long.
+    """Return the last line of Serve's message about a deployment that has not started.
+
+    Returns "" if the message only says that the start takes long. A message about missing resources is returned.
     """
     takes_long = "have taken more than" in deployment.message and "to initialize" in deployment.message
     return "" if takes_long else reason(deployment.message).rpartition("\n")[2]
@@ -146,7 +147,7 @@ def _failure(status: ServeStatus) -> str:
 
 
 def reason(message: str) -> str:
-    """Return the useful part of Serve's message: our own error's text, or else the end of the traceback."""
+    """Return the useful part of Serve's message: the text of our own error, if any, or the end of the traceback."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", message).strip()
     ours = plain.rpartition("\napp.errors.")[2] if "\napp.errors." in plain else ""
     if ours:

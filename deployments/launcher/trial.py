@@ -1,4 +1,4 @@
-"""Creates configs for models that have none. A model is a known name, which is downloaded, a path, or a hub id."""
+"""Creates configs for models that have none. A model is a known name, whose file is downloaded, a path or a hub id."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from app.text.begun import num_begun
 from app.text.tool_calls.literals import JsonWriter, as_json
 from app.text.tool_calls.readers import JsonEnd, JsonPlace, Reading
 
-# By tool, the names of the arguments that can only be strings.
+# Maps each tool to the names of its arguments that can only be strings.
 Texts = Mapping[str, Collection[str]]
 NO_TEXTS: Texts = MappingProxyType({})
 

@@ -282,7 +282,7 @@ class ToolParser:
             self._back_to_text(character)
 
     def _give_up(self, character: str) -> None:
-        """Emit the characters of a call that is none as text, except a prefix of a marker at their end."""
+        """Emit the characters as text, because they are not a call. A marker's prefix at their end may begin one."""
         raw, self._raw = "".join(self._raw), []
         num_held = num_begun(raw, self._form.begin) if self._form.begin else 0
         self._say(raw[: len(raw) - num_held])
