@@ -44,15 +44,15 @@ class Culprits(Generic[KeyT]):
         return len(self._losses)
 
     def note_loss(
-        self, key: KeyT, place: Hashable = None, *, has_progressed: bool = False, was_sound: bool = True
+        self, key: KeyT, place: Hashable = None, *, has_progressed: bool = False, was_trusted: bool = True
     ) -> None:
-        """Record that `place`, where this item ran, is lost. `was_sound`: the place was not known as faulty before."""
+        """Record that `place`, where this item ran, is lost. `was_trusted`: the place was not under suspicion."""
         losses = self._losses.setdefault(key, _Losses())
         self._losses.move_to_end(key)
         losses.places.append(place)
         if has_progressed:
             losses.without_progress.clear()
-        elif was_sound:
+        elif was_trusted:
             losses.without_progress.append(place)
         if self.is_culprit(key):
             losses.are_its_doing = True

@@ -305,10 +305,10 @@ class RetryTimes:
     def __init__(self) -> None:
         self._last_at: dict[str, float] = {}  # last time given to each tenant, without times that have passed
 
-    def next_after(self, now: float, *, ended_per_s: float, tenant: str = "", takes_place: bool = True) -> float:
+    def next_after(self, now: float, *, ended_per_s: float, tenant: str = "", delays_others: bool = True) -> float:
         """Return the seconds until a slot should be free for this client; 1 if `ended_per_s` is 0.
 
-        With `takes_place`, the tenant's next refused client is told a later time. Pass False for a request that never
+        With `delays_others`, the tenant's next refused client is told a later time. Pass False for a request that never
         waits in a queue, because it delays no other request.
         """
         if ended_per_s <= 0:
@@ -317,7 +317,7 @@ class RetryTimes:
             self._last_at = {each: at for each, at in self._last_at.items() if at > now}
         num_tenants = len(self._last_at) + (tenant not in self._last_at)
         next_at = min(self._last_at.get(tenant, now) + num_tenants / ended_per_s, now + self._MAX_AHEAD_S)
-        if takes_place:
+        if delays_others:
             self._last_at[tenant] = next_at
             if len(self._last_at) > self._MAX_TENANTS:
                 self._last_at.pop(next(iter(self._last_at)))

@@ -26,7 +26,7 @@ _step = ""
 
 
 def begin(name: str) -> None:
-    """Note that this process starts the named model. Before this call, `tell` does nothing."""
+    """Note that this process starts the named model. Before this call, `report_step` does nothing."""
     global _name
     _name = name
     if folder := os.environ.get(FOLDER):
@@ -34,7 +34,7 @@ def begin(name: str) -> None:
             ended.unlink(missing_ok=True)
 
 
-def tell(step: str, *, so_far: str = "") -> None:
+def report_step(step: str, *, so_far: str = "") -> None:
     """Report that a step begins, or that a part of the current step is done.
 
     `step` is a few words, such as "loading the weights". `so_far` names the completed part of the step.
@@ -55,12 +55,12 @@ def tell(step: str, *, so_far: str = "") -> None:
 def step_within(step: str) -> Iterator[None]:
     """Report a step for the duration of the `with` block, and then the interrupted step again."""
     before = _step
-    tell(step)
+    report_step(step)
     yield
-    tell(before)
+    report_step(before)
 
 
-def told(folder: Path) -> dict[str, list[str]]:
+def reported_steps(folder: Path) -> dict[str, list[str]]:
     """Return the current steps of the live processes on this machine, by model name."""
     by_name: dict[str, list[str]] = defaultdict(list)
     for path in filter(_is_alive, sorted(folder.glob("[0-9]*"))):
@@ -82,7 +82,7 @@ def _is_alive(path: Path) -> bool:
 
 
 def download_bar() -> type[Any]:
-    """Return a tqdm class for download functions. Its bars print nothing and report the downloaded part to `tell`."""
+    """Return a tqdm class for download functions. Its bars print nothing and call `report_step`."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     class DownloadBar(tqdm):  # type: ignore[misc]
@@ -93,7 +93,7 @@ def download_bar() -> type[Any]:
         def update(self, n: float | None = 1) -> bool | None:
             shown: bool | None = super().update(n)
             if self.unit == "B" and self.total:
-                tell(f"downloading {self.total / 1e6:,.0f} MB", so_far=f", {self.n / self.total:.0%}")
+                report_step(f"downloading {self.total / 1e6:,.0f} MB", so_far=f", {self.n / self.total:.0%}")
             return shown
 
     return DownloadBar

@@ -147,7 +147,7 @@ class Fleet:
                         if is_last_chance and in_flight.has_progressed:
                             self._suspects.end(request.request_id)
                         if delta.queued is not None:
-                            delta = structs.replace(delta, queued=self._with_place(in_flight, delta.queued))
+                            delta = structs.replace(delta, queued=self._with_decision(in_flight, delta.queued))
                         yield delta
                         if delta.finish_reason is not None:
                             in_flight.is_done = True
@@ -211,7 +211,7 @@ class Fleet:
         is_there = self._registry.takes_requests(replica_id) and self._is_open(replica_id)
         return is_there and self._registry.sends_metrics(replica_id)
 
-    def _metrics_came(self, replica_id: str, metrics: bytes) -> bool:
+    def _on_metrics_received(self, replica_id: str, metrics: bytes) -> bool:
         """Pass a replica's metrics to the open questions. Returns whether any question waited for them."""
         waiting = [question for question in self._questions if replica_id in question.open]
         for question in waiting:
@@ -274,7 +274,7 @@ class Fleet:
         num_prefill_tokens = self._registry.num_prefill_tokens(sent.request_id)
         self._connections[chosen.replica_id].send(SubmitRequest(sent, num_prefill_tokens))
 
-    def _with_place(self, in_flight: InFlightRequest, queued: Queued) -> Queued:
+    def _with_decision(self, in_flight: InFlightRequest, queued: Queued) -> Queued:
         decision = in_flight.decision
         assert decision is not None, "a replica has queued it"
         return queued._replace(
@@ -327,7 +327,7 @@ class Fleet:
         in_flight.lost_at = now
         request_id = in_flight.request.request_id
         self._culprits.note_loss(
-            request_id, in_flight.replica_id, has_progressed=in_flight.has_progressed, was_sound=in_flight.is_trusted
+            request_id, in_flight.replica_id, has_progressed=in_flight.has_progressed, was_trusted=in_flight.is_trusted
         )
         num_resumes = self._culprits.num_losses(request_id)
         if self._culprits.is_culprit(request_id) or num_resumes > self._limits.max_resumes:
@@ -458,8 +458,8 @@ class Fleet:
                 self._limits,
                 on_begun=partial(self._begun, replica_id),
                 on_ended=partial(self._ended, replica_id),
-                on_view=partial(self._view_came, replica_id),
-                on_metrics=partial(self._metrics_came, replica_id),
+                on_view=partial(self._on_view_received, replica_id),
+                on_metrics=partial(self._on_metrics_received, replica_id),
                 on_short=partial(self._relieve, replica_id),
             ),
             lambda reader: self._transport.connect(replica_id, reader, heartbeat_s=self._limits.heartbeat_s),
@@ -483,7 +483,7 @@ class Fleet:
         if self._is_open(replica_id) and self._registry.sends_views(replica_id):
             self._connections[replica_id].send(WatchEngine(self._on_view is not None))
 
-    def _view_came(self, replica_id: str, view: EngineSnapshot) -> bool:
+    def _on_view_received(self, replica_id: str, view: EngineSnapshot) -> bool:
         """Pass on a view of a replica. Returns whether any watcher wanted it."""
         if self._on_view is not None:
             self._on_view(replica_id, view)

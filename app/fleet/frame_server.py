@@ -52,7 +52,7 @@ class Hello(NamedTuple):
     heartbeat_s: float
 
     @property
-    def is_sound(self) -> bool:
+    def is_valid(self) -> bool:
         """Whether the id is a string and the heartbeat is in range. Raises TypeError if the heartbeat is no number."""
         return isinstance(self.ingress_id, str) and 0.01 <= self.heartbeat_s <= 3600
 
@@ -154,7 +154,7 @@ class FrameServer:
         self._unidentified.discard(connection)
         try:
             hello = Hello._make(json.loads(line))
-            is_known = hmac.compare_digest(hello.secret, self._secret) and hello.is_sound
+            is_known = hmac.compare_digest(hello.secret, self._secret) and hello.is_valid
         except (ValueError, TypeError, RecursionError):  # not JSON, or not the fields of a Hello
             is_known = False
         if not is_known:

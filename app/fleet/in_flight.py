@@ -64,8 +64,8 @@ class InFlightRequest:
     """
 
     __slots__ = (
-        "__weakref__", "_began_at", "_error", "_is_in_text", "_num_cached_tokens", "_num_left", "_num_scored_tokens",
-        "_num_sent", "_num_unscored", "_token_ids", "_turns", "_unread", "_waiting", "decision", "has_ended",
+        "__weakref__", "_began_at", "_error", "_num_cached_tokens", "_num_left", "_num_scored_tokens", "_num_sent",
+        "_num_unscored", "_token_ids", "_turns", "_unread", "_waiting", "decision", "has_ended", "has_first_token",
         "is_accepted", "is_done", "leaves_after_prompt", "left", "lost_at", "num_attempts", "num_times_short",
         "prefixes_at", "replica_id", "request", "sent", "take", "weights",
     )  # fmt: skip
@@ -146,7 +146,7 @@ class InFlightRequest:
         self.is_accepted = False  # whether the replica has queued the request
         self.has_ended = False  # whether the attempt ignores further deltas
         self.is_done = False  # whether the reader has received the finish reason
-        self._is_in_text = False  # whether the reader has received a token of this attempt
+        self.has_first_token = False  # whether the reader has received a token of this attempt
         self._unread: UnreadDelta | None = None  # deltas that the reader has not taken
         self._error: Exception | None = None
         self._waiting: asyncio.Future[None] | None = None  # the reader waits for this future
@@ -178,7 +178,7 @@ class InFlightRequest:
             raise ReplicaLost("it sent more tokens than a request asks for", reason="broken")
         if delta.logprobs or delta.prompt_logprobs:
             self._check_logprobs(delta)
-        if self._is_in_text and self.take is not None and self._is_taken(delta, self.take):
+        if self.has_first_token and self.take is not None and self._is_taken(delta, self.take):
             return
         self.is_accepted = self.is_accepted or delta.error is None
         self.has_ended = delta.finish_reason is not None
@@ -274,8 +274,8 @@ class InFlightRequest:
         self._token_ids.extend(delta.token_ids)
         if delta.prompt_logprobs:
             self._num_scored_tokens += len(delta.prompt_logprobs)
-        if delta.token_ids and not self._is_in_text:
-            self._is_in_text = True
+        if delta.token_ids and not self.has_first_token:
+            self.has_first_token = True
             if self._num_cached_tokens is None:
                 self._num_cached_tokens = delta.num_cached_tokens
 

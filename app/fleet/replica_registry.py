@@ -242,9 +242,9 @@ class ReplicaRegistry:
             ]  # fmt: skip
             # The chosen replica may fetch the prefix from a full replica. No policy chooses a full replica.
             return [*taking, *(each for each in there if each.is_full and each.num_cached_tokens)] if taking else []
-        sound = [each for each in candidates if not each.is_suspect]
-        full = [each for each in sound if each.is_full]
-        if sound and len(full) == len(sound):
+        trusted = [each for each in candidates if not each.is_suspect]
+        full = [each for each in trusted if each.is_full]
+        if trusted and len(full) == len(trusted):
             num_requests = sum(each.num_requests for each in full)
             ended_per_s = self._ended_per_s
             if request.adapter is None and len(candidates) == len(self.replica_ids):
@@ -323,7 +323,7 @@ class ReplicaRegistry:
                 self._clock(),
                 ended_per_s=ended_per_s,
                 tenant=request.tenant,
-                takes_place=request.may_wait,
+                delays_others=request.may_wait,
             ),
         )
 

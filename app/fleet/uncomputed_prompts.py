@@ -36,7 +36,7 @@ class PromptShare:
         self._on_news = on_news
         self._tokens: dict[str, int] = {}  # by request id
         self._num_tokens = 0
-        self._told = 0
+        self._reported = 0
 
     @property
     def num_of_others(self) -> int:
@@ -45,8 +45,8 @@ class PromptShare:
 
     def take(self) -> int:
         """Return `num_of_others` and remember it as the number that was reported to the ingress."""
-        self._told = self.num_of_others
-        return self._told
+        self._reported = self.num_of_others
+        return self._reported
 
     def add(self, request_id: str, num_tokens: int) -> None:
         """Count the prompt of a new request."""
@@ -69,5 +69,5 @@ class PromptShare:
         self._num_tokens += num_tokens
         self._prompts.num_tokens += num_tokens
         for each in list(self._prompts.shares):
-            if each is not self and abs(each.num_of_others - each._told) >= MIN_NEWS_TOKENS:
+            if each is not self and abs(each.num_of_others - each._reported) >= MIN_NEWS_TOKENS:
                 each._on_news()

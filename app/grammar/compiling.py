@@ -18,7 +18,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from app.engine.request import GrammarKind
 from app.grammar.gbnf import is_gbnf, plain_gbnf
-from app.grammar.schemas import Drops, ErrorOf, SchemaKeeper, exact, shown
+from app.grammar.schemas import Drops, ErrorOf, SchemaReducer, exact, shown
 from app.grammar.tags import larks_of_tags
 
 # Without this option, llguidance would need the tokenizer to encode fixed texts, and the tokenizer is not loaded here.
@@ -70,7 +70,7 @@ def compiled(
     try:
         return Compiled(tried(with_lenience=False), _cut(dropped))
     except Unusable:
-        if not (more := _drop(forms, SchemaKeeper(_error_of(LLTokenizer("byte"))).kept)):
+        if not (more := _drop(forms, SchemaReducer(_error_of(LLTokenizer("byte"))).kept)):
             raise
     return Compiled(tried(with_lenience=True), _cut(dropped + more))
 

@@ -18,7 +18,7 @@ from app.engine.matcher import with_tokens, without_tokens
 from app.grammar.vocabulary import Vocabulary
 
 
-class FreePlace(NamedTuple):
+class FreeTextState(NamedTuple):
     """The state after some text: how much of each trigger has been matched."""
 
     tail: bytes  # the longest end of the text that is a prefix of a trigger
@@ -106,11 +106,11 @@ class FreeText:
         whole = {token_id for _, text in self._triggers for token_id in table.containing(text)}
         self._middle = without_tokens(table.all, whole)
         self._names = {number: table.containing(each.last_word) for number, each in self._openings.items()}
-        self._allowed: OrderedDict[FreePlace, bytes] = OrderedDict()  # the oldest first
-        self.beginning = FreePlace(b"", tuple((number, 0) for number in self._openings))
-        self.middle = FreePlace(b"", ())  # after a piece
+        self._allowed: OrderedDict[FreeTextState, bytes] = OrderedDict()  # the oldest first
+        self.beginning = FreeTextState(b"", tuple((number, 0) for number in self._openings))
+        self.middle = FreeTextState(b"", ())  # after a piece
 
-    def allowed(self, place: FreePlace) -> bytes:
+    def allowed(self, place: FreeTextState) -> bytes:
         """Return a bit mask of all tokens, except those that continue past a trigger's end into its content."""
         allowed = self._allowed.get(place)
         max_places = 16  # places cached per grammar; one trigger causes about a dozen
@@ -120,7 +120,7 @@ class FreeText:
                 self._allowed.popitem(last=False)
         return allowed
 
-    def after(self, place: FreePlace, token_id: int) -> FreePlace | int:
+    def after(self, place: FreeTextState, token_id: int) -> FreeTextState | int:
         """Return the place after a token, or the number of the trigger that the token completes."""
         if token_id in self._by_token:
             return self._by_token[token_id]
@@ -134,9 +134,9 @@ class FreeText:
         ends = [
             (at + len(trigger), -len(trigger), n) for n, trigger in self._triggers if (at := whole.find(trigger)) >= 0
         ]
-        return min(ends)[2] if ends else FreePlace(self._tail(whole), self._still_openings(place, text))
+        return min(ends)[2] if ends else FreeTextState(self._tail(whole), self._still_openings(place, text))
 
-    def _still_openings(self, place: FreePlace, text: bytes) -> tuple[tuple[int, int], ...]:
+    def _still_openings(self, place: FreeTextState, text: bytes) -> tuple[tuple[int, int], ...]:
         reached = ((number, self._openings[number].advance(position, text)) for number, position in place.openings)
         return tuple((number, position) for number, position in reached if position is not None)
 
@@ -151,7 +151,7 @@ class FreeText:
                 at = text.find(trigger[:1], at + 1)
         return longest
 
-    def _writing_past(self, place: FreePlace) -> set[int]:
+    def _writing_past(self, place: FreeTextState) -> set[int]:
         """Return the tokens that complete a trigger that has begun and continue past its end."""
         table, tail = self._table, place.tail
         found: set[int] = set()

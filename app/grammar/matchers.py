@@ -13,7 +13,7 @@ from llguidance import LLMatcher
 
 from app.engine.matcher import any_token, has_token, tokens_of, with_tokens, without_tokens
 from app.grammar.compiling import reason_of
-from app.grammar.free_text import FreePlace, FreeText
+from app.grammar.free_text import FreeText, FreeTextState
 
 
 class LazyMatcher(ABC):
@@ -215,7 +215,7 @@ class TaggedMatcher(LazyMatcher):
         super().__init__()
         self._text = text
         self._pieces = tuple(pieces)
-        self._place: FreePlace = text.beginning
+        self._place: FreeTextState = text.beginning
         self._inside: GrammarMatcher | None = None
         self._is_last = False
 
@@ -250,7 +250,7 @@ class TaggedMatcher(LazyMatcher):
 
     def _advance_in_text(self, token_id: int) -> None:
         reached = self._text.after(self._place, token_id)
-        if isinstance(reached, FreePlace):
+        if isinstance(reached, FreeTextState):
             self._place = reached
         else:
             piece = self._pieces[reached]

@@ -22,7 +22,7 @@ _ASKING = _COUNTS | _EXACT | SCHEMA_KEYWORDS | NAMED_SCHEMAS | {"$ref", "format"
 _MAY_BE_NULL = frozenset(("$defs", "const", "definitions"))
 _TYPES = frozenset("array boolean integer null number object string".split())
 # A trial compilation takes a millisecond of CPU or more. Keywords still in doubt after this many trials are dropped.
-_MAX_QUESTIONS = 256
+_MAX_TRIALS = 256
 _FLOAT_BITS = 63  # the compiler writes integers of up to 63 bits exactly, if a float can represent them
 # The characters of a pointer that a reference does not encode (RFC 3986, section 3.5).
 _PLAIN_CHARACTERS = "/~!$&'()*+,;=:@-._?"
@@ -106,7 +106,7 @@ def shown(place: Place, name: str = "") -> str:
     return text if len(text) <= max_length else f"...{text[3 - max_length :]}"
 
 
-class SchemaKeeper:
+class SchemaReducer:
     """Finds the keywords in one grammar's schemas that the compiler does not support, by compiling parts of them."""
 
     def __init__(self, error_of: ErrorOf) -> None:
@@ -188,13 +188,13 @@ class SchemaKeeper:
         some: Json = {}
         too_many: list[Place] = []
         for pattern in patterns:
-            if self._is_kept({"patternProperties": {**some, pattern: True}}):
+            if self._compiles({"patternProperties": {**some, pattern: True}}):
                 some[pattern] = True
             else:
                 too_many.append(("patternProperties", pattern))
         left = outline | ({"patternProperties": some} if patterns else {})
         for name in [name for name in reversed(outline) if name not in ("type", "properties", "patternProperties")]:
-            if self._is_kept(left):
+            if self._compiles(left):
                 break
             del left[name]
             too_many.append((name,))
@@ -208,7 +208,7 @@ class SchemaKeeper:
         def note(one: Json, place: Place) -> Json:
             if "oneOf" in one:
                 self._num_questions += 1
-                is_asked = self._num_questions < _MAX_QUESTIONS
+                is_asked = self._num_questions < _MAX_TRIALS
                 why = self._error_of({**definitions, "oneOf": one["oneOf"]}) if is_asked else "oneOf is not asked for"
                 if why is not None and "oneOf" in why:
                     drops[(*place, "oneOf")] = why
@@ -241,16 +241,16 @@ class SchemaKeeper:
         """Determine for each unit whether it compiles. Bisects the units and compiles a whole half at once."""
         if self._are_kept(units):
             return
-        if len(units) == 1 or self._num_questions >= _MAX_QUESTIONS:
+        if len(units) == 1 or self._num_questions >= _MAX_TRIALS:
             self._is_refused.update(dict.fromkeys(units, True))
             return
         half = len(units) // 2
         self._find_refused(units[:half])
         self._find_refused(units[half:])
 
-    def _is_kept(self, unit: Json) -> bool:
+    def _compiles(self, unit: Json) -> bool:
         """Return whether a unit compiles; False if no trials are left."""
-        return self._num_questions < _MAX_QUESTIONS and self._are_kept([json.dumps(unit, sort_keys=True)])
+        return self._num_questions < _MAX_TRIALS and self._are_kept([json.dumps(unit, sort_keys=True)])
 
     def _are_kept(self, units: Sequence[str]) -> bool:
         self._num_questions += 1

@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 from app.engine.matcher import with_tokens, without_tokens
 from app.engine.request import Thought
-from app.grammar.free_text import FreePlace, FreeText, TokenTable, Trigger
+from app.grammar.free_text import FreeText, FreeTextState, TokenTable, Trigger
 from app.grammar.matchers import GrammarMatcher, LazyMatcher, TaggedMatcher, either
 
 BeginOutput = Callable[[], GrammarMatcher | TaggedMatcher | None]  # returns None if the output may be any text
@@ -113,7 +113,7 @@ class ThoughtMatcher(LazyMatcher):
     def _consume_inside(self, token_id: int) -> None:
         self._num_tokens += 1
         reached = self._free.after(self._place, token_id)
-        if isinstance(reached, FreePlace):
+        if isinstance(reached, FreeTextState):
             self._place = reached
         else:
             self._phase = _Phase.BEHIND

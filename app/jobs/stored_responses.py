@@ -295,7 +295,7 @@ class StoredResponses:
 
     async def _open(self, running: _Running, path: Path) -> None:
         """Open a response's file, cutting off a torn last record. Raises Failure."""
-        running.new, num_bytes = await asyncio.to_thread(_taken_up, path)
+        running.new, num_bytes = await asyncio.to_thread(_repaired, path)
         running.log = AnswerLog(path, self._writer, num_bytes)
         logger.info("response %s is continued after %d bytes", path.name, num_bytes)
 
@@ -488,7 +488,7 @@ def _create(path: Path, head: bytes) -> None:
     sync_folder(path.parent)
 
 
-def _taken_up(path: Path) -> tuple[NewResponse, int]:
+def _repaired(path: Path) -> tuple[NewResponse, int]:
     """Cut off a torn last record of a response's file. Returns the request and the new size. Raises Failure."""
     try:
         data = path.read_bytes()

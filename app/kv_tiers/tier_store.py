@@ -197,7 +197,7 @@ class TierStore(BlockStore):
         while self._wait_for(self._offered, LIST_AGAIN_S):
             with self._working(self._offered) as offered:
                 if offered is not None:
-                    self._keep_all(folder, offered, buffers)
+                    self._write_prefix(folder, offered, buffers)
                 if time.monotonic() - listed_at > LIST_AGAIN_S:
                     listed_at = time.monotonic()
                     folder.refresh()
@@ -357,7 +357,7 @@ class TierStore(BlockStore):
             self._paces = {key: each for key, each in self._paces.items() if key is None or each.is_recent}
             self._paces.setdefault(source, _Pace()).note(seconds)
 
-    def _keep_all(self, folder: BlockFolder, prefix: Prefix, buffers: Buffers) -> None:
+    def _write_prefix(self, folder: BlockFolder, prefix: Prefix, buffers: Buffers) -> None:
         """Write a prefix's missing blocks in order, and then its snapshot."""
         snapshot = prefix.snapshot
         if self._snapshot_bytes and snapshot is None:  # the snapshot is gone, and the blocks are useless without it

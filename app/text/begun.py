@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def num_begun(text: str, wanted: str) -> int:
+def partial_match_length(text: str, wanted: str) -> int:
     """Return the length of the longest end of `text` that is an incomplete prefix of `wanted`."""
     at = text.find(wanted[:1], max(0, len(text) - len(wanted) + 1))
     while at >= 0:

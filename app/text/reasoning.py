@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
-from app.text.begun import num_begun
+from app.text.begun import partial_match_length
 from app.text.tokenizer import Tokenizer
 from app.text.tool_calls.parser import MAX_HELD_BLANKS
 
@@ -118,7 +118,7 @@ class ReasoningSplitter:
         if end:
             self.phase = ReasoningPhase.BEHIND
             return self._said(reasoning), rest
-        num_held = num_begun(text, self._marks.end)
+        num_held = partial_match_length(text, self._marks.end)
         said, self._held = text[: len(text) - num_held], text[len(text) - num_held :]
         return self._said(said), ""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from app.text.begun import num_begun
+from app.text.begun import partial_match_length
 
 
 class StopStrings:
@@ -33,7 +33,7 @@ class StopStrings:
         if complete:
             end, _, self.found = min(complete)
             return text[:end] if self._is_shown else text[: end - len(self.found)]
-        num_held = max((num_begun(text, stop) for stop in self._stop), default=0)
+        num_held = max((partial_match_length(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held]
 

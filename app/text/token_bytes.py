@@ -24,7 +24,7 @@ class TokenBytes:
         steps = list(_steps(backend))
         # Whether every token's text is independent of its neighbours.
         self.are_independent = [step["type"] for step in steps] == ["ByteLevel"]
-        self._decode = _way_of(steps)
+        self._decode = _decoder_of(steps)
         self._known: dict[int, bytes] = {}  # at most one entry for each token of the vocabulary
 
     def __call__(self, token_id: int) -> bytes:
@@ -45,7 +45,7 @@ class TokenBytes:
         return self._decode(token)
 
 
-def _way_of(steps: Sequence[Mapping[str, Any]]) -> Callable[[str], bytes] | None:
+def _decoder_of(steps: Sequence[Mapping[str, Any]]) -> Callable[[str], bytes] | None:
     """Return a function that converts a token's text to bytes, or None if only the decoder itself can do so."""
     kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds:

@@ -37,16 +37,16 @@ class UsageReporter:
         self._clock = clock
         self._answered_at = clock()
         self._num_processes = 0
-        self._tells_all = True  # whether the owner may know only outdated values of this process
+        self._reports_all = True  # whether the owner may know only outdated values of this process
         self._day = ""  # the day of the last report
 
     def report(self, *, with_usage: bool = True) -> UsageReport:
         """Return the report to send now; see `UsageCounter.report`. Call `take` or `fail` after each report."""
         counter, limits = self._counter, self._limits
         # Each day renews the budgets, and with them the parts of all processes.
-        everything = self._tells_all or counter.today != self._day
+        everything = self._reports_all or counter.today != self._day
         changes = limits.changes(None if everything else counter.keys_to_report if with_usage else ())
-        self._tells_all, self._day = True, counter.today
+        self._reports_all, self._day = True, counter.today
         return counter.report(
             changes.reserved,
             with_usage=with_usage,
@@ -59,7 +59,7 @@ class UsageReporter:
     def take(self, answer: UsageAnswer) -> None:
         """Handle the owner's answer."""
         self._answered_at, self._num_processes = self._clock(), answer.num_processes
-        self._tells_all = answer.wants_all
+        self._reports_all = answer.wants_all
         self._counter.take(answer)
         self._limits.take(answer.shares, asked=answer.asks_for)
 
@@ -131,13 +131,13 @@ class UsageExchange:
         await self._exchange(self._reported(with_usage=False))
 
     async def exchange(self) -> None:
-        """Report usage and limits, and apply the answer. Raises the errors of `_told`; the next call tries again."""
+        """Report usage and limits, and apply the answer. Raises the errors of `_send`; the next call tries again."""
         counter, journal = self._counter, self._counter.journal
         goes_on, next_file = False, None
         if journal is not None and (counter.begins_report or not journal.has_file):
             goes_on, next_file = True, await self._file_of(journal, counter.number + counter.begins_report)
         report = self._reported(with_usage=True)
-        if journal is not None and goes_on and (before := journal.go_on_in(next_file)) is not None:
+        if journal is not None and goes_on and (before := journal.switch_to(next_file)) is not None:
             await asyncio.to_thread(os.close, before)
         await self._exchange(report)
 
@@ -147,7 +147,7 @@ class UsageExchange:
 
     async def _exchange(self, report: UsageReport) -> None:
         try:
-            answer = await self._told(report)
+            answer = await self._send(report)
         except Exception:
             self._reporter.fail(timeout_s=_TIMEOUT_S)
             raise
@@ -181,10 +181,10 @@ class UsageExchange:
 
     async def _report(self, dead: Remains) -> None:
         for report in await asyncio.to_thread(dead.reports):
-            await self._told(report)
+            await self._send(report)
         await asyncio.to_thread(dead.forget)
 
-    async def _told(self, report: UsageReport) -> UsageAnswer:
+    async def _send(self, report: UsageReport) -> UsageAnswer:
         """Send a report to the owner. Raises the owner's errors, and Unavailable if the owner does not answer in time.
 
         A TimeoutError would not do: it is a subclass of OSError, which callers would treat as the failure of a file.

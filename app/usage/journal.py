@@ -25,7 +25,7 @@ class UsageJournal:
     """The journal files of this process. Only `write` is called on the event loop, because it takes microseconds."""
 
     def __init__(self, folder: Path, process: str, number: int) -> None:
-        """Usage is written to the file of report `number` until `go_on_in` is called."""
+        """Usage is written to the file of report `number` until `switch_to` is called."""
         self._folder = folder
         self._process = process
         for each in (folder.parent, folder):  # mkdir does not apply the mode to missing parents
@@ -66,7 +66,7 @@ class UsageJournal:
         """Open the file of a report for appending, and return its descriptor. Raises OSError."""
         return os.open(_path(self._folder, self._process, number), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
-    def go_on_in(self, file: int | None) -> int | None:
+    def switch_to(self, file: int | None) -> int | None:
         """Write to this file from now on, or to none. Returns the previous file, which the caller closes."""
         before, self._file = self._file, file
         return before

@@ -318,7 +318,7 @@ class Shares:
             for limit_id, limit, each in zip(uses, limits, sums, strict=True)
         ]
         self._table.values[[[_Table.SHARE], [_Table.HELD]], rows, process.column] = np.array(
-            [(each.has_share, each.has_held) for each in given]
+            [(each.has_share, each.stored_held) for each in given]
         ).T
         for limit_id, limit, each in zip(uses, limits, given, strict=True):
             if each.is_short:
@@ -395,7 +395,7 @@ class _Given(NamedTuple):
 
     share: Share
     has_share: float
-    has_held: float
+    stored_held: float
     is_short: bool  # whether the part is smaller than it should be, because other processes hold the rest
 
 

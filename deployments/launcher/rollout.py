@@ -75,7 +75,7 @@ def _wait_until_ready(config: ServeFile, lines: StatusLines, told: Path) -> None
         failure = _failure(status)
         if failure:
             raise InvalidSetup(failure)
-        doing = _doing(config, status, progress.told(told))
+        doing = _doing(config, status, progress.reported_steps(told))
         if all(what == READY for what in doing.values()) and not _answers_ready(config):
             doing[SERVICE] = f"waiting for an answer from {_address(config)}/ready"
         lines.show(doing, done=READY)

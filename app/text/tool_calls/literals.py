@@ -7,7 +7,7 @@ import re
 import sys
 from string import hexdigits
 
-from app.text.begun import num_begun
+from app.text.begun import partial_match_length
 from app.text.tool_calls.readers import JsonPlace
 
 _MARK = '<|"|>'  # Gemma's quote mark; text between two of these marks has no escapes
@@ -92,7 +92,7 @@ class JsonWriter:
                 self._written.append('"')
                 self._quote, self._held, self._has_ended = "", "", not self._depth
             else:
-                num_held = num_begun(self._held, self._quote)
+                num_held = partial_match_length(self._held, self._quote)
                 said, self._held = self._held[: len(self._held) - num_held], self._held[len(self._held) - num_held :]
                 self._written.append(json.dumps(said, ensure_ascii=False)[1:-1])
         return JsonPlace.INSIDE

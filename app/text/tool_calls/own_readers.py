@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 
-from app.text.begun import num_begun
+from app.text.begun import partial_match_length
 from app.text.tool_calls.literals import JsonWriter, as_json
 from app.text.tool_calls.readers import JsonEnd, JsonPlace, Reading
 
@@ -178,7 +178,7 @@ class TagReader(OwnReader):
         if self._held in self._PARAMETER_ENDS:
             self._end_argument()
             return Reading.MORE
-        num_held = max(num_begun(self._held, end) for end in self._PARAMETER_ENDS)
+        num_held = max(partial_match_length(self._held, end) for end in self._PARAMETER_ENDS)
         said = self._held[: len(self._held) - num_held]
         self._held = self._held[len(said) :]
         self._say(said)

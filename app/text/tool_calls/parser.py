@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple, Protocol
 
-from app.text.begun import num_begun
+from app.text.begun import partial_match_length
 from app.text.tool_calls.format import ToolFormat
 from app.text.tool_calls.own_readers import NO_TEXTS, Texts
 from app.text.tool_calls.readers import BLANKS, CallReader, NameFirstReader, ObjectReader, Reading
@@ -166,7 +166,7 @@ class ToolParser:
             return
         begin, num_before = self._form.begin, self._num_opened
         held = begin[:num_before] + character
-        self._num_opened = num_begun(held, begin)
+        self._num_opened = partial_match_length(held, begin)
         if held == begin:
             self._raw, self._blanks = [*self._blanks, begin], []
             self._num_opened = 0
@@ -284,7 +284,7 @@ class ToolParser:
     def _give_up(self, character: str) -> None:
         """Emit the characters as text, because they are not a call. A marker's prefix at their end may begin one."""
         raw, self._raw = "".join(self._raw), []
-        num_held = num_begun(raw, self._form.begin) if self._form.begin else 0
+        num_held = partial_match_length(raw, self._form.begin) if self._form.begin else 0
         self._say(raw[: len(raw) - num_held])
         self._back_to_text(raw[len(raw) - num_held :] + character)
 
