@@ -171,11 +171,10 @@ def refused_quantization(config: ModelConfig, reason: str) -> InvalidSetup:
 
 def check_backend_on_cpu(config: ModelConfig) -> None:
     """Raise InvalidSetup if the settings ask for a GPU backend."""
-    for name, value in (("backend", config.backend), ("require", config.require)):
-        if value not in (None, "auto", "torch"):
-            raise InvalidSetup(
-                f"model.{name} is {value}, which is for GPUs, and {config.path} runs on a CPU; leave it out"
-            )
+    if config.backend not in ("auto", "torch"):
+        raise InvalidSetup(
+            f"model.backend is {config.backend}, which is for GPUs, and {config.path} runs on a CPU; leave it out"
+        )
 
 
 def check_kv_device(config: EngineConfig, device: torch.device) -> None:

@@ -53,7 +53,7 @@ class PlannedMemory:
         if not self.state_bytes:
             return 0
         max_running = config.scheduler.max_running
-        return num_state_slots(config.cache, self.state_bytes, max_running=max_running, memory_bytes=memory_bytes)
+        return num_state_slots(self.state_bytes, max_running=max_running, memory_bytes=memory_bytes)
 
     def beside(self, draft: PlannedMemory) -> PlannedMemory:
         """Return the memory together with a draft model, which has KV memory in equally many blocks."""

@@ -12,7 +12,7 @@ from typing import NamedTuple, get_args
 import numpy as np
 from pydantic import ValidationError
 
-from app.config import CacheConfig, RolesConfig, SchedulerConfig, StrategyConfig, choice_of
+from app.config import CacheConfig, SchedulerConfig, StrategyConfig, choice_of
 from app.errors import InvalidSetup
 from deployments.plan.simulated_run import SimulatedRun
 from deployments.plan.simulation import simulate
@@ -115,9 +115,9 @@ class LoadPoint:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The planned replicas with `replicas.roles`, and the simulated run of the trace on them."""
+    """The planned replicas with `replicas.prefill_replicas`, and the simulated run of the trace on them."""
 
-    roles: RolesConfig
+    num_prefill: int
     run: SimulatedRun
 
     def pays(self, level: ServiceLevel, together: SimulatedRun) -> bool:
@@ -136,7 +136,7 @@ class Plan:
     full_rate_per_replica: float  # requests a second of a replica that always has waiting requests
     run: SimulatedRun  # the run of the trace
     curve: Sequence[LoadPoint]
-    splits: Sequence[Split] = ()  # the planned replicas, divided into roles
+    splits: Sequence[Split] = ()  # the planned replicas, some of them for prefill
 
     @cached_property
     def knee(self) -> LoadPoint:
@@ -188,9 +188,11 @@ class Planner:
         if not self._measured.kv_bytes:
             return []
         numbers = {max(1, num_replicas // 4), num_replicas // 2, num_replicas - max(1, num_replicas // 4)}
-        roles = [RolesConfig(prefill=number, decode=num_replicas - number) for number in sorted(numbers) if
-                 0 < number < num_replicas]  # fmt: skip
-        return [Split(each, self._simulated(self._trace, scheduler, num_replicas, each)) for each in roles]
+        return [
+            Split(number, self._simulated(self._trace, scheduler, num_replicas, number))
+            for number in sorted(numbers)
+            if 0 < number < num_replicas
+        ]
 
     # -- settings
 
@@ -270,13 +272,13 @@ class Planner:
         return LoadPoint(load, rate, self._simulated(trace.at_rate(rate), scheduler, num_replicas))
 
     def _simulated(
-        self, trace: Trace, scheduler: SchedulerConfig, num_replicas: int = 1, roles: RolesConfig | None = None
+        self, trace: Trace, scheduler: SchedulerConfig, num_replicas: int = 1, num_prefill: int | None = None
     ) -> SimulatedRun:
         num_simulated_requests = 100_000
         max_replicas = num_simulated_requests * num_replicas // len(trace.requests)
         return simulate(
             trace, self._measured, scheduler, self._cache, num_replicas=num_replicas, dispatch=self._dispatch,
-            max_replicas=min(max(max_replicas, _MIN_SIMULATED), _MAX_SIMULATED), roles=roles,
+            max_replicas=min(max(max_replicas, _MIN_SIMULATED), _MAX_SIMULATED), num_prefill=num_prefill,
         )  # fmt: skip
 
 
@@ -320,13 +322,8 @@ def _other_policies(scheduler: SchedulerConfig) -> Iterator[SchedulerConfig]:
 
 
 def _changed(scheduler: SchedulerConfig, **changes: object) -> SchedulerConfig | None:
-    """Return changed settings, with `batch_size` at `max_running`; None if the settings contradict each other."""
-    given = scheduler.model_dump() | changes
+    """Return changed settings; None if the settings contradict each other."""
     try:
-        changed = SchedulerConfig.model_validate(given)
-        strategy = changed.strategy
-        if "batch_size" in type(strategy).model_fields:
-            strategy = strategy.model_copy(update={"batch_size": changed.max_running})
-        return changed.model_copy(update={"strategy": strategy})
+        return SchedulerConfig.model_validate(scheduler.model_dump() | changes)
     except ValidationError:
         return None

@@ -77,8 +77,9 @@ def plan_in_words(plan: Plan, trace: Trace, level: ServiceLevel, *, cost_per_hou
         )
     for split in plan.splits:
         ttft, itl = (in_words(split.run.percentile_s(metric, 99)) for metric in _METRICS)
+        roles = f"roles {split.num_prefill} + {plan.num_replicas - split.num_prefill}"
         lines.append(
-            f"{f'roles {split.roles.prefill} + {split.roles.decode}':<21}TTFT p99 {ttft}, ITL p99 {itl}, "
+            f"{roles:<21}TTFT p99 {ttft}, ITL p99 {itl}, "
             f"{split.run.requests_per_s:.3g} requests/s: {'pays' if split.pays(level, run) else 'does not pay'}"
         )
     if cost_per_hour is not None:

@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
-from app.config import CacheConfig, RolesConfig, SchedulerConfig
+from app.config import CacheConfig, SchedulerConfig
 from app.engine.engine import Engine
 from app.engine.observer import StepObserver
 from app.engine.request import ALL_BLOCKS, Address, PrefixSource, Request, TokenDelta
 from app.errors import Overloaded
-from app.fleet.dispatch import PREFILL, GroupChooser, group_of_rank, groups_of_roles, make_policy
+from app.fleet.dispatch import PREFILL, Group, GroupChooser, group_of_rank, groups_of_roles, make_policy
 from app.fleet.replica_registry import ReplicaRegistry
 from deployments.plan.simulated_replica import (
     TOKEN_ID,
@@ -49,7 +49,7 @@ class FleetSimulation:
         *,
         dispatch: str = "least_loaded",
         num_ingresses: int = 1,
-        roles: RolesConfig | None = None,
+        roles: Sequence[Group] = (),
         seed: int | None = 1,
         recorders: Mapping[int, StepObserver] | None = None,
     ) -> None:
@@ -58,7 +58,7 @@ class FleetSimulation:
         self._registries = [
             ReplicaRegistry(
                 make_policy(dispatch, random.Random((seed or 0) + number)), GroupChooser(()),
-                block_size=cache.block_size, clock=lambda: self._now, has_roles=roles is not None,
+                block_size=cache.block_size, clock=lambda: self._now, has_roles=bool(roles),
             )
             for number in range(num_ingresses)
         ]  # fmt: skip
@@ -67,7 +67,6 @@ class FleetSimulation:
         self._rng = random.Random(seed or 0)
         self._registry_of: list[ReplicaRegistry] = []  # by the number of the request
         self._max_tokens: list[int] = []  # by the number of the request
-        groups = [] if roles is None else groups_of_roles(prefill=roles.prefill, decode=roles.decode)
         self._split: dict[str, Request] = {}  # requests that move to a decode replica after their prefill
 
         def new(number: int) -> SimulatedReplica:
@@ -75,7 +74,7 @@ class FleetSimulation:
                 f"replica-{number:04d}", scheduler, cache, replicas[number % len(replicas)],
                 noise=None if seed is None else Noise(f"{seed} {number}"),
                 recorder=(recorders or {}).get(number), tells_prefixes=self._compares_loads,
-                group=group_of_rank(number, groups),
+                group=group_of_rank(number, roles),
             )  # fmt: skip
 
         self._new = new
@@ -309,11 +308,12 @@ class FleetSimulation:
 def simulate(
     trace: Trace, measured: MeasuredReplica, scheduler: SchedulerConfig, cache: CacheConfig,
     *, num_replicas: int = 1, dispatch: str = "least_loaded", seed: int | None = 1,
-    max_replicas: int | None = None, roles: RolesConfig | None = None,
+    max_replicas: int | None = None, num_prefill: int | None = None,
 ) -> SimulatedRun:  # fmt: skip
     """Run a trace through a new fleet. At most `max_replicas` are simulated, with their share of the requests."""
     num_simulated = min(num_replicas, max_replicas or num_replicas)
     share = num_simulated / num_replicas
+    roles = groups_of_roles(prefill=num_prefill, decode=num_replicas - num_prefill) if num_prefill else ()
     fleet = FleetSimulation([measured] * num_simulated, scheduler, cache, dispatch=dispatch, seed=seed, roles=roles)
     run = fleet.run(trace if share == 1.0 else trace.thinned(share))
     run.share = share

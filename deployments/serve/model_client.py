@@ -42,8 +42,8 @@ class ModelClient:
         replicas = model.replicas
         registry = ReplicaRegistry(
             make_policy(replicas.dispatch, random.Random()),
-            GroupChooser([] if replicas.roles else groups_of(model)),
-            has_roles=replicas.roles is not None,
+            GroupChooser([] if replicas.prefill_replicas else groups_of(model)),
+            has_roles=replicas.prefill_replicas is not None,
             block_size=model.engine.cache.block_size,
             clock=time.monotonic,
         )

@@ -129,13 +129,15 @@ def examined(path: Path) -> tuple[ServeFile, Mistakes]:
     models: list[tuple[str, ServedModelConfig]] = []
     for name, entry in ours.items():
         at = place_in(name, ours)
-        models += ((f"{at}: {where}" if at else where, model) for where, model in _models_in(entry.get("args")))
         with mistakes.noted(at):
             applications[name] = config = parse(entry.get("args"))
             with mistakes.noted(at):
                 _check_user_configs(config, _deployments_of(entry))
             with mistakes.noted(at):
                 _check_keys(check_exposure(http.host, config.api), config)
+        parsed = applications.get(name)
+        found = _models_in(entry.get("args")) if parsed is None else enumerate(parsed.models)
+        models += ((f"{at}: models[{index}]".removeprefix(": "), model) for index, model in found)
     return ServeFile(host=http.host, port=http.port, applications=applications, models=tuple(models)), mistakes
 
 
@@ -172,11 +174,12 @@ def _unknown(given: object, level: str, at: str) -> Iterator[str]:
             yield f"{at}.{name}: no such setting{suggestion(str(name), known)}".lstrip(".")
 
 
-def _models_in(args: object) -> Iterator[tuple[str, ServedModelConfig]]:
+def _models_in(args: object) -> Iterator[tuple[int, ServedModelConfig]]:
+    """Yield the models with valid settings, each with its number in `args`."""
     given = args.get("models") if isinstance(args, dict) else None
     for index, model in enumerate(given if isinstance(given, list) else ()):
         with suppress(ValidationError):
-            yield f"models[{index}]", ServedModelConfig.model_validate(model)
+            yield index, ServedModelConfig.model_validate(model)
 
 
 def mistakes_of_model(where: str, served: ServedModelConfig, *, are_all_here: bool = True) -> Mistakes:
@@ -340,9 +343,9 @@ def apply_override(deployed: SchedulerConfig, user_config: object) -> SchedulerC
 
 def groups_of(model: ServedModelConfig) -> list[Group]:
     """Return the dispatch groups of a model: its roles, or else the groups of its trial."""
-    roles = model.replicas.roles
-    if roles is not None:
-        return groups_of_roles(prefill=roles.prefill, decode=roles.decode)
+    num_prefill = model.replicas.prefill_replicas
+    if num_prefill is not None:
+        return groups_of_roles(prefill=num_prefill, decode=model.replicas.num_replicas - num_prefill)
     return [Group(group.name, group.share, model.scheduler_of(group.name).preset) for group in model.replicas.groups]
 
 

@@ -127,7 +127,7 @@ class GraphModelRunner(LeadingRunner):
         graphs if the memory does not hold the graphs of the `coarse_sizes`, or if the model cannot be captured.
 
         Raises:
-            InvalidSetup: `model.require` is `graphs`, and there are no graphs.
+            InvalidSetup: `model.backend` is `graphs`, and there are no graphs.
             DeviceLost: the device does not work any more.
         """
         if self._capture is None:

@@ -42,7 +42,7 @@ def test_steps_have_the_tokens_of_generate(
     path = tiny_model_path(architecture)
     engine = build_sync_engine(
         config_of(
-            path, backend=LIBRARY, dtype="float32", cache={"block_size": 4, "num_blocks": 96, "num_state_slots": 9},
+            path, backend=LIBRARY, dtype="float32", cache={"block_size": 4, "num_blocks": 96},
             scheduler={"max_running": 3, "max_step_tokens": 16, "prefill_chunk_tokens": 7},
         )
     )  # fmt: skip
