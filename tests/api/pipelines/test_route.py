@@ -109,9 +109,7 @@ def test_by_decision_the_description_that_a_model_chooses_counts(tokenizer: Toke
         assert answer.json["usage"]["pipeline"]["steps"][0]["confidence"] == pytest.approx(math.exp(-1))
     asked = tokenizer.decode(service.generate.requests[0].prompt_token_ids)
     assert "Write a function\n\nQuestion: What is this text?\n\nA. a task for code\nB. a task for a poet\n" in asked
-    with pytest.raises(
-        ValidationError, match="cases\\[1\\] has no condition; in a route by decision, this case must have description"
-    ):
+    with pytest.raises(ValidationError, match=r"cases\[1\] has no condition; .*, the case must have description"):
         routed(tokenizer, [cases[0], {"model": "b"}], classifier="a")
 
 
@@ -222,8 +220,8 @@ BY_CLASSIFIER: dict[str, Any] = {"header": None, "classifier": "a"}
         ({"cases": [{"model": "a"}, {"model": "b"}]}, "cases[0] has no condition"),
         ({"cases": [{"model": "a", "values": ["x"]}, {"model": "b", "values": ["y"]}]}, "must have no condition"),
         ({"cases": [{"model": "a", "values": ["x"]}, {"model": "c"}]}, "steps[0].cases[1].model: there is no model or"),
-        (BY_CLASSIFIER | {"cases": [XS, XS]}, "cases[1] has values; in this route by a classifier, the case must have no"),
-        (BY_CLASSIFIER | {"cases": [{"model": "a"}] * 2}, "cases[0] has no condition; in this route by a classifier, the"),
+        (BY_CLASSIFIER | {"cases": [XS, XS]}, "cases[1] has values; in this route by a classifier, the case"),
+        (BY_CLASSIFIER | {"cases": [{"model": "a"}] * 2}, "cases[0] has no condition; in this route by a cl"),
         (BY_CLASSIFIER | {"cases": [{"model": "a", "examples": ["x"]}, {"model": "b"}]}, "the case must have examples"),
         (BY_CLASSIFIER | {"cases": [{"model": "a"}, {"model": "b", "description": "x"}]}, "must have description"),
     ],

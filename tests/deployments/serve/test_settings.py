@@ -97,8 +97,8 @@ def test_two_settings_that_contradict_each_other_are_explained() -> None:
         ({"target_s": -1.5}, ".target_s: got -1.5; must be greater than 0"),
         (
             {"target_s": 2.0, "target_tokens": 512},
-            ".target_tokens: this setting was removed; leave it out, or write target_s, seconds of work for each replica: "
-            "divide these tokens by the tokens_per_s of a replica in GET /admin/fleet",
+            ".target_tokens: this setting was removed; leave it out, or write target_s, seconds of work for each "
+            "replica: divide these tokens by the tokens_per_s of a replica in GET /admin/fleet",
         ),
         ({"min_replicas": 5, "max_replicas": 2}, ": min_replicas=5 is above max_replicas=2"),
         (True, ": got True; must be a valid dictionary or instance of AutoscalingConfig"),
