@@ -349,7 +349,8 @@ class Ladder:
             )
 
     def _reasons(self) -> str:
-        reasons = self.skipped | self.failed
+        found = (self.skipped | self.failed).items()
+        reasons = {name: why for name, why in found if name in self.order or name not in BACKENDS}
         return "; ".join(f"{name}: {reasons[name]}" for name in dict.fromkeys([*BACKENDS, *reasons]) if name in reasons)
 
 
