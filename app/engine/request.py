@@ -6,6 +6,7 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -173,6 +174,11 @@ class SamplingParams:
     def ends_at_eos(self) -> bool:
         """Whether an end-of-text token ends the output. A complete grammar can end in no other way."""
         return not self.ignore_eos or self.grammar is not None
+
+
+# The fields of `SamplingParams` that remove tokens before a draw, each with a common value by which samplers are tried.
+# Samplers read a field as an integer or a float, as its value here.
+FILTERS: Mapping[str, Any] = MappingProxyType({"top_k": 5, "top_p": 0.9, "min_p": 0.1})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

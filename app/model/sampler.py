@@ -10,10 +10,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from functools import cache
+from operator import attrgetter
 
 import torch
 
 from app.engine.batch import ScheduledSequence
+from app.engine.request import FILTERS
 from app.model.inputs import bytes_to_device, to_device
 from app.model.logprobs import Logprobs, compute_logprobs
 
@@ -21,6 +23,11 @@ from app.model.logprobs import Logprobs, compute_logprobs
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
+
+# The fields of `SamplingParams` that native samplers read for a draw, as int64 and as float32.
+DRAW_INTEGERS = ("seed", *(name for name, value in FILTERS.items() if isinstance(value, int)))
+DRAW_FLOATS = ("temperature", *(name for name, value in FILTERS.items() if isinstance(value, float)))
+draw_numbers = attrgetter(*DRAW_INTEGERS, *DRAW_FLOATS)
 
 
 class Sampler:

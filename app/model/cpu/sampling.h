@@ -11,8 +11,8 @@
 
 namespace carousel {
 
-struct Draw {
-    int64_t seed, position, top_k;  // top_k 0: none
+struct Draw {  // fields as in sampler.py: `DRAW_INTEGERS` after the position, then `DRAW_FLOATS`
+    int64_t position, seed, top_k;  // top_k 0: none
     float temperature, top_p, min_p;
 };
 
