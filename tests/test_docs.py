@@ -145,7 +145,7 @@ def test_the_api_page_has_every_path_and_every_field() -> None:
 
 
 def test_the_metrics_page_has_every_metric() -> None:
-    page = (PROJECT / "docs" / "reference" / "metrics.md").read_text()
+    page = (PROJECT / "docs" / "operate" / "monitoring.md").read_text()
     text = exposition(replace(after_one_request(), batches=defaultdict(int, num_paused=0))).decode()
     named = re.findall(r"^# HELP (\S+) ", text, flags=re.MULTILINE)
     assert named

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 # A change of at least this size is reported at once, because another ingress may be choosing a replica now. Smaller
 # changes are reported in the next frame. In a simulation of 100 replicas at 80% load, 22% of the requests cause a
-# change of this size (docs/results/scale.md).
+# change of this size (docs/results/service.md).
 MIN_NEWS_TOKENS = 256
 
 

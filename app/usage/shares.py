@@ -32,7 +32,7 @@ from app.usage.records import (
 
 LEASE_S = 90.0  # after this silence, the owner reassigns a process's part, and the process uses its first share again
 SETTLING_S = 3.0  # time for which a new owner only listens
-_INDIFFERENT = 0.1  # a process keeps slots beyond its part, up to this share of its part
+_INDIFFERENT = 0.1  # a process keeps surplus slots up to this share of its part
 # The weight of the process of batches for budgets. It needs some of a budget in advance, because a stored answer may
 # arrive before the process has asked for an amount.
 _SLACK_OF_BUDGET = 0.1
@@ -71,8 +71,9 @@ class _Table:
     loop takes microseconds.
     """
 
-    # Indices of `values`. DEMAND: per minute when it was reported; SLOTS: slots wanted at once. SLACK: the weight of
-    # the process for the amount that no process asks for. With 0, it gets none of that and comes after the others.
+    # Indices of `values`. DEMAND is an amount per minute at the time of the report, or a number of slots. SLACK weighs
+    # the process when the amount that no process asks for is divided; with 0, the process receives nothing of it and
+    # its demand is served last.
     NAMES = SHARE, HELD, DEMAND, SLACK, REFUSED, REFUSED_AT, REPORTED_AT = range(7)
 
     def __init__(self) -> None:
@@ -107,7 +108,7 @@ class _Table:
         self.values[:, :, column] = 0.0
         self._free_columns.append(column)
 
-    def note(self, rows: Sequence[int], column: int, uses: Sequence[LimitUse], are_places: _Flags, *, slack: _Numbers,
+    def note(self, rows: Sequence[int], column: int, uses: Sequence[LimitUse], are_slots: _Flags, *, slack: _Numbers,
              passed_s: float, now: float) -> None:  # fmt: skip
         """Record a process's report of these limits."""
         share, held, wanted, refused = np.array(uses, dtype=np.float64).T
@@ -116,18 +117,18 @@ class _Table:
         # `wanted` is reduced by returned amounts, which were not needed.
         passed_s = max(passed_s, 1e-3)
         asked = left + (1 - math.exp(-passed_s / _DEMAND_S)) * wanted * 60 / passed_s
-        demand = np.where(are_places, np.maximum(wanted, left), asked)
-        is_new = are_places | (refused > 0) | (now - before[self.REFUSED_AT] > _REFUSED_S)
+        demand = np.where(are_slots, np.maximum(wanted, left), asked)
+        is_new = are_slots | (refused > 0) | (now - before[self.REFUSED_AT] > _REFUSED_S)
         refused_at = np.where(is_new, now, before[self.REFUSED_AT])
         refused = np.where(is_new, refused, before[self.REFUSED])
         self.values[:, rows, column] = (share, held, demand, slack, refused, refused_at, np.full(len(rows), now))
 
-    def sums(self, rows: Sequence[int], column: int, most: _Numbers, are_places: _Flags, *, now: float) -> list[_Sums]:
+    def sums(self, rows: Sequence[int], column: int, most: _Numbers, are_slots: _Flags, *, now: float) -> list[_Sums]:
         """Return for each limit the values of one process and the sums over all processes. `most`: the limits."""
         values = self.values[:, rows]
         share, held, slack = values[self.SHARE], values[self.HELD], values[self.SLACK]
         silent_s = self._silent_s(values)
-        asks = np.maximum(self._demand_now(values), np.where(are_places[:, None], held, 0.0))
+        asks = np.maximum(self._demand_now(values), np.where(are_slots[:, None], held, 0.0))
         # The bucket of a process without demand fills up.
         full = share * most[:, None]
         has = np.maximum(held, np.minimum(full, held + silent_s * full / 60))
@@ -141,7 +142,7 @@ class _Table:
         )  # fmt: skip
         return list(starmap(_Sums, np.array(columns).T.tolist()))
 
-    def whole_places(self, row: int, column: int, sums: _Sums, most: int) -> int:
+    def whole_slots(self, row: int, column: int, sums: _Sums, most: int) -> int:
         """Return the slots of one process when all parts are rounded to whole numbers with the sum `most`.
 
         Each part is rounded down. The parts that lose most by this get one more slot (largest remainder method).
@@ -177,7 +178,7 @@ class _Sums(NamedTuple):
     share: float
     held: float
     demand: float
-    asks: float  # the demand per minute, decayed to now; SLOTS: slots, at least those in use
+    asks: float  # the demand per minute, decayed to now; for SLOTS a number of slots, at least the used ones
     slack: float
     refused: float
     held_by_all: float  # now
@@ -185,8 +186,8 @@ class _Sums(NamedTuple):
     asked_of_sharing: float  # demand on the processes with slack
     asked_of_all: float
     slack_of_all: float
-    taken_by_others: float  # SLOTS: for each other process the larger of its part and its slots in use
-    waiting_elsewhere: float  # SLOTS: waiting requests of other processes
+    taken_by_others: float  # for SLOTS: the sum over the other processes of the larger of part and used slots
+    waiting_elsewhere: float  # for SLOTS: the number of requests that wait in other processes
 
     def part(self, most: float) -> float:
         """Return the part of this process, from 0 to 1."""
@@ -299,11 +300,11 @@ class Shares:
         limits = [self._limits.get(each) or self._new_limit(each, now) for each in uses]
         for limit in limits:
             limit.members.add(name)
-        rows, are_places = [each.row for each in limits], np.array([each.what == SLOTS for each in uses], dtype=bool)
+        rows, are_slots = [each.row for each in limits], np.array([each.what == SLOTS for each in uses], dtype=bool)
         if uses:
             slack = [1.0 if report.takes_slack else _SLACK_OF_BUDGET * (each.what in BUDGETS) for each in uses]
             self._table.note(
-                rows, process.column, list(uses.values()), are_places, slack=np.array(slack),
+                rows, process.column, list(uses.values()), are_slots, slack=np.array(slack),
                 passed_s=process.passed_s, now=now,
             )  # fmt: skip
         age_s, has_heard_all = now - self._began_at, len(self._processes) >= self._num_expected
@@ -311,7 +312,7 @@ class Shares:
         if not (uses and self._is_settled):
             return {}
         most = np.array([each.limit for each in uses], dtype=np.float64)
-        sums = self._table.sums(rows, process.column, most, are_places, now=now)
+        sums = self._table.sums(rows, process.column, most, are_slots, now=now)
         given = [
             self._given(limit_id, limit, name, each, used, now)
             for limit_id, limit, each in zip(uses, limits, sums, strict=True)
@@ -347,7 +348,7 @@ class Shares:
         self._moving[limit_id] = limit
 
     def _moving_keys(self, process: str, now: float) -> set[str]:
-        """Return the keys of limits whose parts are changing and of which the process has a part."""
+        """Return the keys of limits whose parts are changing and that the process shares."""
         for limit_id in list(takewhile(lambda each: now > self._moving[each].moves_until, self._moving)):
             del self._moving[limit_id]
         return {limit_id.key for limit_id, limit in self._moving.items() if process in limit.members}
@@ -362,31 +363,31 @@ class Shares:
         now: float,
     ) -> _Given:
         if limit_id.what == SLOTS:
-            return self._given_of_places(limit, process, sums, int(limit_id.limit))
+            return self._given_of_slots(limit, process, sums, int(limit_id.limit))
         if limit_id.what in BUDGETS:
             spent = self._with_reserved(limit_id.key, used.get(limit_id.key, _NOTHING))
             return _given_of_budget(sums, limit_id.limit - float(getattr(spent, BUDGETS[limit_id.what])))
         return _given_of_bucket(limit, sums, limit_id.limit, now)
 
-    def _given_of_places(self, limit: _Limit, process: str, sums: _Sums, most: int) -> _Given:
+    def _given_of_slots(self, limit: _Limit, process: str, sums: _Sums, most: int) -> _Given:
         """Divide slots; see `_given_of_bucket`. Free slots go to waiting requests."""
         part = most * sums.part(most)
         if math.floor(part) <= sums.share <= math.ceil(part):
-            places = sums.share
+            slots = sums.share
         else:
-            places = float(self._table.whole_places(limit.row, self._processes[process].column, sums, most))
-        if places < sums.share <= (1 + _INDIFFERENT) * places:
-            places = sums.share  # a small change is not worth it: moving slots are useless to all processes
+            slots = float(self._table.whole_slots(limit.row, self._processes[process].column, sums, most))
+        if slots < sums.share <= (1 + _INDIFFERENT) * slots:
+            slots = sums.share  # a small change is not worth it: moving slots are useless to all processes
         needed = sums.held + sums.refused
-        asked = needed if sums.waiting_elsewhere else max(places, needed)
-        if sums.waiting_elsewhere and sums.held > places:
+        asked = needed if sums.waiting_elsewhere else max(slots, needed)
+        if sums.waiting_elsewhere and sums.held > slots:
             # Its own requests would take every slot that becomes free, and requests of other processes would wait for
             # ever. So the slots beyond its part go to other processes one by one.
-            asked = max(places, sums.held - 1)
-        places = max(0.0, min(asked, most - sums.taken_by_others))
+            asked = max(slots, sums.held - 1)
+        slots = max(0.0, min(asked, most - sums.taken_by_others))
         # A slot that is taken away may be in use again, so another process gets it only after the next report.
-        share = Share(places, elsewhere=sums.waiting_elsewhere)
-        return _Given(share, max(places, sums.share), sums.held, places < needed)
+        share = Share(slots, elsewhere=sums.waiting_elsewhere)
+        return _Given(share, max(slots, sums.share), sums.held, slots < needed)
 
 
 class _Given(NamedTuple):

@@ -16,7 +16,7 @@ from app.fleet.dispatch.decision import Candidate, Decision, RequestSize, Scorin
 MAX_IMBALANCE_TOKENS = 4096
 # A cached token is worth this many outstanding tokens, because a prompt that is computed again adds work to the fleet
 # and an uneven load does not. With 1, the replicas compute more. With 4, the first replicas that cache a prompt of many
-# conversations get most of the work (docs/results/scale.md).
+# conversations get most of the work (`benchmarks.service.thousand --part hot`).
 _WORTH_OF_CACHED = 3
 
 
