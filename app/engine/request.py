@@ -151,6 +151,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()  # with `logprobs`: report these tokens in place of the likeliest ones
+    top_n_sigma: float = 0.0  # standard deviations of the logits below the greatest; 0: no limit
 
     @property
     def is_greedy(self) -> bool:
@@ -178,7 +179,7 @@ class SamplingParams:
 
 # The fields of `SamplingParams` that remove tokens before a draw, each with a common value by which samplers are tried.
 # Samplers read a field as an integer or a float, as its value here.
-FILTERS: Mapping[str, Any] = MappingProxyType({"top_k": 5, "top_p": 0.9, "min_p": 0.1})
+FILTERS: Mapping[str, Any] = MappingProxyType({"top_k": 5, "top_p": 0.9, "min_p": 0.1, "top_n_sigma": 1.0})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

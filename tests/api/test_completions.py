@@ -90,7 +90,7 @@ def test_sampling_fields_reach_the_engine(service: Service) -> None:
 
 
 @pytest.mark.parametrize("value", [-1, 0])
-@pytest.mark.parametrize("name", ["top_k"])
+@pytest.mark.parametrize("name", ["top_k", "top_n_sigma"])
 def test_minus_one_and_zero_keep_all_tokens(service: Service, name: str, value: float) -> None:
     assert service.chat(**{name: value}).status == 200
     assert getattr(service.request.sampling, name) == 0

@@ -98,6 +98,13 @@ SHARES = [math.log(p) for p in (0.5, 0.3, 0.15, 0.05)]
         (SHARES, {"top_p": 0.01}, [1.0, 0.0, 0.0, 0.0]),
         ([1.0] * 4, {"top_p": 0.5}, [0.5, 0.5, 0.0, 0.0]),  # they reach it
         (SHARES, {"min_p": 0.4}, [0.625, 0.375, 0.0, 0.0]),
+        (LOGITS, {"top_n_sigma": 0.9}, [0.0, *softmax(1.0, 2.0), 0.0]),  # their deviation is the root of 1.25
+        (LOGITS, {"top_n_sigma": 0.85}, [0.0, 0.0, 1.0, 0.0]),
+        (LOGITS, {"top_n_sigma": 0.9, "temperature": 2.0}, [0.0, *softmax(0.5, 1.0), 0.0]),
+        ([*LOGITS, -math.inf], {"top_n_sigma": 0.9}, [0.0, *softmax(1.0, 2.0), 0.0, 0.0]),
+        ([0.1] * 4, {"top_n_sigma": 0.01}, [0.25] * 4),
+        (LOGITS, {"top_n_sigma": 1000.0}, softmax(*LOGITS)),
+        (SHARES, {"top_n_sigma": 1.0, "top_p": 0.6}, [1.0, 0.0, 0.0, 0.0]),  # of those left, the first has 0.625
     ],
     ids=str,
 )

@@ -185,6 +185,7 @@ class GenerationRequest(QueuedRequest):
     top_p: float = Field(1.0, ge=0, le=1)  # 0 allows only the likeliest token
     top_k: Annotated[int, Field(ge=-1, le=MAX_TOKENS), AsInt, OrOff] = 0
     min_p: float = Field(0.0, ge=0, le=1)
+    top_n_sigma: Annotated[float, Field(ge=-1, le=1000), OrOff] = 0.0
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, ge=MIN_REPETITION_PENALTY, le=10)

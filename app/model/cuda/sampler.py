@@ -2,7 +2,7 @@
 
 The drawn token is the token that the plain sampler draws, except where
 - two scores with noise differ by less than some 1e-5: the plain sampler has noise in float64, the kernel in float32;
-- a token lies within some 1e-6 of the limit of top-p or min-p: sums of weights are rounded in another order;
+- a token lies within some 1e-6 of the limit of top-p, min-p or top-n-sigma: sums are rounded in another order;
 - two logits become one score when they are divided by the temperature: the kernel still ranks the greater logit first.
 The kernel applies penalties, biases, bans and masks while it reads the logits, with the same bits as `Sampler.adjust`.
 The tokens that penalties and biases change stay on the device, and a step sends only new changes.

@@ -86,8 +86,8 @@ def _changed(row, rows, values, vocab_size, layout: tl.constexpr, tile: tl.const
 
 @triton.jit
 def _load(row, tokens, vocab_size):
-    """Load changed logits as float32; -inf for NaN, and for tokens without a bit in the mask (`Matcher.allowed`)."""
-    logits, mask, has_mask, bits, has_changes = row
+    """Load changed logits as float32, or -inf: for NaN, below `least`, and without a bit in `Matcher.allowed`."""
+    logits, mask, has_mask, bits, has_changes, least = row
     is_token = tokens < vocab_size
     found = tl.load(logits + tokens, mask=is_token, other=float("-inf")).to(tl.float32)
     if has_changes:
@@ -97,7 +97,7 @@ def _load(row, tokens, vocab_size):
         changed = tl.load(_behind(bits, vocab_size) + tokens, mask=is_changed, other=0.0)
         found = tl.where(is_changed, changed, found)
     allowed = tl.load(mask + tokens // 8, mask=is_token & has_mask, other=255).to(tl.int32)
-    return tl.where(((allowed >> (tokens % 8)) & 1 != 0) & (found == found), found, float("-inf"))
+    return tl.where(((allowed >> (tokens % 8)) & 1 != 0) & (found >= least), found, float("-inf"))
 
 
 @triton.jit
@@ -131,6 +131,24 @@ def _most(row, vocab_size, tile: tl.constexpr):
     for start in range(0, vocab_size, tile):
         most = tl.maximum(most, _load(row, start + tl.arange(0, tile), vocab_size))
     return tl.max(most, 0)
+
+
+@triton.jit
+def _deviation(row, vocab_size, tile: tl.constexpr):
+    """Return the standard deviation of the finite logits."""
+    sums, numbers, squares = tl.zeros([tile], tl.float32), tl.zeros([tile], tl.float32), tl.zeros([tile], tl.float32)
+    for start in range(0, vocab_size, tile):
+        logits = _load(row, start + tl.arange(0, tile), vocab_size)
+        counts = tl.abs(logits) < float("inf")
+        sums += tl.where(counts, logits, 0.0)
+        numbers += counts.to(tl.float32)
+    number = tl.maximum(tl.sum(numbers, 0), 1.0)
+    mean = tl.sum(sums, 0) / number
+    for start in range(0, vocab_size, tile):
+        logits = _load(row, start + tl.arange(0, tile), vocab_size)
+        distances = tl.where(tl.abs(logits) < float("inf"), logits - mean, 0.0)
+        squares += distances * distances
+    return tl.sqrt_rn(tl.sum(squares, 0) / number)
 
 
 @triton.jit
@@ -243,20 +261,25 @@ def draw_kernel(
     numbers = rows.to(tl.pointer_type(tl.float32))
     temperature = tl.load(numbers + layout.temperature)
     top_p, min_p = tl.load(numbers + layout.top_p), tl.load(numbers + layout.min_p)
+    top_n_sigma = tl.load(numbers + layout.top_n_sigma)
     logits += tl.program_id(0).to(tl.int64) * row_stride
     bits, has_changes = values, tl.load(rows + layout.scratch) != 0
     if has_changes:
         bits = _changed(logits, rows, values, vocab_size, layout, tile)
     mask = tl.load(rows + layout.mask)
-    row = (logits, masks + mask, mask > 0, bits, has_changes)
+    row = (logits, masks + mask, mask > 0, bits, has_changes, float("-inf"))
     # Entries make logits that use all bits of a float32. A ban makes -inf, which has the same unused bits.
     unused_bits = tl.where(tl.load(rows + layout.num_entries) > 0, 0, unused).to(tl.uint32)
 
     scale = LOG2_E / tl.where(temperature > 0.0, temperature, 1.0)
     most, num_ties, excess = 0.0, 0.0, 0.0
     edge = tl.full([], 0, tl.uint32)
-    if (top_p < 1.0) | (min_p > 0.0):
+    if (top_p < 1.0) | (min_p > 0.0) | (top_n_sigma > 0.0):
         most = _most(row, vocab_size, tile)
+    least = float("-inf")
+    if top_n_sigma > 0.0:  # Tang et al., 2024
+        least = most - top_n_sigma * _deviation(row, vocab_size, tile)
+    row = (logits, masks + mask, mask > 0, bits, has_changes, least)
     top_k = tl.load(rows + layout.top_k)
     has_top_k = (top_k > 0) & (top_k < vocab_size)
     if has_top_k:
@@ -314,7 +337,7 @@ def logprobs_kernel(
     """Compute the log-softmax of some rows at one token and at the likeliest tokens. Grid: (num_rows,)."""
     at = tl.program_id(0)
     logits += tl.load(rows + at) * row_stride
-    row = (logits, logits.to(tl.pointer_type(tl.uint8)), False, rows, False)  # neither a mask nor changes
+    row = (logits, logits.to(tl.pointer_type(tl.uint8)), False, rows, False, float("-inf"))  # no mask, no changes
     unused_bits = tl.full([], unused, tl.uint32)
     most = _most(row, vocab_size, tile)
     own = tl.load(logits + tl.load(token_ids + at)).to(tl.float32)

@@ -178,7 +178,7 @@ def sampled(*items: ScheduledSequence) -> tuple[Counts, torch.Tensor]:
 
 
 # Passes over the logits beside the one that draws: one for the greatest logit, 4 digits of a bfloat16 for an edge.
-PASSES = {"top_k": 4, "top_p": 5, "min_p": 1}
+PASSES = {"top_k": 4, "top_p": 5, "min_p": 1, "top_n_sigma": 3}
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ PASSES = {"top_k": 4, "top_p": 5, "min_p": 1}
     # of_token: bytes beside the logit. beside: bytes of a row's entries, bans and their logits.
     [
         ("greedy", 1, 0, 0), ("drawn", 1, 0, 0), *((name, 1 + PASSES[name], 0, 0) for name in FILTERS),
-        ("filtered", sum(PASSES.values()), 0, 0),  # the greatest logit is found once
+        ("filtered", 12, 0, 0),  # the greatest logit is found once
         ("penalised", 1, 1 / 8, 4 * 42),
         ("banned", 1, 1 / 8, 16), ("grammar", 6, 1 / 8, 0),
     ],
