@@ -151,7 +151,10 @@ ALERTS = (
     Alert(
         name="CarouselLoopStalls",
         expr="sum by (process, id) (rate(carousel_loop_stalled_seconds_total[5m])) > 0.05",
-        summary="The event loop of {{ $labels.process }} {{ $labels.id }} is blocked for {{ $value | humanizePercentage }} of the time.",
+        summary=(
+            "The event loop of {{ $labels.process }} {{ $labels.id }} is blocked for"
+            " {{ $value | humanizePercentage }} of the time."
+        ),
     ),
     Alert(
         name="CarouselBatchLinesFail",

@@ -126,7 +126,7 @@ def url(deployed: Deployed, demo_path: Path, tmp_path_factory: pytest.TempPathFa
             "cache": {"num_blocks": 256},
             "scheduler": {"max_running": 4, "max_waiting": 4},
         },
-        "replicas": {"num_replicas": 1, "num_cpus": 0.05, "drain_timeout_s": 1},
+        "replicas": {"autoscaling": {"max_replicas": 1}, "num_cpus": 0.05, "drain_timeout_s": 1},
     }
     with deployed(NAME, {"models": [model], "batches": {"path": str(tmp_path_factory.mktemp("batches"))}}) as url:
         yield url
@@ -198,7 +198,7 @@ def measured(expr: str) -> str:
     found = re.fullmatch(r"absent\((.*)\)", expr)
     if found is not None:
         return found[1]
-    return re.split(r" (?:>|<|==) (?:[\d.]+$|0\.1 \*)", expr.split(" and ")[0])[0]
+    return re.split(r" (?:>|<|==) (?:[\d.]+$|0\.1 \*|\(count)", expr.split(" and ")[0])[0]
 
 
 @needs_prometheus
