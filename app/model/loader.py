@@ -47,7 +47,7 @@ from app.model.memory import is_out_of_memory, loading_weights, refusing_to_run_
 from app.model.parallel.group import RankGroup
 from app.model.runner import TorchModelRunner
 from app.model.source import ModelSource, module_without_weights, refusing_what_fails
-from app.progress import tell
+from app.progress import report_step
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +210,7 @@ def _with_kv_memory(config: EngineConfig, model: LoadedModel, num_blocks: int, n
         num_threads, num_blocks, config.cache.block_size,
     )  # fmt: skip
     logger.info("%s", model.abilities)
-    tell("providing the KV memory")
+    report_step("providing the KV memory")
     runner = model.runner(config, num_blocks=num_blocks, num_threads=num_threads)
     return LoadedRunner(config, model, runner, num_blocks)
 
@@ -299,7 +299,7 @@ def _verified(
 
     The reason has already been logged. Must be called on all ranks: if outputs differ on one, no rank uses the decoder.
     """
-    tell("comparing its outputs with those of transformers' code (once)")
+    report_step("comparing its outputs with those of transformers' code (once)")
     expected = own.expected.with_first_logits(own.module)
     try:
         model = way.load(source, own, expected)

@@ -16,7 +16,7 @@ import torch
 from app.config import GIB
 from app.errors import TooLittleMemory, first_line
 from app.model.attention import StateShape
-from app.progress import tell
+from app.progress import report_step
 
 # The CUDA context with the code of all kernels, which torch's allocator does not count: 0.5 GiB on an A100 (the
 # baseline in https://github.com/JBjoernskov/Twin4Build/issues/134) and a reserve for kernels that are compiled later.
@@ -124,7 +124,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 @contextmanager
 def loading_weights() -> Iterator[None]:
     """Wrap the load of a model's weights, and report progress. Raises TooLittleMemory like `refusing_to_run_short`."""
-    tell("loading the weights")
+    report_step("loading the weights")
     with refusing_to_run_short("the weights", "Serve a smaller model, or set model.dtype: bfloat16"):
         yield
 

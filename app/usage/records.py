@@ -136,12 +136,12 @@ class UsageReport:
     process: str
     number: int  # increases by one with each new `used`; 0 if the process has used nothing yet
     used: Mapping[UsedFor, Used] = field(default_factory=dict)
-    # For each key with budgets: the amounts that running requests may use, and ended usage that is not in `used` yet.
+    # For each key with budgets, the amounts that running requests may use plus ended usage that is not in `used` yet.
     reserved: Mapping[str, BudgetTotals] = field(default_factory=dict)
     limits: Mapping[LimitId, LimitUse] = field(default_factory=dict)
     num_processes: int = 0  # number of processes that share limits, by the last answer
     takes_slack: bool = True  # whether the process receives a part of the amount that no process asks for
-    has_all_limits: bool = True  # False: `reserved` and `limits` include only keys with changes
+    has_all_limits: bool = True  # if False, `reserved` and `limits` include only keys with changes
 
     __setstate__ = _set_known_fields
 
@@ -152,9 +152,9 @@ class UsageAnswer:
 
     number: int  # number of the last report of this process that the ledger contains
     day: str  # the day that `totals` treat as today
-    # For each key of the report: its usage, and the amounts that other processes have reserved.
+    # For each key in the report, its usage plus the amounts that other processes have reserved.
     totals: Mapping[str, BudgetTotals] = field(default_factory=dict)
-    shares: Mapping[LimitId, Share] = field(default_factory=dict)  # empty: the process keeps its shares
+    shares: Mapping[LimitId, Share] = field(default_factory=dict)  # if empty, the process retains its shares
     num_processes: int = 0  # number of processes that share limits
     wants_all: bool = False  # the next report must include all limits
     # Keys that the next report must include, even without changes, because the owner will change their parts.
@@ -183,7 +183,7 @@ class Owner(Protocol):
         """Count a report once, however often it is sent. Raises Unavailable if the report cannot be stored now."""
 
     async def usage(self, query: UsageQuery) -> UsageRows:
-        """Return at most `max_rows` + 1 rows; one too many shows that there are more. Raises Unavailable."""
+        """Return up to `max_rows` + 1 rows. The extra row shows that more rows exist. Raises Unavailable."""
 
 
 class Limits(Protocol):

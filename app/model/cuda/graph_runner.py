@@ -51,7 +51,7 @@ from app.model.recurrent_layers import StatefulAttention
 from app.model.runner import LeadingRunner, draw_tokens
 from app.model.sampler import Sampler
 from app.model.verification import MAX_DIFFERENCES, TrialBlocks, difference_above
-from app.progress import tell
+from app.progress import report_step
 
 if TYPE_CHECKING:
     from app.model.implementations.loaded_model import LoadedModel
@@ -132,7 +132,7 @@ class GraphModelRunner(LeadingRunner):
         """
         if self._capture is None:
             return
-        tell("capturing CUDA graphs")
+        report_step("capturing CUDA graphs")
         with self._ranks.preparing(), without_collections(), ending_hangs():
             self._capture_all(self._capture)
         self._capture = None
