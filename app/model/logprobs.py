@@ -25,6 +25,13 @@ class Logprobs(NamedTuple):
     top_token_ids: torch.Tensor  # [num_rows, num_top] int64
     top_logprobs: torch.Tensor  # [num_rows, num_top]
 
+    @classmethod
+    def empty(cls, num_rows: int, num_top: int, device: torch.device) -> Logprobs:
+        """Allocate the columns for native code, which fills them."""
+        new = partial(torch.empty, device=device)
+        ranks, tokens = new(num_rows, dtype=torch.long), new(num_rows, num_top, dtype=torch.long)
+        return cls(new(num_rows), new(num_rows), ranks, tokens, new(num_rows, num_top))
+
 
 def compute_logprobs(logits: torch.Tensor, rows: Sequence[int], token_ids: torch.Tensor, *, num_top: int) -> Logprobs:
     """Compute log-probabilities in plain torch, on any device. See `Sampler.logprobs`."""

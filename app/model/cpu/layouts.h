@@ -70,7 +70,7 @@ inline const char* layouts() {
         CAROUSEL_LAYOUT(ConvolutionShape, F(num_channels), F(kernel_size), F(input_token), F(slot), F(has_silu)) +
         CAROUSEL_LAYOUT(RecurrenceShape, F(num_key_heads), F(num_value_heads), F(key_dim), F(value_dim), F(slot),
                         F(normalises), F(scale)) +
-        CAROUSEL_LAYOUT(Draw, F(seed), F(position), F(top_k), F(temperature), F(top_p), F(min_p)) +
+        CAROUSEL_LAYOUT(Draw, F(position), F(seed), F(top_k), F(temperature), F(top_p), F(min_p), F(top_n_sigma)) +
         CAROUSEL_LAYOUT(Adjustments, F(repetition_penalty), F(seen), F(num_seen), F(deducted), F(num_deducted),
                         F(deductions), F(biased), F(num_biased), F(biases), F(banned), F(num_banned), F(mask));
 #undef F

@@ -28,6 +28,7 @@ import torch
 
 from app.disk import cache_folder, locked_if_possible
 from app.errors import InvalidSetup
+from app.model.sampler import DRAW_FLOATS, DRAW_INTEGERS
 from app.progress import step_within
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,6 @@ LEVELS = (  # from best to worst
 
 
 _POINTER, _INT32, _INT64, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
-_UINT64 = ctypes.c_uint64
 
 
 def _fields(kind: Any, *names: str) -> tuple[tuple[str, Any], ...]:
@@ -109,7 +109,7 @@ class Filled(ctypes.Structure):
         return characters + "x" * (ctypes.sizeof(cls) - end)
 
 
-_PACKED: dict[Any, str] = {_POINTER: "Q", _UINT64: "Q", _INT64: "q", _FLOAT: "f"}
+_PACKED: dict[Any, str] = {_POINTER: "Q", _INT64: "q", _FLOAT: "f"}
 
 
 class AttentionShape(Filled):
@@ -220,11 +220,7 @@ class Piece(Filled):
 
 
 class Draw(Filled):
-    _fields_ = (
-        ("seed", _UINT64),
-        *_fields(_INT64, "position", "top_k"),
-        *_fields(_FLOAT, "temperature", "top_p", "min_p"),
-    )
+    _fields_ = (*_fields(_INT64, "position", *DRAW_INTEGERS), *_fields(_FLOAT, *DRAW_FLOATS))
 
 
 class Adjustments(Filled):
