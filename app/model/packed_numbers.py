@@ -157,7 +157,7 @@ def _unpacked(words: torch.Tensor, bits: int, *, dim: int, is_awq: bool) -> torc
 
 
 def _in_words_of_gptq(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate compressed-tensors' description to GPTQ's fields. Raises ValueError unless all weights are of a kind."""
+    """Translate compressed-tensors' description to GPTQ's fields. Raises ValueError if kinds of weights differ."""
     kinds = [each["weights"] for each in (found.get("config_groups") or {}).values() if each.get("weights")]
     if not kinds or any(each != kinds[0] for each in kinds):
         raise ValueError(f"its config_groups: they describe {len(kinds)} kinds of weights; here one can be read")
