@@ -228,7 +228,7 @@ class Ranks:
 
     @contextmanager
     def _bounded(self, name: str, limit_s: float) -> Iterator[None]:
-        """End all ranks if the body takes longer than the limit. Of nested contexts, only the outermost limit counts."""
+        """End all ranks if the body takes longer than the limit. In nested contexts, only the outer limit counts."""
         outer = self._work
         self._work = outer or _Work(name, limit_s, time.monotonic())
         try:
@@ -325,7 +325,7 @@ class Ranks:
     # ------------------------------------------------------------------ the thread that watches
 
     def _watch(self, start: Callable[[int], subprocess.Popen[bytes]], size: int, started: threading.Event) -> None:
-        """Start the other ranks and watch them. One thread does both, because Linux kills ranks when their starter ends."""
+        """Start the ranks and watch them. One thread does both, as Linux kills a rank when its starting thread ends."""
         with ExitStack() as files:
             try:
                 for _ in range(1, size):

@@ -117,7 +117,7 @@ class SplitPlan:
 
     @torch.no_grad()
     def split(self, name: str, part: nn.Module) -> None:
-        """Reduce a part of the model to this rank's share, in place. name: the part's name in the model; "" is the model.
+        """Reduce a part of the model to this rank's share, in place. name: its name in the model, "" for the model.
 
         Raises InvalidSetup, with the numbers, if a weight cannot be split evenly.
         """
