@@ -197,7 +197,7 @@ class Planner:
     # -- settings
 
     def _best_settings(self) -> tuple[SchedulerConfig, float]:
-        """Set one setting after another to the value with the highest rate within the SLO. Returns that rate as well."""
+        """Set one setting after another to the value with the highest rate within the SLO. Also returns that rate."""
         best, best_rate = self._configured, self._highest_rate(self._configured, above=0.0)
         min_gain = 1.02  # smaller gains are not worth a change
         for change in (_other_limits, _other_strategies, _other_policies):

@@ -221,7 +221,7 @@ class FleetSimulation:
         self._go_on(replica)
 
     def _catch_up(self, replica: SimulatedReplica, now: float) -> None:
-        """Deliver the tokens of all decode steps that have ended by now. Reports to ingresses once, for the last step."""
+        """Deliver the tokens of all decode steps that have ended by now. Reports to ingresses only the last step."""
         steps, began_at = replica.coming, replica.clock.now
         ended_at = replica.decode_until(now)
         if steps is None or not ended_at:
