@@ -68,7 +68,7 @@ class TokenPolicy:
         return self._held(decision.number, context.target_num_replicas), {}
 
     def _held(self, number: int, target: int) -> int:
-        """Return the highest of consecutive lower numbers. Serve would scale down to the last of them after the delay."""
+        """Return the highest of consecutive lower numbers. Serve would use the last of them after its delay."""
         before, most = self._fewer
         if number >= target:
             self._fewer = (target, 0)

@@ -83,7 +83,7 @@ class Batches(Sender):
         return replace(await super().metrics_report(), batches=counts)
 
     def check_health(self) -> None:
-        """Raise if the folder could not be opened or the keys file is no longer read. Serve then replaces the process."""
+        """Raise if the folder could not be opened or the keys file is no longer read. Serve replaces the process."""
         super().check_health()
         if self._opening.done():
             self._opening.result().check_health()
