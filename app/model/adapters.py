@@ -252,10 +252,7 @@ class LinearUpdates:
             adapter |= self.prepare(adapter)
 
     def most_bytes(self, number: int, num_tokens: int) -> int:
-        """Return the most bytes that `number` adapters and one step need.
-
-        Assumes rank `MAX_RANK`, and one more adapter that a running step still holds after its removal.
-        """
+        """Return the bytes of a step, `number` adapters of rank `MAX_RANK`, and one more that a step still holds."""
         if not self.sizes:
             return 0
         of_one = MAX_RANK * sum(each.num_inputs + each.num_outputs for each in self.sizes.values())

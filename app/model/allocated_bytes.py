@@ -20,10 +20,7 @@ _WITHOUT_KERNEL = frozenset({
 
 
 class AllocatedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts allocations within `with AllocatedBytes(device) as allocated: ...`.
-
-    Operators' internal buffers are missed, except for those known to `_inside_of`.
-    """
+    """Counts allocations in `with AllocatedBytes(device) as allocated: ...`, but few of operators' internal buffers."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

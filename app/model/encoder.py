@@ -100,10 +100,7 @@ class EncoderRunner(ModelRunner):
 
 
 def scores_of(states: torch.Tensor, sequences: tuple[ScheduledSequence, ...], score: ScoreHead) -> torch.Tensor:
-    """Return scores, or raw logits for sequences that ask for them: [num_sequences, num_scores].
-
-    states: the last hidden states of all tokens, [num_tokens, hidden_size].
-    """
+    """Return scores, or logits where a sequence asks for them, [num_sequences, num_scores]. See `Encoder.states`."""
     lengths = [len(item.token_ids) for item in sequences]
     ends = list(accumulate(lengths))
     places = [end - 1 if score.reads_last else end - length for end, length in zip(ends, lengths, strict=True)]

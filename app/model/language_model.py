@@ -161,10 +161,7 @@ def language_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 @cache
 def _without_towers(whole: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return a subclass of a multimodal class in which only the language model has weights.
-
-    Raises ValueError like `language_class` if the class cannot work without its towers.
-    """
+    """Return a subclass in which only the language model has weights. Raises ValueError like `language_class`."""
     from transformers import GenerationMixin
 
     needed = [

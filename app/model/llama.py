@@ -68,10 +68,7 @@ class RotaryPositions:
     scaling: float = 1.0
 
     def table(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return cosines, then sines: [num_positions, 2, len(frequencies)], rounded to `dtype`.
-
-        positions: [num_positions].
-        """
+        """Return cosines, then sines, [num_positions, 2, len(frequencies)] in `dtype`. positions: [num_positions]."""
         angles = positions[..., None].float() * torch.tensor(self.frequencies, device=positions.device)
         return (torch.stack((angles.cos(), angles.sin()), dim=1) * self.scaling).to(dtype)
 

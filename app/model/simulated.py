@@ -181,9 +181,7 @@ class SimulatedModelRunner(ModelRunner):
     def _logprobs(
         self, item: ScheduledSequence, last: int, token_id: int, num_top: int, named: tuple[int, ...] = ()
     ) -> TokenLogprobs:
-        """Return invented log-probabilities. The token that would be sampled ranks first; those after it in the list of
-        text tokens are less and less likely.
-        """
+        """Return invented log-probabilities, which fall along the text tokens from the one that would be sampled."""
         first, num_tokens = _mix(self._key(item, last)) % len(self._text), len(self._text)
 
         def rank(token_id: int) -> int:

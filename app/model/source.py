@@ -390,10 +390,7 @@ def module_on_device(source: ModelSource) -> PreTrainedModel | None:
 
 
 def adapt(source: ModelSource, module: PreTrainedModel) -> None:
-    """Make a module use states in slots, and store latents in place of keys and values if that is supported.
-
-    Latents are only supported on a CPU, in one process.
-    """
+    """Make a module use states in slots and, on a CPU in one process, store latents in place of keys and values."""
     use_slots(module)
     number_layers(module)
     if source.device.type == "cpu" and source.group is None and not TritonAttention.fits(source.device):

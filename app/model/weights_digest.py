@@ -15,10 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def digest_of_weights(config: EngineConfig) -> int:
-    """Return a number that is equal on all machines that serve the same weights in the same types.
-
-    Returns 0 if the files cannot be read, and for simulated models.
-    """
+    """Return a number that is equal on machines with equal weights in equal types; 0 without readable weights."""
     model = config.model
     if model.simulated is not None:
         return 0

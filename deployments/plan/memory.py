@@ -1,4 +1,4 @@
-"""Predicts what a replica uses the memory of a GPU or a CPU for, and how many tokens of KV memory fit."""
+"""Predicts how a replica divides the memory of a GPU or a CPU, and how many tokens of KV memory fit."""
 
 from __future__ import annotations
 

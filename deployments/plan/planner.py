@@ -21,9 +21,8 @@ from deployments.plan.traces import Trace
 
 # Settings are compared on the first requests of the trace. The number of replicas is determined on all of them.
 _NUM_COMPARED = 400
-# Of a larger fleet, only this many replicas are simulated, with a random share of the requests: as many as take no more
-# than a minute or two. In the whole fleet, a request can choose among more replicas and waits a little less than
-# predicted.
+# Of a larger fleet, only this many replicas are simulated, with a random share of the requests, so that a run takes
+# at most a minute or two. In the whole fleet, requests can choose among more replicas and wait a little less.
 _MIN_SIMULATED, _MAX_SIMULATED = 8, 32
 _PRECISION = 0.03  # relative precision to which the highest rate within the SLO is searched
 _FACTORS = (0.25, 0.5, 2, 4)  # which multiples of a configured limit are tried
@@ -121,9 +120,7 @@ class Split:
     run: SimulatedRun
 
     def pays(self, level: ServiceLevel, together: SimulatedRun) -> bool:
-        """Return whether roles are worth it: they meet the SLO, with at most 90% of the ITL p99 of `together`, and at
-        least 98% of its requests a second.
-        """
+        """Return whether roles meet the SLO, with at most 90% of `together`'s ITL p99 and at least 98% of its rate."""
         is_shorter = self.run.percentile_s("itl", 99) <= 0.9 * together.percentile_s("itl", 99)
         return level.is_met(self.run) and is_shorter and self.run.requests_per_s >= 0.98 * together.requests_per_s
 

@@ -297,10 +297,7 @@ class SimulatedReplica:
         return deltas
 
     def note_in(self, registries: Sequence[ReplicaRegistry], *, to_all: bool = False) -> None:
-        """Report to each ingress that has requests here or is owed news, and to others if a heartbeat is due.
-
-        to_all: report to every ingress.
-        """
+        """Report to the ingresses with requests or news (or `to_all`), and to others if a heartbeat is due."""
         self._stats, self._num_new = self.engine.stats(), len(self.entering)
         for registry in registries:
             session = self._session(registry)

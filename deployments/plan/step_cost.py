@@ -208,7 +208,7 @@ def _non_negative_fit(features: NDArray[np.float64], seconds: NDArray[np.float64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredReplica:
-    """What a simulation must know about a replica on this machine. Can be stored as JSON."""
+    """The measurements of a replica on this machine that a simulation needs. Can be stored as JSON."""
 
     model: str
     num_threads: int | None

@@ -1,7 +1,4 @@
-"""The batches deployment: a single process that stores files and batches, and sends batch items to replicas.
-
-No torch here.
-"""
+"""The batches deployment: one process that stores files and batches, and sends items to replicas. No torch here."""
 
 from __future__ import annotations
 
@@ -68,9 +65,7 @@ class Batches(Sender):
             del self._feeds[stream_id]
 
     async def change_feed(self, stream_id: str, change: FeedChange) -> None:
-        """Add and remove readers of a stream, and note the bytes that they have consumed. Raises Unavailable if it has
-        ended.
-        """
+        """Update a stream's readers and the bytes that they have consumed. Raises Unavailable if it has ended."""
         feed = self._feeds.get(stream_id)
         if feed is None:
             raise Unavailable("the stream of answers has ended; open another one")

@@ -41,7 +41,7 @@ class WantedAnswer:
 
 @dataclass(slots=True)
 class FeedChange:
-    """What has changed among an ingress's readers since the last message, by reader id."""
+    """The changes among an ingress's readers since the last message, by reader id."""
 
     opened: dict[int, WantedAnswer] = field(default_factory=dict)
     taken: dict[int, int] = field(default_factory=dict)  # bytes that readers have consumed

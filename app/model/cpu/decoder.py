@@ -94,10 +94,7 @@ class NativeDecoder:
         self._rotary_pointers = _pointers(self._rotary)
 
     def predict(self, batch: StepBatch, inputs: ModelInputs) -> Prediction:
-        """Run a step. Prepares the batch's matchers on another thread meanwhile.
-
-        The logits are float32, rounded to the model's type if the weights have that type.
-        """
+        """Return float32 logits, rounded to the type of unquantised weights. Also prepares the batch's matchers."""
         segments = build_segments(
             batch, num_groups=self._groups.num_groups, block_size=self.block_size, max_tokens=MAX_SEGMENT_TOKENS
         )

@@ -39,10 +39,7 @@ class NativeKVCache:
         dtype: torch.dtype,
         in_int8: bool = False,
     ) -> None:
-        """Reserve the memory; `provide` makes the system allocate its pages. dtype: the model's type.
-
-        The arguments must be supported, see `why_not`.
-        """
+        """Reserve memory, without its pages. `why_not` must support the arguments. dtype: the model's type."""
         self.block_size = block_size
         self.dtype = dtype
         self.keys: dict[int, torch.Tensor] = {}  # by place: [num_blocks, num_kv_heads, key_units, block_size] units

@@ -272,10 +272,7 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Return the library, built if needed, or None with a logged warning if no library can be provided.
-
-    The names of its functions start with `carousel_`.
-    """
+    """Return the library, built if needed; on failure, log a warning and return None. Names start with `carousel_`."""
     compiler = _compiler()
     try:
         path = _built(compiler) if compiler else _built_elsewhere()

@@ -326,10 +326,7 @@ class _Packing:
         return self.side_by_side(1, weights, bits=bits)[0]
 
     def side_by_side(self, count: int, weights: Sequence[Packable], *, bits: int | None = None) -> torch.Tensor:
-        """Allocate memory for `count` joined matrices and pack the first into it.
-
-        The experts of a layer share one allocation, because a single expert may be smaller than a large page.
-        """
+        """Allocate one memory for `count` joined matrices, as one may be smaller than a large page. Pack the first."""
         bits = self._bits if bits is None else bits
         shape, device = self._shape(weights, bits), weights[0].device
         packed = self._allocate(count, *shape, dtype=torch.int32, device=device)

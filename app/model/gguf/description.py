@@ -207,10 +207,7 @@ def part_of(shape: tuple[int, ...], num_parts: int) -> tuple[int, ...]:
 
 
 def _order_of(change: Change, shape: tuple[int, ...]) -> tuple[Values, Values] | None:
-    """Return the orders of rows and columns if a change merely reorders these, or None otherwise.
-
-    Applies the change to a matrix of indices, so no weights are read.
-    """
+    """Return the orders of rows and columns if a change merely reorders a matrix, or None. Reads no weights."""
     matrix = 2
     if len(shape) != matrix:
         return None

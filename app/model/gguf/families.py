@@ -84,10 +84,7 @@ def _proportional(settings: FileSettings, head_dim: int) -> dict[str, Any]:
 
 
 def _long_rope(settings: FileSettings, head_dim: int) -> dict[str, Any]:
-    """Return Phi-3's rotary parameters, whose factors differ for short and long texts.
-
-    Phi-4-mini also rotates only a part of each head.
-    """
+    """Return Phi-3's rotary parameters: factors for short and long texts, and the rotated part of each head."""
     settings.require_scaling("none", "longrope")
     size = settings.count("rope.dimension_count", head_dim)
     if size > head_dim or size % 2:
@@ -242,10 +239,7 @@ def _granite_hybrid(settings: FileSettings, rope: dict[str, Any]) -> dict[str, A
 
 
 def _ministral3(settings: FileSettings, rope: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of Ministral 3, which scales queries by their position.
-
-    Files of this architecture without the scale contain Mistral Small 3.1 or 3.2, and are described as `mistral`.
-    """
+    """Return the fields of Ministral 3 or, if the file does not scale queries by position, Mistral Small 3.1 or 3.2."""
     scales: dict[str, Any] = {}
     if settings.has("rope.scaling.yarn_log_multiplier"):
         scales = {"mscale": 1.0, "mscale_all_dim": settings.number("rope.scaling.yarn_log_multiplier")}

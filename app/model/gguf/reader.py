@@ -98,10 +98,7 @@ class GgufFile:
 
 
 def _other_parts(first: _OneFile) -> list[Path]:
-    """Return a split model's files after the first, whose names follow llama.cpp's pattern.
-
-    Raises InvalidSetup if the first file's name does not.
-    """
+    """Return a split model's other files. Raises InvalidSetup if the first one's name does not match llama.cpp's."""
     count = first.metadata.get("split.count", 1)
     most = 10_000
     if not isinstance(count, int) or not 0 <= count < most:

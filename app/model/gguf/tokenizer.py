@@ -88,10 +88,7 @@ def _without_others(backend: Any, vocab_size: int) -> Any:
 
 
 def _set_rule(backend: Any, described: dict[str, Any], architecture: str) -> None:
-    """Set the rule by which text is split before merges.
-
-    Raises ValueError for an unknown rule: guessing one would silently change the tokens of a text.
-    """
+    """Set how text is split before merges. Raises ValueError for an unknown rule, as a guess would change tokens."""
     from tokenizers import Regex, normalizers, pre_tokenizers
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 

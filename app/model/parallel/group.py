@@ -75,10 +75,7 @@ class RankGroup:
         return self._with(self._all[-1])
 
     def alone(self) -> AbstractContextManager[None]:
-        """Return a context in which exchanges only allocate their memory and wait for no rank.
-
-        Wrap work in it that may fail on some ranks, such as a trial step.
-        """
+        """Return a context in which exchanges wait for no rank and only allocate, for work that may fail on one."""
         return self._with(None)
 
     @contextmanager

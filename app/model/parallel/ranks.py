@@ -85,7 +85,7 @@ def check_heads(described: Mapping[str, Any], size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What this rank does that may wait for other ranks, so that the watching thread can tell when it hangs."""
+    """Work of this rank that may wait for other ranks, so that the watching thread can tell when it hangs."""
 
     name: str
     limit_s: float  # longer work counts as hung

@@ -71,10 +71,7 @@ class StepWriter:
         return table
 
     def _forgotten(self, items: Sequence[ScheduledSequence]) -> list[int]:
-        """Forget the tables of absent sequences if there are too many, and return their numbers.
-
-        If such a sequence is scheduled again, its whole table is sent again.
-        """
+        """Forget the tables of absent sequences if there are too many, to be sent again. Returns their numbers."""
         kept_tables = 256  # absent sequences that may keep their tables, plus one for each present
         if len(self._tables) <= 2 * len(items) + kept_tables:
             return []
