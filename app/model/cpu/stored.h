@@ -63,7 +63,7 @@ inline StoredRows rows_from(const StoredRows& rows, int64_t first, int64_t num_i
             {rows.blocks.numbers + block * BLOCK, rows.blocks.scales + block, rows.blocks.sums + block * SUM_WORDS}};
 }
 
-// Rounds a row in blocks. `size` must be a multiple of BLOCK. With a NaN or infinity, the scale is one.
+// Rounds a row in blocks. `size` must be a multiple of BLOCK. A NaN or infinity becomes its block's scale.
 template <typename T>
 inline void quantise_blocks(const T* from, int64_t size, const BlockRows& rows, int64_t row) {
     for (int64_t block = row * (size / BLOCK), end = block + size / BLOCK; block < end; ++block, from += BLOCK) {

@@ -195,8 +195,8 @@ class ThreadPool {
         }
     }
 
-    // Returns the CPUs to pin threads to. A pool with a thread for every CPU is pinned, because the kernel sometimes puts
-    // two threads on one CPU while others wait. A smaller pool is not, because other pools would use the same CPUs.
+    // Returns the CPUs to pin threads to. A pool with a thread for every CPU is pinned, as the kernel sometimes puts two
+    // threads on one CPU while others wait. A smaller pool is not, because other pools would use the same CPUs.
     static std::vector<int> allowed_cpus() {
         std::vector<int> cpus;
 #ifdef __linux__
