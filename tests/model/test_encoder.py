@@ -198,7 +198,7 @@ def test_the_files_of_sentence_transformers_say_how_vectors_are_made(
     [
         (
             lambda folder: write_pooling(folder, "max_tokens"),
-            "pools by max_tokens; only cls, mean and last are support",
+            "pools by max_tokens; only cls, mean and last are supported",
         ),
         (lambda folder: write_pooling(folder, "cls_token", "mean_tokens"), "pools by cls_token, mean_tokens"),
         (
