@@ -1,5 +1,5 @@
-// The layouts of the structures that Python fills, from this compiler. library.py compares them with its own when it
-// loads the library: a field that only one side has would shift the memory that the other side reads.
+// Reports how this compiler lays out the structures that Python fills. library.py compares this with its own layouts on
+// loading: a field that only one side declares would shift the memory that the other side reads.
 #pragma once
 
 #include <cstddef>
@@ -18,9 +18,9 @@ struct Field {
     size_t offset, size;
 };
 
-// Returns a line with the structure's name and size, and the name, offset and size of each field.
+// Returns a line with a structure's name and size, and each field's name, offset and size.
 inline std::string layout(const char* name, size_t size, std::initializer_list<Field> fields) {
-    char numbers[64];  // std::to_string would share a table with other libraries in the process
+    char numbers[64];  // not std::to_string, which shares a table with other libraries in the process
     std::snprintf(numbers, sizeof(numbers), " %zu", size);
     std::string line = std::string(name) + numbers;
     for (const Field& field : fields) {

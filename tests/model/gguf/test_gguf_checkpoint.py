@@ -438,7 +438,7 @@ def test_what_cannot_be_read_is_refused_by_name(
 @pytest.mark.parametrize(
     ("architecture", "changes", "message"),
     [
-        ("gemma4", {"without": "rope_freqs.weight"}, r"tensor rope_freqs\.weight does not say which part of a head"),
+        ("gemma4", {"without": "rope_freqs.weight"}, r"tensor rope_freqs\.weight does not tell which part of a head"),
         ("gemma4", {"without": "blk.4.layer_output_scale.weight"}, r"has no tensor blk\.4\.layer_output_scale\.weight"),
         ("gemma4", {"settings": {"gemma4.attention.sliding_window_pattern": [True, False]}},
          r"sliding_window_pattern is \[True, False\], which"),
