@@ -48,9 +48,8 @@ class Scheduler:
     """Owns every sequence from its arrival to its end, and the blocks of running sequences.
 
     `schedule` and `update` are separate so that a model can run between them: every scheduled batch must be updated or
-    failed before the next batch is scheduled. A caller that schedules a step while the previous step still runs calls
-    `commit_ahead` and `reconcile` in place of `update`. At most one batch may be between the two calls, and no batch
-    may follow an unreconciled batch with drafts. Times are in seconds of one monotonic clock.
+    failed before the next batch is scheduled, unless the batch was committed (`InFlight.commit`). At most one committed
+    batch may lack its `update`. Times are in seconds of one monotonic clock.
     """
 
     def __init__(
@@ -235,8 +234,8 @@ class Scheduler:
         """Return the batch of the next step: first the running sequences, then the waiting sequences that may join.
 
         The batch is empty while the strategy waits for arrivals or for a timer; see `due_at`. `is_ahead` means that the
-        previous step has been committed ahead and is not reconciled yet. Tokens that are not known yet are then
-        placeholders (see `commit_ahead`), and the batch may be empty although sequences run.
+        previous step is in flight. Tokens that are not known yet are then placeholders (see `InFlight.commit`), and the
+        batch may be empty although sequences run.
         """
         if not len(self._running):
             self._last_end_while_busy = None
@@ -322,7 +321,7 @@ class Scheduler:
     # -- running sequences
 
     def _participants(self, *, is_ahead: bool) -> list[EngineSequence]:
-        """Return a new list of running sequences, without those that get their last token in the unreconciled step."""
+        """Return a new list of running sequences, without those that get their last token in the step in flight."""
         if is_ahead:
             # `or 1`: a sequence that generates nothing takes part until its prompt is computed.
             return [s for s in self._running if len(s.generated_token_ids) < (s.request.sampling.max_tokens or 1)]
@@ -455,48 +454,28 @@ class Scheduler:
 
     # ------------------------------------------------------------------ update
 
-    def update(self, batch: StepBatch, result: StepResult, *, now: float) -> list[TokenDelta]:
-        """Process a step's result. An empty batch returns only the deltas of sequences that ended without a step."""
-        return self._process(batch, result, now, is_ahead=False)
-
     def with_history(self, batch: StepBatch) -> StepBatch:
-        """Complete a batch that lacked history, once the last step is reconciled. Call this before `commit_ahead`."""
+        """Complete a batch that lacked history, once the step before it is updated."""
         scheduled = [
             with_history(item, sequence, self._eos_token_ids) if item.lacks_history else item
             for item, sequence in zip(batch.scheduled, batch.sequences, strict=True)
         ]
         return replace(batch, scheduled=tuple(scheduled))
 
-    def commit_ahead(self, batch: StepBatch) -> None:
-        """Count a batch as computed before its tokens are known, so that the next batch can be scheduled meanwhile.
-
-        The placeholder -1 - n stands for the token of `batch.sampled[n]` until `reconcile` replaces it. A batch with
-        drafts is not counted, and the next batch waits for it: the number of accepted drafts is known only at its end.
-        """
-        if not batch.has_drafts:
-            self._results.commit_ahead(batch)
-
-    def roll_back(self, batch: StepBatch) -> None:
-        """Undo `commit_ahead` of a batch because its step failed. The whole batch is computed again."""
-        if not batch.has_drafts:
-            self._results.roll_back(batch)
-
-    def reconcile(self, batch: StepBatch, result: StepResult, *, now: float) -> list[TokenDelta]:
-        """Process the result of a batch that was committed ahead, and return the deltas as `update` does.
+    def update(
+        self, batch: StepBatch, result: StepResult, *, now: float, is_committed: bool = False
+    ) -> list[TokenDelta]:
+        """Process a step's result. Return the deltas: first of sequences that ended without a step, then of the batch.
 
         A sequence that ends here may already be in the next batch, which then draws a token that is discarded.
         """
-        return self._process(batch, result, now, is_ahead=not batch.has_drafts)
-
-    def _process(self, batch: StepBatch, result: StepResult, now: float, *, is_ahead: bool) -> list[TokenDelta]:
-        """Return the deltas after a step: first of sequences that ended without a step, then of the batch."""
         num_drawn, num_sampled = len(result.token_ids), sum(result.num_kept) or len(batch.sampled)
         assert num_drawn == num_sampled, f"{num_drawn} tokens for {num_sampled} sequences"
         self._finish_overdue(now)  # a token that arrives after the deadline is not delivered
         deltas, self._ended = self._ended, []
         if batch:
             num_ended = len(deltas) - self._totals.finished
-            processed = self._results.process(batch, result, is_ahead=is_ahead)
+            processed = self._results.process(batch, result, is_committed=is_committed)
             self._totals.generated_tokens += sum([len(delta.token_ids) for delta in processed])
             self._note_step(batch, result, now, num_ended=num_ended + self._totals.finished)
             deltas += processed

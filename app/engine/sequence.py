@@ -127,7 +127,7 @@ class EngineSequence:
 
     @property
     def has_unknown_token(self) -> bool:
-        """Whether a step that still runs draws the last token (see `Scheduler.commit_ahead`)."""
+        """Whether a step that still runs draws the last token (see `InFlight.commit`)."""
         generated = self.generated_token_ids
         return bool(generated) and generated[-1] < 0
 
