@@ -6,7 +6,7 @@ A model runner reads a batch and does not change it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from types import MappingProxyType
@@ -95,7 +95,7 @@ class WaitReason(StrEnum):
 
 
 class SchedulingDecision(NamedTuple):
-    """The scheduler's decisions about a step that the batch does not show, for the trace."""
+    """The scheduler's decisions about a step, for the trace."""
 
     joined: Sequence[EngineSequence] = ()  # sequences that started to run with this step
     preempted: Sequence[EngineSequence] = ()  # sequences that were preempted since the previous step was scheduled
@@ -115,6 +115,7 @@ class StepBatch:
     scheduled: tuple[ScheduledSequence, ...]
     sequences: tuple[EngineSequence, ...]  # the scheduler's own records, one for each of `scheduled`
     began_at: float = 0.0  # when the step was scheduled, in seconds of the engine's clock
+    decision: SchedulingDecision = field(default_factory=SchedulingDecision)
     num_scheduled_tokens: int = 0  # `num_tokens`, counted by the builder because summing over a thousand items is slow
     has_logprobs: bool = False  # any sequence wants log-probabilities of drawn tokens or of its prompt
     has_pooling: bool = False  # any sequence wants hidden states
@@ -364,12 +365,13 @@ class BatchBuilder:
         self.num_tokens_left -= len(drafts)
         self._has_drafts = True
 
-    def build(self, *, began_at: float, launched_alone: bool = False) -> StepBatch:
+    def build(self, decision: SchedulingDecision, *, began_at: float, launched_alone: bool) -> StepBatch:
         """Return the batch for the model runner."""
         return StepBatch(
             tuple(self.scheduled),
             tuple(self.sequences),
             began_at=began_at,
+            decision=decision,
             num_scheduled_tokens=self._budget - self.num_tokens_left,
             has_logprobs=self._has_logprobs,
             has_pooling=self._has_pooling,

@@ -191,9 +191,8 @@ class Engine:
 
     def _schedule(self, *, is_ahead: bool = False) -> StepBatch:
         batch = self._scheduler.schedule(self._clock(), is_ahead=is_ahead)
-        decision = self._scheduler.take_decision()
         for observer in self._observers:
-            observer.scheduled(batch, decision)
+            observer.scheduled(batch)
         return batch
 
     def _launch(self, *, is_ahead: bool) -> InFlight | None:

@@ -96,7 +96,6 @@ class Scheduler:
         # Time between the ends of the last two steps; after a pause, the time from the last step's begin to its end.
         self.last_gap_s = 0.0
         self._last_end_while_busy: float | None = None  # the end of the last step, if requests continued after it
-        self._decision = SchedulingDecision()  # decision of the last `schedule`, until `take_decision`
 
     @property
     def has_work(self) -> bool:
@@ -259,8 +258,8 @@ class Scheduler:
             add_drafts(builder, self.drafter, self._running, is_short=is_short, max_rows=self._max_rows)
         if self.pool.states is not None:
             builder.give_states(self._running.state_path)
-        self._record_decision(joined, wait_reason)
-        return builder.build(began_at=now, launched_alone=self._launches_ahead and not is_ahead)
+        decision = self._decision(joined, wait_reason)
+        return builder.build(decision, began_at=now, launched_alone=self._launches_ahead and not is_ahead)
 
     @property
     def _max_rows(self) -> int | None:
@@ -310,10 +309,10 @@ class Scheduler:
             first = [*first, self._waiting.peek(plan.bucket(0))]
         return any(not sequence.request.is_background for sequence in first)
 
-    def _record_decision(self, joined: list[EngineSequence], wait_reason: WaitReason) -> None:
+    def _decision(self, joined: list[EngineSequence], wait_reason: WaitReason) -> SchedulingDecision:
         preempted, self._preempted = self._preempted, []
         num_waiting = len(self._waiting)
-        self._decision = SchedulingDecision(
+        return SchedulingDecision(
             joined, preempted, wait_reason if num_waiting else None, num_waiting, self.pool.num_free,
             *self.fetches.take_notes(),
         )  # fmt: skip
@@ -446,11 +445,6 @@ class Scheduler:
             return []
         background = [each for each in self._running if each.request.is_background and each not in victims]
         return background[-num_missing:]
-
-    def take_decision(self) -> SchedulingDecision:
-        """Return the last `schedule`'s decision for the trace, and drop the reference to it and its sequences."""
-        decision, self._decision = self._decision, SchedulingDecision()
-        return decision
 
     # ------------------------------------------------------------------ update
 

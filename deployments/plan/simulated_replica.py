@@ -164,8 +164,8 @@ class SimulatedScheduler(Scheduler):
     def decode(self, ends_at: Sequence[float]) -> list[float]:
         """Compute the steps that end at these times, and return the duration of each step.
 
-        Has the same effects as `schedule` and `update` for each step, except for `take_decision`. Blocks are allocated,
-        and cached when they are full, in the order of the steps.
+        Has the same effects as `schedule` and `update` for each step, but makes no batch. Blocks are allocated, and
+        cached when they are full, in the order of the steps.
         """
         size, num_steps, running = self.pool.block_size, len(ends_at), self.running
         changes: list[tuple[int, bool, int]] = []  # step, whether the change is after the step, index of the sequence
