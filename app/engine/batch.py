@@ -6,7 +6,7 @@ A model runner reads a batch and does not change it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from types import MappingProxyType
@@ -115,6 +115,7 @@ class StepBatch:
     scheduled: tuple[ScheduledSequence, ...]
     sequences: tuple[EngineSequence, ...]  # the scheduler's own records, one for each of `scheduled`
     began_at: float = 0.0  # when the step was scheduled, in seconds of the engine's clock
+    epoch: int = 0  # `RunningSequences.epoch` when the step was scheduled
     decision: SchedulingDecision = field(default_factory=SchedulingDecision)
     num_scheduled_tokens: int = 0  # `num_tokens`, counted by the builder because summing over a thousand items is slow
     has_logprobs: bool = False  # any sequence wants log-probabilities of drawn tokens or of its prompt
@@ -164,14 +165,13 @@ class StepBatch:
     def part(self, which: slice) -> StepBatch:
         """Return a batch of some of the sequences."""
         scheduled = self.scheduled[which]
-        return StepBatch(
-            scheduled,
-            self.sequences[which],
-            began_at=self.began_at,
+        return replace(
+            self,
+            scheduled=scheduled,
+            sequences=self.sequences[which],
             num_scheduled_tokens=sum(len(item.token_ids) for item in scheduled),
             has_logprobs=any(item.wants_logprobs for item in scheduled),
             has_pooling=any(item.pooling is not None for item in scheduled),
-            has_drafts=self.has_drafts,
         )
 
     def __bool__(self) -> bool:
@@ -365,12 +365,13 @@ class BatchBuilder:
         self.num_tokens_left -= len(drafts)
         self._has_drafts = True
 
-    def build(self, decision: SchedulingDecision, *, began_at: float, launched_alone: bool) -> StepBatch:
+    def build(self, decision: SchedulingDecision, *, began_at: float, epoch: int, launched_alone: bool) -> StepBatch:
         """Return the batch for the model runner."""
         return StepBatch(
             tuple(self.scheduled),
             tuple(self.sequences),
             began_at=began_at,
+            epoch=epoch,
             decision=decision,
             num_scheduled_tokens=self._budget - self.num_tokens_left,
             has_logprobs=self._has_logprobs,

@@ -58,7 +58,7 @@ class InFlight:
         for item, sequence in zip(self.batch.scheduled, self.batch.sequences, strict=True):
             if item.samples:
                 sequence.generated_token_ids.pop()
-            if item.block_ids is sequence.block_ids:  # a sequence that was preempted since has no computed tokens
+            if sequence.epoch <= self.batch.epoch:
                 sequence.num_computed_tokens = item.start
 
     def discard(self) -> None:

@@ -27,7 +27,7 @@ class ResultProcessor:
         The result of a batch with drafts holds the accepted tokens. The KV of rejected drafts is not counted: the next
         step overwrites it. If `is_committed`, the tokens replace the placeholders of `InFlight.commit`.
         """
-        has_states = self._pool.states is not None
+        has_states, epoch = self._pool.states is not None, batch.epoch
         block_size, finished, has_drafts = self._pool.block_size, SequenceStatus.FINISHED, batch.has_drafts
         scores = _newly_scored(batch, result) if batch.has_logprobs else {}
         predicted = _predicted(batch, result) if has_drafts else {}
@@ -48,7 +48,7 @@ class ResultProcessor:
             else:
                 generated += token_ids
                 num_generated = len(generated)
-            is_current = item.block_ids is sequence.block_ids  # False: preempted since; its blocks may have new owners
+            is_current = sequence.epoch <= epoch
             if is_current:
                 if not is_committed:
                     sequence.num_computed_tokens = end

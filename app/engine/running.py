@@ -35,6 +35,7 @@ class RunningSequences:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self.in_order: list[EngineSequence] = []  # read-only for callers
+        self.epoch = 0  # how often sequences have given up their blocks
         self.num_background = 0  # running sequences of background requests
         self.num_predicted = 0  # running sequences whose request has a prediction of the output
         self._match: _Match | None = None  # result of the last prefix lookup
@@ -107,6 +108,7 @@ class RunningSequences:
         del self.in_order[index]
         self.num_background -= sequence.request.is_background
         self.num_predicted -= bool(sequence.request.prediction_token_ids)
+        sequence.epoch = self.epoch = self.epoch + 1
         self._pool.free(sequence.take_blocks())
         if self._pool.states is not None and sequence.states is not None:
             self._pool.states.end(sequence.states)

@@ -259,7 +259,8 @@ class Scheduler:
         if self.pool.states is not None:
             builder.give_states(self._running.state_path)
         decision = self._decision(joined, wait_reason)
-        return builder.build(decision, began_at=now, launched_alone=self._launches_ahead and not is_ahead)
+        launched_alone = self._launches_ahead and not is_ahead
+        return builder.build(decision, began_at=now, epoch=self._running.epoch, launched_alone=launched_alone)
 
     @property
     def _max_rows(self) -> int | None:
@@ -394,7 +395,8 @@ class Scheduler:
             cached, num_blocks = self._running.blocks_to_join(sequence)
             if not (self.pool.can_allocate(num_blocks) and self._running.can_begin(cached)):
                 return WaitReason.BLOCKS
-            if self.fetches.begin(sequence, cached, now=now, tokens_per_s=self._prefill_tokens_per_s):
+            tokens_per_s = self._throughput.tokens_per_s_at(self.limits.prefill_chunk_tokens)
+            if self.fetches.begin(sequence, cached, now=now, tokens_per_s=tokens_per_s):
                 self._waiting.pop(bucket)
                 continue
             self._join(sequence, cached, bucket)
@@ -402,11 +404,6 @@ class Scheduler:
             self._running.extend(sequence, num_tokens)
             builder.add_prefill(sequence, num_tokens)
         return WaitReason.SLOTS if len(self._running) >= self.limits.max_running else WaitReason.STRATEGY
-
-    @property
-    def _prefill_tokens_per_s(self) -> float:
-        """Tokens per second in steps of one prefill chunk; 0 while unknown."""
-        return self._throughput.tokens_per_s_at(self.limits.prefill_chunk_tokens)
 
     def _join(self, sequence: EngineSequence, cached: list[Block], bucket: int) -> None:
         """Start the first waiting sequence after its cached prefix. There must be room for all of its tokens."""

@@ -54,11 +54,14 @@ class EngineSequence:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when it first joined
     num_preemptions: int = 0
+    # `RunningSequences.epoch` when it last gave up its blocks. A step of an earlier epoch computes its tokens in blocks
+    # that may have new owners, so these tokens do not count as computed.
+    epoch: int = 0
     has_fetched: bool = False  # a fetch was considered since the last preemption, see `PrefixFetches`
     num_fetched_tokens: int = 0  # tokens whose KV was fetched from a store
     fetch_s: float = 0.0  # time that the sequence has waited for fetches
     blocks: list[Block] = field(default_factory=list)  # in token order
-    block_ids: list[int] = field(default_factory=list)  # ids of `blocks`; never shortened in place: batches refer to it
+    block_ids: list[int] = field(default_factory=list)  # ids of `blocks`; never shortened in place: steps read it
     # One list for each window group, as `blocks` and `block_ids`. A freed block is replaced by None; its id remains.
     window_blocks: tuple[list[Block | None], ...] = ()
     window_ids: tuple[list[int], ...] = ()
