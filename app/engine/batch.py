@@ -338,7 +338,7 @@ class BatchBuilder:
                 0,
                 None,
                 None if sequence.adapter is None else sequence.adapter.weights,
-                sequence.window_ids,
+                () if sequence.windows is None else sequence.windows.ids,
             )
         else:
             scheduled = self._scheduled_sequence(sequence, 1)
@@ -403,7 +403,7 @@ class BatchBuilder:
             matcher=sequence.matcher if samples else None,
             lacks_history=samples and sequence.lacks_history,
             adapter=None if sequence.adapter is None else sequence.adapter.weights,
-            window_ids=sequence.window_ids,
+            window_ids=() if sequence.windows is None else sequence.windows.ids,
         )
         if scheduled.wants_logprobs:
             self._has_logprobs = True

@@ -77,19 +77,17 @@ class ResultProcessor:
 
     def cache_full_blocks(self, sequence: EngineSequence, num_computed_tokens: int) -> None:
         """Let other sequences share the blocks that the computed tokens fill; free the blocks that left a window."""
-        size = self._pool.block_size
+        size, windows = self._pool.block_size, sequence.windows
         for index in range(len(sequence.prefixes), num_computed_tokens // size):
             parent = sequence.prefixes[-1] if sequence.prefixes else sequence.request.prefix_salt
             content = sequence.token_ids(index * size, (index + 1) * size)
             block, tenant = sequence.blocks[index], sequence.request.tenant
             prefix = self._pool.cache_full_block(block, content, parent=parent, tenant=tenant)
             sequence.prefixes.append(prefix)
-            for group, blocks in enumerate(sequence.window_blocks, 1):
-                own = blocks[index]
-                if own is not None:
-                    self._pool.cache_in_window(own, prefix, group)
-        if sequence.window_blocks:
-            self._pool.free(sequence.release_before(self._pool.first_in_window(num_computed_tokens)))
+            if windows is not None:
+                self._pool.cache_in_windows((blocks[index] for blocks in windows.blocks), prefix)
+        if windows is not None:
+            self._pool.free(windows.release_before(self._pool.first_in_window(num_computed_tokens)))
 
     def _drawn(
         self,

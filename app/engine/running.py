@@ -11,7 +11,7 @@ from typing import NamedTuple
 from app.engine.block_pool import Block, BlockPool, Prefix
 from app.engine.policies import OrderKey
 from app.engine.request import Pooling
-from app.engine.sequence import EngineSequence, SequenceStatus
+from app.engine.sequence import EngineSequence, SequenceStatus, Windows
 from app.engine.state_pool import SLOTS_OF_SEQUENCE, StatePath
 
 _order_key = attrgetter("order_key")
@@ -83,8 +83,9 @@ class RunningSequences:
         sequence.status = SequenceStatus.RUNNING
         in_windows = self._pool.found_in_windows(cached)
         self._pool.share(chain(cached, *in_windows))
-        sequence.num_released_blocks = len(cached) - len(in_windows[0]) if in_windows else 0
-        sequence.extend_blocks(cached, *([None] * sequence.num_released_blocks + found for found in in_windows))
+        sequence.extend_blocks(cached)
+        if in_windows:
+            sequence.windows = Windows(len(cached) - len(in_windows[0]), in_windows)
         sequence.prefixes = [block.prefix for block in cached if block.prefix is not None]
         sequence.num_computed_tokens = len(cached) * self._pool.block_size
         if self._pool.states is not None:
@@ -129,10 +130,9 @@ class RunningSequences:
     def extend(self, sequence: EngineSequence, num_tokens: int) -> None:
         """Give a sequence the blocks for `num_tokens` more tokens; `has_room_for` must hold."""
         blocks, num_groups = self._pool.allocate(self.num_missing_blocks(sequence, num_tokens)), self._pool.num_groups
-        if num_groups == 1:
-            sequence.extend_blocks(blocks)
-        else:
-            sequence.extend_blocks(*(blocks[group::num_groups] for group in range(num_groups)))
+        sequence.extend_blocks(blocks[::num_groups])
+        if sequence.windows is not None:
+            sequence.windows.extend(blocks[group::num_groups] for group in range(1, num_groups))
 
     def num_draftable(self, sequence: EngineSequence, *, is_short: bool) -> int:
         """Return how many drafts a sequence has room for. The last token before `max_tokens` is never a draft.

@@ -142,7 +142,6 @@ class Scheduler:
             adapter=adapter,
         )
         self._num_arrived += 1
-        sequence.reset_window_tables(self.pool.num_groups - 1)
         if sequence.deadline_at is not None:
             self._deadlines.watch(
                 sequence,
@@ -360,7 +359,6 @@ class Scheduler:
         self._running.remove(sequence)
         sequence.status = SequenceStatus.WAITING
         sequence.num_preemptions += 1
-        sequence.has_fetched = False
         self._totals.preemptions += 1
         self._preempted.append(sequence)
         self._strategy.preempted(sequence)
