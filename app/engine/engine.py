@@ -252,7 +252,8 @@ class Engine:
         self._has_failed = True
 
     def _end_step(self, batch: StepBatch, deltas: list[TokenDelta], *, at: float) -> list[TokenDelta]:
-        step = EndedStep(batch, deltas, at, self._scheduler.last_step_s, self._scheduler.last_gap_s)
+        throughput = self._scheduler.throughput
+        step = EndedStep(batch, deltas, at, throughput.last_step_s, throughput.last_gap_s)
         for observer in self._observers:
             observer.step_ended(step)
         return deltas

@@ -87,15 +87,10 @@ class Scheduler:
         # The median: a higher estimate would refuse requests that could meet their deadlines.
         self._lengths = OutputLengths(by_median=True)
         self._mean_length_error = 0.0  # tokens, absolute; a moving average
-        self._throughput = Throughput()
-        self._deadlines = Deadlines(self._throughput)
+        self.throughput = Throughput()
+        self._deadlines = Deadlines(self.throughput)
         self._results = ResultProcessor(pool, self._finish_complete)
         self._totals = Totals()
-        self._last_step_at = 0.0  # when the last step's results were processed
-        self.last_step_s = 0.0  # duration of the last step
-        # Time between the ends of the last two steps; after a pause, the time from the last step's begin to its end.
-        self.last_gap_s = 0.0
-        self._last_end_while_busy: float | None = None  # the end of the last step, if requests continued after it
 
     @property
     def has_work(self) -> bool:
@@ -236,7 +231,7 @@ class Scheduler:
         batch may be empty although sequences run.
         """
         if not len(self._running):
-            self._last_end_while_busy = None
+            self.throughput.is_paused = True
         self._finish_overdue(now)
         for sequence in self.fetches.collect(now):
             self._wait(sequence)
@@ -393,7 +388,7 @@ class Scheduler:
             cached, num_blocks = self._running.blocks_to_join(sequence)
             if not (self.pool.can_allocate(num_blocks) and self._running.can_begin(cached)):
                 return WaitReason.BLOCKS
-            tokens_per_s = self._throughput.tokens_per_s_at(self.limits.prefill_chunk_tokens)
+            tokens_per_s = self.throughput.tokens_per_s_at(self.limits.prefill_chunk_tokens)
             if self.fetches.begin(sequence, cached, now=now, tokens_per_s=tokens_per_s):
                 self._waiting.pop(bucket)
                 continue
@@ -471,22 +466,17 @@ class Scheduler:
         return deltas
 
     def _note_step(self, batch: StepBatch, result: StepResult, now: float, *, num_ended: int) -> None:
-        self._count_step(now, began_at=batch.began_at, num_tokens=batch.num_scheduled_tokens, num_ended=num_ended)
+        num_tokens = batch.num_scheduled_tokens
+        self.throughput.note_step(now, began_at=batch.began_at, num_tokens=num_tokens, num_ended=num_ended)
+        self._totals.steps += 1
         if batch.has_drafts:
-            self._totals.drafted_tokens += batch.num_scheduled_tokens - len(batch.sequences)
+            self._totals.drafted_tokens += num_tokens - len(batch.sequences)
             self._totals.accepted_tokens += len(result.token_ids) - len(batch.sequences)
         if self.drafter is not None:
-            self.drafter.stepped(batch, result, seconds=self.last_gap_s)
+            self.drafter.stepped(batch, result, seconds=self.throughput.last_gap_s)
         self._policy.computed(batch, result.num_kept)
         if not len(self._running):
             self._strategy.emptied(now)
-
-    def _count_step(self, now: float, *, began_at: float, num_tokens: int, num_ended: int) -> None:
-        self._totals.steps += 1
-        self.last_step_s = now - max(began_at, self._last_step_at)  # a step ahead begins while the previous one runs
-        self.last_gap_s = now - (began_at if self._last_end_while_busy is None else self._last_end_while_busy)
-        self._last_step_at = self._last_end_while_busy = now
-        self._throughput.note_step(self.last_step_s, num_tokens=num_tokens, num_ended=num_ended)
 
     # ------------------------------------------------------------------ between two steps
 
@@ -528,14 +518,14 @@ class Scheduler:
             num_background=self._running.num_background + len(self._waiting) - self._waiting.num_foreground,
             num_unpreemptible_background=0 if self._strategy.joins_any_step else self._running.num_background,
             estimated_wait_s=0.0 if has_slot else self.expected_wait_s(self._waiting.work),
-            ended_per_s=self._throughput.ended_per_s,
+            ended_per_s=self.throughput.ended_per_s,
             mean_length_error_tokens=self._mean_length_error,
             num_free_blocks=self.pool.num_free,
             num_blocks=self.pool.num_blocks,
             num_layer_groups=self.pool.num_groups,
             block_size=self.pool.block_size,
             max_running=self.limits.max_running,
-            speed=self._throughput.tokens_per_s_at(SPEED_STEP_TOKENS),
+            speed=self.throughput.tokens_per_s_at(SPEED_STEP_TOKENS),
             **self._totals.exported(),
             num_state_slots=0 if self.pool.states is None else self.pool.states.num_slots,
             num_free_state_slots=0 if self.pool.states is None else self.pool.states.num_free,
@@ -559,7 +549,7 @@ class Scheduler:
 
     def expected_wait_s(self, num_tokens: int) -> float:
         """Return how long a request behind `num_tokens` of work waits until it joins, at the recent throughput."""
-        tokens_per_s, ended_per_s = self._throughput.tokens_per_s, self._throughput.ended_per_s
+        tokens_per_s, ended_per_s = self.throughput.tokens_per_s, self.throughput.ended_per_s
         if not tokens_per_s:
             return 0.0
         return max(num_tokens / tokens_per_s, 1.0 / ended_per_s if ended_per_s else 0.0)

@@ -185,8 +185,9 @@ class SimulatedScheduler(Scheduler):
         self._totals.generated_tokens += len(running) * num_steps
         took_s = []
         for at in ends_at:
-            self._count_step(at, began_at=self._last_step_at, num_tokens=len(running), num_ended=0)
-            took_s.append(self.last_step_s)
+            self.throughput.note_step(at, began_at=self.throughput.last_step_at, num_tokens=len(running), num_ended=0)
+            took_s.append(self.throughput.last_step_s)
+        self._totals.steps += num_steps
         return took_s
 
 
