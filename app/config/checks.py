@@ -61,23 +61,21 @@ def check_devices(where: str, model: ServedModelConfig) -> None:
 
 def check_pipelines(models: Sequence[ServedModelConfig], pipelines: Sequence[PipelineConfig]) -> None:
     """Check that pipelines name existing models and pipelines, and that no pipeline calls itself."""
-    by_name = {name: model for model in models for name in model.all_names}
+    names = [name for model in models for name in model.all_names]
     pipeline_of = {pipeline.name: pipeline for pipeline in pipelines}
     for index, pipeline in enumerate(pipelines):
         for place, step in enumerate(pipeline.steps):
             for field, name, answers in named_by(step):
-                known = [*by_name, *(pipeline_of if answers else ())]
+                known = [*names, *(pipeline_of if answers else ())]
                 if name not in known:
                     what = "model or pipeline" if answers else "model"
                     raise ValueError(
                         f"pipelines[{index}].steps[{place}].{field}: there is no {what} {name!r}; there are "
                         f"{', '.join(known)}"
                     )
-            if isinstance(step, RouteStepConfig):
-                _check_presets(step, by_name, f"pipelines[{index}].steps[{place}]")
-    sound: set[str] = set()
+    without_circle: set[str] = set()
     for index, name in enumerate(pipeline_of):
-        circle = _circle(name, pipeline_of, sound)
+        circle = _circle(name, pipeline_of, without_circle)
         if circle:
             raise ValueError(
                 f"pipelines[{index}]: the pipeline would call itself: {' → '.join(circle)}; name a model in one of them"
@@ -91,36 +89,20 @@ def check_pipelines(models: Sequence[ServedModelConfig], pipelines: Sequence[Pip
             )
 
 
-def _check_presets(route: RouteStepConfig, models: Mapping[str, ServedModelConfig], path: str) -> None:
-    for index, case in enumerate(route.cases):
-        if case.preset is None:
-            continue
-        where = f"{path}.cases[{index}].preset"
-        if case.model not in models:
-            raise ValueError(f"{where}: {case.model} is a pipeline; only a model's replicas have a preset")
-        model = models[case.model]
-        presets = {model.scheduler_of(group.name).preset for group in model.replicas.groups}
-        if case.preset not in presets:
-            raise ValueError(
-                f"{where}: got {case.preset!r}; the groups of {case.model} have "
-                f"{', '.join(sorted(presets)) or 'no preset, because the model has no groups'}"
-            )
-
-
 def _circle(
-    name: str, pipelines: Mapping[str, PipelineConfig], sound: set[str], before: tuple[str, ...] = ()
+    name: str, pipelines: Mapping[str, PipelineConfig], without_circle: set[str], before: tuple[str, ...] = ()
 ) -> tuple[str, ...]:
     """Return the names of a circle of pipelines, with the path from `name` to the circle; empty if there is no circle.
 
-    `sound` holds pipelines that lead to no circle and need no second walk; this function adds the pipelines it finds.
+    `without_circle` holds pipelines that lead to no circle and need no second walk. This function adds more.
     """
     if name in before:
         return (*before, name)
-    if name not in sound:
+    if name not in without_circle:
         for inner in named_by(pipelines[name].steps[-1]):
-            if inner.name in pipelines and (circle := _circle(inner.name, pipelines, sound, (*before, name))):
+            if inner.name in pipelines and (circle := _circle(inner.name, pipelines, without_circle, (*before, name))):
                 return circle
-        sound.add(name)
+        without_circle.add(name)
     return ()
 
 

@@ -196,11 +196,14 @@ def test_the_files_of_sentence_transformers_say_how_vectors_are_made(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda folder: write_pooling(folder, "max_tokens"), "pools by max_tokens; only cls, mean and last are known"),
+        (
+            lambda folder: write_pooling(folder, "max_tokens"),
+            "pools by max_tokens; only cls, mean and last are supported",
+        ),
         (lambda folder: write_pooling(folder, "cls_token", "mean_tokens"), "pools by cls_token, mean_tokens"),
         (
             lambda folder: write_pooling(folder, "cls_token", module="Dense"),
-            "a module that is not computed here: Dense",
+            "a module that is not supported: Dense",
         ),
         (lambda folder: save_tiny_encoder("mistral", folder, num_labels=1), "attention asks for sliding_window"),
         (
@@ -222,7 +225,7 @@ def test_what_would_be_computed_otherwise_is_refused(
 
 def test_settings_for_models_that_generate_are_refused(tmp_path: Path) -> None:
     save_tiny_encoder("bert", tmp_path)
-    with pytest.raises(InvalidSetup, match=r"model\.quantization is int8, which no encoder has"):
+    with pytest.raises(InvalidSetup, match=r"model\.quantization is int8, which encoders do not support"):
         build(tmp_path, quantization="int8")
     with pytest.raises(InvalidSetup, match="tensor_parallel is 2"):
         build_sync_engine(config_of(tmp_path), ReplicasConfig(tensor_parallel=2))
