@@ -39,7 +39,6 @@ from app.engine.engine import Engine
 from app.engine.matcher import Matchers
 from app.engine.model_runner import ModelRunner
 from app.engine.observer import StepObserver
-from app.engine.overlapped_engine import OverlappedEngine
 from app.engine.request import Adapter, ModelInfo
 from app.engine.scheduler import Scheduler
 from app.engine.sleep_controller import SleepController
@@ -459,7 +458,7 @@ def assemble(
     drafter: Drafter | None = None,
     store: BlockStore | None = None,
     scheduler_class: type[Scheduler] = Scheduler,
-    engine_class: type[Engine] | None = None,
+    engine_class: type[Engine] = Engine,
 ) -> Engine:
     """Return an engine around any model runner. If the model has KV memory, a request may use at most the whole pool.
 
@@ -481,8 +480,7 @@ def assemble(
         store=store,
         launches_ahead=runner.launches,
     )
-    build: Callable[..., Engine] = engine_class or (OverlappedEngine if runner.launches else Engine)
-    return build(
+    return engine_class(
         scheduler=deciding,
         runner=runner,
         model_info=model_info,

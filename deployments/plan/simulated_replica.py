@@ -164,8 +164,8 @@ class SimulatedScheduler(Scheduler):
     def decode(self, ends_at: Sequence[float]) -> list[float]:
         """Run the steps that end at these times. Returns the duration of each.
 
-        Has the effects of calling `schedule` and `update` for each step, except for `take_decision`. Blocks are
-        allocated, and cached when full, in the order of the steps.
+        Has the effects of calling `schedule` and `update` for each step, but makes no batch. Blocks are allocated, and
+        cached when full, in the order of the steps.
         """
         size, num_steps, running = self.pool.block_size, len(ends_at), self.running
         changes: list[tuple[int, bool, int]] = []  # (step, whether after it, index of the sequence)
@@ -185,8 +185,9 @@ class SimulatedScheduler(Scheduler):
         self._totals.generated_tokens += len(running) * num_steps
         took_s = []
         for at in ends_at:
-            self._count_step(at, began_at=self._last_step_at, num_tokens=len(running), num_ended=0)
-            took_s.append(self.last_step_s)
+            self.throughput.note_step(at, began_at=self.throughput.last_step_at, num_tokens=len(running), num_ended=0)
+            took_s.append(self.throughput.last_step_s)
+        self._totals.steps += num_steps
         return took_s
 
 

@@ -321,7 +321,9 @@ class EngineMachine(RuleBasedStateMachine):
             assert [block.block_id for block in sequence.blocks] == sequence.block_ids
             assert len(set(sequence.block_ids)) == len(sequence.block_ids)
             first = max(0, sequence.num_computed_tokens - self.runner.window_tokens + 1) // pool.block_size
-            for blocks, ids in zip(sequence.window_blocks, sequence.window_ids, strict=True):
+            assert (sequence.windows is not None) == (pool.num_groups > 1)
+            windows = sequence.windows
+            for blocks, ids in zip(windows.blocks, windows.ids, strict=True) if windows is not None else ():
                 assert all(blocks[first:])
                 assert {block.block_id for block in blocks if block} <= set(ids)
                 assert len(blocks) == len(ids) == len(sequence.blocks)
