@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from app.api.generation import encode_chat, prepare_generation, shared_fields, truncated
+from app.api.generation import check_bulk_answer, encode_chat, prepare_generation, shared_fields, truncated
 from app.api.prepared_request import PreparedRequest, ServedModel
 from app.api.request_context import RequestContext
 from app.api.schemas.fields import ReasoningEffort
 from app.api.schemas.requests import ChatRequest
 from app.engine.request import Grammar, GrammarKind, Thought
+from app.errors import InvalidRequest
 from app.text import Reasoning, ReasoningMarks
 
 # The share of the output that reasoning may take, by its effort. The numbers are OpenRouter's.
@@ -32,6 +33,13 @@ def prepare_chat(
         reasoning = _reasoning(body, model, model.reasoning_marks, whole)
         form = partial(_with_thought, shared.grammar, reasoning, body, model, prompt)
     return prepare_generation(prefix, body, model, context, [prompt], shared, reasoning=reasoning, form=form)
+
+
+def check_bulk_chat(body: ChatRequest) -> None:
+    """Raise InvalidRequest for an item of a bulk run that is not answered by one text."""
+    check_bulk_answer(body)
+    if body.tools and body.tool_choice != "none":
+        raise InvalidRequest("an item of a bulk run has no tools; send it to a service", param="tools")
 
 
 def _with_thought(

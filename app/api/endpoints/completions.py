@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from app.api.generation import encode_prompts, prepare_generation, shared_fields, truncated
+from app.api.generation import check_bulk_answer, encode_prompts, prepare_generation, shared_fields, truncated
 from app.api.prepared_request import EchoedPrompt, PreparedRequest, ServedModel
 from app.api.request_context import RequestContext
 from app.api.schemas.requests import CompletionRequest
@@ -42,6 +42,14 @@ def prepare_completion(body: CompletionRequest, model: ServedModel, context: Req
     return prepare_generation(
         "cmpl-", body, model, context, prompts, shared, default_max_tokens=default_max_tokens, echoes=echoes
     )
+
+
+def check_bulk_completion(body: CompletionRequest) -> None:
+    """Raise InvalidRequest for an item of a bulk run that is not answered by one text."""
+    check_bulk_answer(body, echo=body.echo)
+    if len(body.prompt) != 1:
+        message = f"prompt holds {len(body.prompt):,} prompts; an item has one prompt: write an item for each prompt"
+        raise InvalidRequest(message, param="prompt")
 
 
 def _echoes(

@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain, takewhile
-from typing import Any
+from typing import Any, Literal, NotRequired, cast
 
 from msgspec import structs
 from pydantic_core import to_json
+from typing_extensions import TypedDict
 
 from app.api.endpoints.chat import prepare_chat
 from app.api.http.errors import error_body
-from app.api.output.answer import Answer, GrowingText
+from app.api.output.answer import Answer, GrowingText, ResponsesUsage
 from app.api.output.choices import ChoiceDelta
 from app.api.output.response_state import ResponseState, Writer
 from app.api.output.token_details import PackedLogprobs, TokenLogprob, TokenNames, chat_entry
@@ -70,13 +71,69 @@ def _prepare_newest(chat: ChatRequest, prepare: Callable[[ChatRequest], Prepared
     return prepared(bisect_left(range(len(begins) - 1), True, key=fits))
 
 
+ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+
+
+class RepeatedFields(TypedDict):
+    """The fields of a response that repeat its request."""
+
+    background: bool
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: Json
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: Json
+    service_tier: str | None
+    store: bool
+    temperature: float
+    text: Json
+    tool_choice: str | Json
+    tools: list[Json]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["auto", "disabled"]
+    user: str | None
+
+
+class OutputItem(TypedDict):
+    """An item of the output, with the fields of its type."""
+
+    id: str
+    type: Literal["reasoning", "message", "function_call", "custom_tool_call"]
+    status: str
+    role: NotRequired[Literal["assistant"]]
+    summary: NotRequired[list[Json]]
+    content: NotRequired[list[Json]]
+    call_id: NotRequired[str]
+    name: NotRequired[str]
+    namespace: NotRequired[str]
+    arguments: NotRequired[str]
+    input: NotRequired[str]
+
+
+class Response(RepeatedFields):
+    """The response of POST /v1/responses. A response that has not ended has no usage."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: ResponseStatus
+    error: Json | None
+    incomplete_details: Json | None
+    model: str
+    output: list[OutputItem]
+    usage: ResponsesUsage | None
+
+
 @dataclass(frozen=True, slots=True)
 class ResponsesWriter(Writer):
     """Writes the answer to one call of /v1/responses."""
 
     body: ResponsesRequest
 
-    async def full_response(self, state: ResponseState) -> Json:
+    async def full_response(self, state: ResponseState) -> Response:
         """Wait for the end and return the response."""
         response = self.event_writer(state)
         await state.read(lambda piece: deque(response.add(piece), maxlen=0))  # no events are sent
@@ -90,8 +147,7 @@ class ResponsesWriter(Writer):
         return structs.replace(state.info, of_body=to_json(_of_body(self.body)))
 
 
-def _of_body(body: ResponsesRequest) -> Json:
-    """Return the fields of a response that repeat its request."""
+def _of_body(body: ResponsesRequest) -> RepeatedFields:
     return {
         "background": body.background,
         "instructions": body.instructions,
@@ -134,7 +190,7 @@ class ResponseBuilder:
     response.completed, or response.incomplete, or response.failed
     """
 
-    def __init__(self, answer: Answer, of_body: Json) -> None:
+    def __init__(self, answer: Answer, of_body: RepeatedFields) -> None:
         """`of_body` are the fields of the response that repeat its request."""
         self._answer = answer
         self._of_body = of_body
@@ -205,15 +261,16 @@ class ResponseBuilder:
         kind = "incomplete" if status == "cancelled" else status
         yield self._event(f"response.{kind}", response=self.as_json())
 
-    def as_json(self) -> Json:
+    def as_json(self) -> Response:
         """Return the response in its current state."""
         info = self._answer.info
         is_incomplete = self._status == "incomplete"
-        return self._of_body | {
+        return {
+            **self._of_body,
             "id": info.response_id,
             "object": "response",
             "created_at": info.created,
-            "status": self._status,
+            "status": cast(ResponseStatus, self._status),
             "error": self._error,
             "incomplete_details": {"reason": "max_output_tokens"} if is_incomplete else None,
             "model": info.model,
@@ -319,7 +376,7 @@ class _ReasoningItem:
     text: GrowingText = field(default_factory=GrowingText)
     status: str = "in_progress"
 
-    def as_json(self) -> Json:
+    def as_json(self) -> OutputItem:
         content = [{"type": "reasoning_text", "text": str(self.text)}] if self.status != "in_progress" else []
         return {"id": self.item_id, "type": "reasoning", "status": self.status, "summary": [], "content": content}
 
@@ -335,13 +392,13 @@ class _Message:
     logprobs: PackedLogprobs = field(default_factory=PackedLogprobs)  # empty unless the request asks for them
     status: str = "in_progress"
 
-    def rows(self) -> Rows | list[Json]:
+    def rows(self) -> Rows[Json] | list[Json]:
         return self.logprobs.rows(chat_entry, self.names, self.num_top) if self.logprobs else []
 
     def part(self) -> Json:
         return {"type": "output_text", "text": str(self.text), "annotations": [], "logprobs": self.rows()}
 
-    def as_json(self) -> Json:
+    def as_json(self) -> OutputItem:
         content = [self.part()] if str(self.text) or self.status != "in_progress" else []
         return {"id": self.item_id, "type": "message", "status": self.status, "role": "assistant", "content": content}
 
@@ -366,13 +423,15 @@ class _Call:
     def argument(self) -> Json:
         return {"input" if self.is_custom else "arguments": str(self.arguments)}
 
-    def as_json(self) -> Json:
-        return {
+    def as_json(self) -> OutputItem:
+        item: OutputItem = {
             "id": self.item_id,
             "type": "custom_tool_call" if self.is_custom else "function_call",
             "status": self.status,
             "call_id": self.call_id,
             "name": self.name,
-            **({} if self.namespace is None else {"namespace": self.namespace}),
-            **self.argument(),
         }
+        if self.namespace is not None:
+            item["namespace"] = self.namespace
+        item["input" if self.is_custom else "arguments"] = str(self.arguments)
+        return item

@@ -6,16 +6,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from app.api.endpoints.chat import prepare_chat
-from app.api.endpoints.classification import ClassificationWriter, prepare_classification
-from app.api.endpoints.completions import prepare_completion
-from app.api.endpoints.decisions import DecisionsWriter, prepare_decisions
-from app.api.endpoints.embeddings import EmbeddingsWriter, prepare_embeddings
-from app.api.endpoints.messages import MessagesWriter, prepare_message
-from app.api.endpoints.ranking import RerankWriter, ScoreWriter, prepare_rerank, prepare_score
-from app.api.endpoints.responses import ResponsesWriter, prepare_response
+from app.api.endpoints.chat import check_bulk_chat, prepare_chat
+from app.api.endpoints.classification import Classification, ClassificationWriter, prepare_classification
+from app.api.endpoints.completions import check_bulk_completion, prepare_completion
+from app.api.endpoints.decisions import Decisions, DecisionsWriter, check_one_question, prepare_decisions
+from app.api.endpoints.embeddings import Embeddings, EmbeddingsWriter, check_one_text, prepare_embeddings
+from app.api.endpoints.messages import CreatedMessage, MessagesWriter, prepare_message
+from app.api.endpoints.ranking import Rerank, RerankWriter, Scores, ScoreWriter, prepare_rerank, prepare_score
+from app.api.endpoints.responses import Response, ResponsesWriter, prepare_response
 from app.api.http.errors import MESSAGES_PATH
-from app.api.output.completion_writers import ChatFormat, ChoiceWriter, CompletionFormat
+from app.api.output.completion_writers import (
+    ChatCompletion,
+    ChatFormat,
+    ChoiceWriter,
+    Completion,
+    CompletionFormat,
+)
 from app.api.output.response_state import Writer
 from app.api.prepared_request import PreparedRequest, ServedModel
 from app.api.request_context import RequestContext
@@ -27,6 +33,7 @@ from app.api.schemas.requests import (
     ClassifyRequest,
     CompletionRequest,
     EmbeddingsRequest,
+    GenerationRequest,
     QueuedRequest,
 )
 from app.api.schemas.responses import ResponsesRequest
@@ -42,8 +49,15 @@ class Endpoint:
     prepare: Callable[[Any, ServedModel, RequestContext], PreparedRequest]  # checks and tokenizes a body of the schema
     writer: Callable[[Any], Writer]  # writes the response to a body of the schema
     summary: str  # the summary in the OpenAPI document
-    response: str  # the name of the response's schema in the OpenAPI document
+    response: type[Any]  # the `TypedDict` of the response, from which the OpenAPI document is derived
     aliases: tuple[str, ...] = ()  # other HTTP paths of the endpoint
+    # Raises InvalidRequest for a body that a bulk run cannot answer with one text. None: not for bulk runs.
+    check_bulk: Callable[[Any], None] | None = None
+
+    @property
+    def generates(self) -> bool:
+        """Whether the response has generated text."""
+        return issubclass(self.schema, GenerationRequest)
 
 
 ENDPOINTS = {
@@ -55,7 +69,8 @@ ENDPOINTS = {
             prepare_chat,
             lambda _: ChoiceWriter(ChatFormat()),
             summary="Generate the next message",
-            response="ChatCompletion",
+            response=ChatCompletion,
+            check_bulk=check_bulk_chat,
         ),
         Endpoint(
             COMPLETIONS_PATH,
@@ -63,7 +78,8 @@ ENDPOINTS = {
             prepare_completion,
             lambda _: ChoiceWriter(CompletionFormat()),
             summary="Continue a text",
-            response="Completion",
+            response=Completion,
+            check_bulk=check_bulk_completion,
         ),
         Endpoint(
             "/v1/embeddings",
@@ -71,7 +87,8 @@ ENDPOINTS = {
             prepare_embeddings,
             EmbeddingsWriter,
             summary="Compute embeddings of texts",
-            response="Embeddings",
+            response=Embeddings,
+            check_bulk=check_one_text,
         ),
         Endpoint(
             RESPONSES_PATH,
@@ -79,7 +96,7 @@ ENDPOINTS = {
             prepare_response,
             ResponsesWriter,
             summary="Generate a response",
-            response="Response",
+            response=Response,
         ),
         Endpoint(
             "/v1/rerank",
@@ -87,7 +104,8 @@ ENDPOINTS = {
             prepare_rerank,
             RerankWriter,
             summary="Sort documents by their relevance to a query",
-            response="Rerank",
+            response=Rerank,
+            check_bulk=lambda _: None,  # all rows of an item are one text
             aliases=("/v2/rerank", "/rerank"),  # the paths for clients of Cohere, and of vLLM, SGLang and TEI
         ),
         Endpoint(
@@ -96,7 +114,8 @@ ENDPOINTS = {
             prepare_score,
             ScoreWriter,
             summary="Score how well texts match another text",
-            response="Scores",
+            response=Scores,
+            check_bulk=lambda _: None,  # all rows of an item are one text
             aliases=("/score",),  # the path for vLLM's clients
         ),
         Endpoint(
@@ -105,7 +124,8 @@ ENDPOINTS = {
             prepare_classification,
             ClassificationWriter,
             summary="Compute the probability of each label for texts",
-            response="Classification",
+            response=Classification,
+            check_bulk=check_one_text,
             aliases=("/classify",),  # the path for vLLM's clients
         ),
         Endpoint(
@@ -114,7 +134,8 @@ ENDPOINTS = {
             prepare_decisions,
             DecisionsWriter,
             summary="Answer questions about a text by probabilities",
-            response="Decisions",
+            response=Decisions,
+            check_bulk=check_one_question,
         ),
         Endpoint(
             MESSAGES_PATH,
@@ -122,7 +143,9 @@ ENDPOINTS = {
             prepare_message,
             lambda _: MessagesWriter(),
             summary="Generate a message",
-            response="CreatedMessage",
+            response=CreatedMessage,
         ),
     )
 }
+# The paths that rows of a bulk run may name, and whether the endpoint generates text.
+BULK_URLS = {path: each.generates for path, each in ENDPOINTS.items() if each.check_bulk is not None}

@@ -5,16 +5,89 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
+from typing import Any, Generic, Literal, NotRequired, Protocol, TypeVar, cast
+
+from typing_extensions import TypedDict
 
 from app.api.http.errors import error_body
-from app.api.output.answer import Answer, ChoiceOutput, tool_call
+from app.api.output.answer import Answer, ChoiceOutput, CustomCall, FunctionCall, TokenUsage, tool_call
 from app.api.output.choices import ChoiceDelta
 from app.api.output.response_state import ResponseState, Writer
 from app.api.output.token_details import CHAT_LOGPROBS, COMPLETION_LOGPROBS, DetailsWriter, LogprobsForm
 from app.api.output.tool_calls import ToolCallDelta
 from app.api.prepared_request import AnswerInfo
-from app.json_pieces import DONE, Json, as_json, event, event_pieces, joined
+from app.json_pieces import DONE, Json, Rows, as_json, event, event_pieces, joined
+
+Reason = Literal["stop", "length", "tool_calls"]
+ObjectT = TypeVar("ObjectT")
+ChoiceT = TypeVar("ChoiceT")
+
+
+class ChatMessage(TypedDict):
+    """The message of a finished choice. The reasoning has DeepSeek's and vLLM's names: clients read either of them."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
+    tool_calls: NotRequired[list[FunctionCall | CustomCall]]
+
+
+class ChoiceEnd(TypedDict):
+    """The end of a choice. Only a choice that has not ended has no `finish_reason`."""
+
+    logprobs: Json | None
+    finish_reason: Reason
+    stop_reason: str | int | None
+
+
+class ChatChoice(ChoiceEnd):
+    """A finished choice of a chat, with the token ids that the request asks for."""
+
+    index: int
+    message: ChatMessage
+    token_ids: NotRequired[Rows[int]]
+
+
+class PromptFields(TypedDict, total=False):
+    """The details of a prompt that the request asks for."""
+
+    prompt_logprobs: Rows[Json | None]
+    prompt_token_ids: Rows[int]
+
+
+class TextChoice(ChoiceEnd, PromptFields):
+    """A finished choice of a completion, with the token ids that the request asks for."""
+
+    index: int
+    text: str
+    token_ids: NotRequired[Rows[int]]
+
+
+class Envelope(TypedDict, Generic[ObjectT]):
+    """The first fields of responses and chunks."""
+
+    id: str
+    object: ObjectT
+    created: int
+    model: str
+    system_fingerprint: None
+
+
+class Choices(Envelope[ObjectT], Generic[ObjectT, ChoiceT]):
+    """A response with a list of choices."""
+
+    choices: list[ChoiceT]
+    usage: TokenUsage
+
+
+class ChatCompletion(Choices[Literal["chat.completion"], ChatChoice], PromptFields):
+    """The response of POST /v1/chat/completions."""
+
+
+class Completion(Choices[Literal["text_completion"], TextChoice]):
+    """The response of POST /v1/completions."""
 
 
 class Format(Protocol):
@@ -24,7 +97,7 @@ class Format(Protocol):
     chunk_object: str
     logprobs: LogprobsForm
 
-    def choice(self, index: int, output: ChoiceOutput) -> Json:
+    def choice(self, index: int, output: ChoiceOutput) -> Any:
         """Return a finished choice as JSON."""
 
     def chunk_choices(self, piece: ChoiceDelta, *, is_first: bool, details: Json | None = None) -> list[Json]:
@@ -33,7 +106,7 @@ class Format(Protocol):
         `details` are additional fields of the choice that has the text.
         """
 
-    def with_prompt(self, body: Json, choice: Json, prompt: Json) -> None:
+    def with_prompt(self, body: Any, choice: Any, prompt: Json) -> None:
         """Add the fields about a choice's prompt to the body or to the choice."""
 
 
@@ -44,19 +117,28 @@ class ChatFormat:
     chunk_object = "chat.completion.chunk"
     logprobs = CHAT_LOGPROBS
 
-    def choice(self, index: int, output: ChoiceOutput) -> Json:
-        text, calls = str(output.text), output.calls
-        message: Json = {"role": "assistant", "content": text, "refusal": None, **_reasoning(str(output.reasoning))}
+    def choice(self, index: int, output: ChoiceOutput) -> ChatChoice:
+        text, reasoning, calls = str(output.text), str(output.reasoning), output.calls
+        message: ChatMessage = {"role": "assistant", "content": text, "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = message["reasoning"] = reasoning
         if calls:
-            message |= {"content": text or None, "tool_calls": calls}
-        return {"index": index, "message": message} | _ending(output.finish_reason, output.stop_reason)
+            message["content"], message["tool_calls"] = text or None, calls
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": None,
+            "finish_reason": cast(Reason, output.finish_reason),
+            "stop_reason": output.stop_reason,
+        }
 
     def chunk_choices(self, piece: ChoiceDelta, *, is_first: bool, details: Json | None = None) -> list[Json]:
         deltas: list[tuple[Json, Json]] = []
         if is_first:
             deltas.append(({"role": "assistant", "content": ""}, _ending(None, None)))
         if piece.reasoning:
-            deltas.append((_reasoning(piece.reasoning), _ending(None, None)))
+            both = {"reasoning_content": piece.reasoning, "reasoning": piece.reasoning}
+            deltas.append((both, _ending(None, None)))
         if piece.text or (details and not piece.reasoning):
             deltas.append(({"content": piece.text}, _ending(None, None)))
         if details:
@@ -67,13 +149,8 @@ class ChatFormat:
             deltas.append(({}, _ending(piece.finish_reason, piece.stop_reason)))
         return [{"index": piece.index, "delta": delta} | ending for delta, ending in deltas]
 
-    def with_prompt(self, body: Json, choice: Json, prompt: Json) -> None:
+    def with_prompt(self, body: Any, choice: Any, prompt: Json) -> None:
         body |= prompt
-
-
-def _reasoning(text: str) -> Json:
-    """Return the reasoning under DeepSeek's and vLLM's field names, because clients read either of them."""
-    return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
 def _call_delta(piece: ToolCallDelta) -> Json:
@@ -92,8 +169,14 @@ class CompletionFormat:
     chunk_object = "text_completion"
     logprobs = COMPLETION_LOGPROBS
 
-    def choice(self, index: int, output: ChoiceOutput) -> Json:
-        return {"index": index, "text": str(output.text)} | _ending(output.finish_reason, output.stop_reason)
+    def choice(self, index: int, output: ChoiceOutput) -> TextChoice:
+        return {
+            "index": index,
+            "text": str(output.text),
+            "logprobs": None,
+            "finish_reason": cast(Reason, output.finish_reason),
+            "stop_reason": output.stop_reason,
+        }
 
     def chunk_choices(self, piece: ChoiceDelta, *, is_first: bool, details: Json | None = None) -> list[Json]:
         if not piece.text and piece.finish_reason is None and not details:
@@ -101,7 +184,7 @@ class CompletionFormat:
         ending = _ending(piece.finish_reason, piece.stop_reason) | (details or {})
         return [{"index": piece.index, "text": piece.text} | ending]
 
-    def with_prompt(self, body: Json, choice: Json, prompt: Json) -> None:
+    def with_prompt(self, body: Any, choice: Any, prompt: Json) -> None:
         choice |= prompt
 
 
@@ -115,7 +198,7 @@ class ChoiceWriter(Writer):
 
     form: Format
 
-    async def full_response(self, state: ResponseState) -> Json:
+    async def full_response(self, state: ResponseState) -> Choices[str, Any]:
         choices = ChoicesBuilder(state, self.form)
         await state.read(choices.add, keep_text=True)
         state.log_end()
@@ -141,10 +224,10 @@ class ChoicesBuilder:
         if self._details is not None and piece.details is not None:
             self._details.keep(piece.index, piece.details)
 
-    def as_json(self) -> Json:
+    def as_json(self) -> Choices[str, Any]:
         """Return the response so far."""
         answer, form, details = self._answer, self._form, self._details
-        body = _envelope(answer.info, form.object) | {"choices": [], "usage": answer.usage()}
+        body: Choices[str, Any] = {**_envelope(answer.info, form.object), "choices": [], "usage": answer.usage()}
         for request in range(len(answer.outputs)) if details is None else _best(answer.info, details):
             choice = form.choice(len(body["choices"]), answer.outputs[request])
             if details is not None:
@@ -254,7 +337,7 @@ class ChunkWriter:
         return (event(error_body(error, self._answer.request_id)) + DONE,)
 
 
-def _envelope(info: AnswerInfo, object_name: str) -> Json:
+def _envelope(info: AnswerInfo, object_name: str) -> Envelope[str]:
     return {
         "id": info.response_id,
         "object": object_name,
