@@ -378,8 +378,7 @@ class RequestHandler:
             assert endpoint.check_bulk is not None, "the paths of items were checked"
             endpoint.check_bulk(parsed)
             context = self.context(Reservation(account), request_id)
-            work = partial(endpoint.prepare, parsed, model, context)
-            return endpoint.writer(parsed), await self.threads.encode("", parsed.encoded_size(size), work)
+            return endpoint.writer(parsed), await self._prepare(endpoint, parsed, model, context, size, reserves=False)
         except Exception as error:
             return _refusal(error, request_id, path)
 

@@ -40,6 +40,10 @@ class PreparedItem:
     text_of_numbers: Callable[[Sequence[Any]], str] | None = None
 
     @property
+    def num_requests(self) -> int:
+        return len(self.requests)
+
+    @property
     def num_prompt_tokens(self) -> int:
         return sum(len(request.prompt_token_ids) for request in self.requests)
 
@@ -65,7 +69,7 @@ class EngineWorker:
         self._matchers = matchers
         # The answers by the ids of their requests that have not ended. `_changed` guards this field and all below.
         self._answers: dict[str, _Answer] = {}
-        self._entering: list[_Entering] = []
+        self._entering: list[_Answer] = []
         self._ended: list[_Answer] = []
         self._begun: list[int] = []
         self._num_tokens = 0
@@ -79,9 +83,9 @@ class EngineWorker:
 
     def add(self, items: Sequence[PreparedItem]) -> None:
         """Check items, compile their grammars and queue them. `collect` returns each item exactly once."""
-        entering = [self._checked(item) for item in items]  # in the caller's thread, so that steps do not wait
+        answers = [self._checked(item) for item in items]  # in the caller's thread, so that steps do not wait
         with self._changed:
-            self._entering.extend(entering)
+            self._entering.extend(answers)
             self._num_open += len(items)
             self._changed.notify_all()
 
@@ -113,13 +117,15 @@ class EngineWorker:
         self._thread.join()
         self._matchers.close()
 
-    def _checked(self, item: PreparedItem) -> _Entering:
+    def _checked(self, item: PreparedItem) -> _Answer:
+        answer = _Answer(item, self._tokenizer)
         try:
             for request in item.requests:
                 self._engine.check(request)
-            return _Entering(item, [self._matchers.matcher_of(request).result() for request in item.requests])
+            answer.matchers = [self._matchers.matcher_of(request).result() for request in item.requests]
         except InvalidRequest as error:
-            return _Entering(item, refusal=error)
+            answer.fail(error.message)
+        return answer
 
     def _is_worth_taking(self, at_least: int) -> bool:
         num_ended = len(self._ended)
@@ -130,9 +136,9 @@ class EngineWorker:
     def _run(self) -> None:
         try:
             self._engine.prepare()
-            while (items := self._next_items()) is not None:
-                for item in items:
-                    self._enter(item)
+            while (answers := self._next_answers()) is not None:
+                for answer in answers:
+                    self._enter(answer)
                 deltas = self._engine.step() if self._engine.idle_s == 0.0 else []
                 with self._changed:
                     self._book(deltas)
@@ -142,24 +148,20 @@ class EngineWorker:
                 self._failure = f"the engine failed with {len(self._answers):,} items: {described(error)}"
                 self._changed.notify_all()
 
-    def _next_items(self) -> list[_Entering] | None:
+    def _next_answers(self) -> list[_Answer] | None:
         """Block while the engine has no work, then return the items that were added. Return None to stop the thread."""
         with self._changed:
             while not (self._entering or self._is_stopping or (idle_s := self._engine.idle_s) == 0.0):
                 self._changed.wait(idle_s)
             if self._is_stopping:
                 return None
-            items, self._entering = self._entering, []
-            return items
+            answers, self._entering = self._entering, []
+            return answers
 
-    def _enter(self, entering: _Entering) -> None:
-        item = entering.item
-        answer = _Answer(item, self._tokenizer)
+    def _enter(self, answer: _Answer) -> None:
         added: list[str] = []
         try:
-            if entering.refusal is not None:
-                raise entering.refusal
-            for request, matcher in zip(item.requests, entering.matchers, strict=True):
+            for request, matcher in zip(answer.item.requests, answer.matchers, strict=False):
                 self._engine.add_checked(request, matcher=matcher)
                 added.append(request.request_id)
         except InvalidRequest as error:
@@ -192,20 +194,12 @@ class EngineWorker:
                 self._engine.abort(request.request_id)
 
 
-@dataclass(frozen=True, slots=True)
-class _Entering:
-    """An item that waits to enter the engine, with its matchers or with the reason why the engine refuses it."""
-
-    item: PreparedItem
-    matchers: Sequence[Matcher | None] = ()
-    refusal: InvalidRequest | None = None
-
-
 class _Answer:
     """The output of one item. Tokens are decoded at the end, or on arrival if the item has stop strings."""
 
     def __init__(self, item: PreparedItem, tokenizer: Tokenizer) -> None:
         self.item = item
+        self.matchers: Sequence[Matcher | None] = ()  # of the requests; empty if the engine refuses the item
         self.has_begun = False
         self.is_ended = False
         self._token_ids: list[int] = []

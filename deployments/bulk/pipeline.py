@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -20,7 +20,7 @@ from app.api.output.readouts import ReadoutWriter
 from app.batches import ItemResponse
 from app.config import ApiConfig, ServedModelConfig
 from app.engine.request import ModelInfo, Request, TokenDelta
-from app.jobs.input_files import InputFile, InputPiece, InputRows, read_piece
+from app.jobs.input_files import InputRows, read_piece
 from app.jobs.items import RowSettings, item_of
 from app.jobs.job import InvalidItem, Item
 from app.jobs.results import ItemSet
@@ -50,7 +50,7 @@ def prepared_items(
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    pieces = ray.data.from_items([_columns(piece) for piece in open_pieces], override_num_blocks=len(open_pieces))
+    pieces = ray.data.from_items([{"piece": piece} for piece in open_pieces], override_num_blocks=len(open_pieces))
     prepared = pieces.map_batches(
         ItemPreparer,
         fn_constructor_args=(how, ended.to_bytes()),
@@ -84,7 +84,7 @@ class ItemPreparer:
         except RayError:  # the engine that loads the model info died; the next pass asks another engine
             return
         items_in_a_piece = 128
-        for piece in _pieces(batch):
+        for piece in batch["piece"]:
             rows = (row for row in read_piece(piece) if row.number not in self._ended)
             while some := [item_of(row, self._how.rows, BULK_URLS) for row in islice(rows, items_in_a_piece)]:
                 prepared = asyncio.run(_prepared(some, handler))
@@ -111,19 +111,6 @@ class ItemPreparer:
 
 async def _prepared(items: Iterable[Item | InvalidItem], handler: RequestHandler) -> list[PreparedItem | InvalidItem]:
     return [item if isinstance(item, InvalidItem) else await prepare_row(item, handler) for item in items]
-
-
-def _columns(piece: InputPiece) -> dict[str, Any]:
-    columns = asdict(piece)
-    file: dict[str, Any] = columns.pop("file")
-    return columns | file
-
-
-def _pieces(batch: dict[str, Any]) -> Iterator[InputPiece]:
-    for values in zip(*batch.values(), strict=True):
-        columns: dict[str, Any] = dict(zip(batch, values, strict=True))
-        file = InputFile(**{field.name: str(columns.pop(field.name)) for field in fields(InputFile)})
-        yield InputPiece(file=file, **{name: int(value) for name, value in columns.items()})
 
 
 def _elsewhere(request: Request) -> AsyncIterator[TokenDelta]:

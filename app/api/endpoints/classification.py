@@ -31,8 +31,6 @@ def prepare_classification(body: ClassifyRequest, model: ServedModel, context: R
 
 
 class Label(TypedDict):
-    """The likeliest label of one text, and the probability of every label."""
-
     index: int
     label: str
     probs: list[float]
@@ -40,8 +38,6 @@ class Label(TypedDict):
 
 
 class Classification(TypedDict):
-    """The response of POST /v1/classify."""
-
     id: str
     object: Literal["list"]
     created: int

@@ -27,7 +27,7 @@ from app.api.request_context import RequestContext
 from app.api.schemas.decisions import AnyQuestion, Choice, DecisionsRequest, Option, Predicate, Score, ScoreLevel
 from app.engine.request import ModelInfo, SamplingParams
 from app.errors import ContextTooLong, Failure, InvalidRequest, Unavailable
-from app.json_pieces import Rows
+from app.json_pieces import Json, Rows
 from app.text import Tokenizer
 from app.text.text_pairs import EncodedText
 
@@ -201,29 +201,17 @@ def check_one_question(body: DecisionsRequest) -> None:
         raise InvalidRequest(message, param="questions")
 
 
-class AnswerProbability(TypedDict):
-    """The probability of one option or level."""
-
-    value: str | bool | int
-    label: NotRequired[str]
-    probability: float
-
-
 class Decision(TypedDict):
-    """The answer to one question. A predicate has `probability`, and the other types have the fields below."""
-
     type: Literal["predicate", "choice", "score"]
     name: str | None
-    probability: NotRequired[float]
+    probability: NotRequired[float]  # only of a predicate, which has none of the fields below
     choice: NotRequired[str | bool]
     score: NotRequired[float]
-    probabilities: NotRequired[list[AnswerProbability]]
+    probabilities: NotRequired[list[Json]]
     confidence: NotRequired[float]
 
 
 class Decisions(TypedDict):
-    """The response of POST /v1/decisions."""
-
     model: str
     answers: Rows[Decision]
     usage: ResponsesUsage

@@ -115,16 +115,12 @@ def check_one_text(body: EmbeddingsRequest | ClassifyRequest) -> None:
 
 
 class Embedding(TypedDict):
-    """The vector of one text: its numbers, or their bytes in base64."""
-
     object: Literal["embedding"]
     index: int
     embedding: list[float] | str
 
 
 class Embeddings(TypedDict):
-    """The response of POST /v1/embeddings."""
-
     object: Literal["list"]
     data: Rows[Embedding]
     model: str

@@ -26,8 +26,6 @@ _STOP_REASONS: dict[str, StopReason] = {"length": "max_tokens", "tool_calls": "t
 
 
 class ContentBlock(TypedDict):
-    """A part of a message, with the fields of its type."""
-
     type: Literal["thinking", "text", "tool_use"]
     thinking: NotRequired[str]
     signature: NotRequired[str]
@@ -38,8 +36,6 @@ class ContentBlock(TypedDict):
 
 
 class MessagesUsage(MoreUsage):
-    """The usage by Anthropic's count: prompt tokens that were read from the cache are not input tokens."""
-
     input_tokens: int
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
@@ -47,8 +43,6 @@ class MessagesUsage(MoreUsage):
 
 
 class CreatedMessage(TypedDict):
-    """The response of POST /v1/messages."""
-
     id: str
     type: Literal["message"]
     role: Literal["assistant"]

@@ -196,16 +196,12 @@ class _RankingWriter(ReadoutWriter[float]):
 
 
 class RankedDocument(TypedDict):
-    """The score of one document, with its text if `return_documents` asks for the text."""
-
     index: int
     relevance_score: float
     document: NotRequired[dict[Literal["text"], str]]
 
 
 class Rerank(TypedDict):
-    """The response of POST /v1/rerank, in a format for the clients of Cohere v2, Jina and vLLM."""
-
     id: str
     object: Literal["list"]
     model: str
@@ -247,16 +243,12 @@ class RerankWriter(_RankingWriter):
 
 
 class PairScore(TypedDict):
-    """The score of one pair."""
-
     index: int
     object: Literal["score"]
     score: float
 
 
 class Scores(TypedDict):
-    """The response of POST /v1/score."""
-
     id: str
     object: Literal["list"]
     created: int

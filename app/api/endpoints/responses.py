@@ -74,9 +74,7 @@ def _prepare_newest(chat: ChatRequest, prepare: Callable[[ChatRequest], Prepared
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
-class RepeatedFields(TypedDict):
-    """The fields of a response that repeat its request."""
-
+class RepeatedFields(TypedDict):  # the fields that repeat the request
     background: bool
     instructions: str | None
     max_output_tokens: int | None
@@ -98,8 +96,6 @@ class RepeatedFields(TypedDict):
 
 
 class OutputItem(TypedDict):
-    """An item of the output, with the fields of its type."""
-
     id: str
     type: Literal["reasoning", "message", "function_call", "custom_tool_call"]
     status: str
@@ -114,8 +110,6 @@ class OutputItem(TypedDict):
 
 
 class Response(RepeatedFields):
-    """The response of POST /v1/responses. A response that has not ended has no usage."""
-
     id: str
     object: Literal["response"]
     created_at: int
@@ -124,7 +118,7 @@ class Response(RepeatedFields):
     incomplete_details: Json | None
     model: str
     output: list[OutputItem]
-    usage: ResponsesUsage | None
+    usage: ResponsesUsage | None  # None until the response has ended
 
 
 @dataclass(frozen=True, slots=True)

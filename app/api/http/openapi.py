@@ -170,7 +170,7 @@ def _schemas(limits: RequestLimits, *, has_batches: bool) -> Json:
         ref_template=_REFERENCE,
     )
     others |= document["$defs"]
-    assert schemas.keys().isdisjoint(others), "a response has a name of its own"
+    assert schemas.keys().isdisjoint(others), f"two schemas are named {schemas.keys() & others.keys()}"
     return schemas | others
 
 

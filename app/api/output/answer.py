@@ -27,46 +27,34 @@ class GrowingText(StringIO):
     __str__ = StringIO.getvalue
 
 
-class CalledFunction(TypedDict):
-    """The name of a function and its arguments as JSON."""
-
+class FunctionInput(TypedDict):
     name: str
     arguments: str
 
 
 class FunctionCall(TypedDict):
-    """A call of a function."""
-
     id: str
     type: Literal["function"]
-    function: CalledFunction
+    function: FunctionInput
 
 
 class CustomInput(TypedDict):
-    """The name of a custom tool and its input, which is plain text."""
-
     name: str
     input: str
 
 
 class CustomCall(TypedDict):
-    """A call of a custom tool."""
-
     id: str
     type: Literal["custom"]
     custom: CustomInput
 
 
-class MoreUsage(TypedDict, total=False):
-    """The fields of `usage` that OpenAI's API does not have."""
-
+class MoreUsage(TypedDict, total=False):  # the fields that OpenAI's API does not have
     pipeline: Json
     timings: dict[str, float]
 
 
 class TokenUsage(MoreUsage):
-    """The token counts of chats and completions."""
-
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -75,8 +63,6 @@ class TokenUsage(MoreUsage):
 
 
 class ResponsesUsage(MoreUsage):
-    """The token counts under the names of OpenAI's Responses API."""
-
     input_tokens: int
     input_tokens_details: dict[str, int]
     output_tokens: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Generic, Literal, NotRequired, Protocol, TypeVar, cast
+from typing import Any, Literal, NotRequired, Protocol, cast
 
 from typing_extensions import TypedDict
 
@@ -19,75 +19,54 @@ from app.api.prepared_request import AnswerInfo
 from app.json_pieces import DONE, Json, Rows, as_json, event, event_pieces, joined
 
 Reason = Literal["stop", "length", "tool_calls"]
-ObjectT = TypeVar("ObjectT")
-ChoiceT = TypeVar("ChoiceT")
 
 
-class ChatMessage(TypedDict):
-    """The message of a finished choice. The reasoning has DeepSeek's and vLLM's names: clients read either of them."""
-
+class AnswerMessage(TypedDict):
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    reasoning_content: NotRequired[str]
+    reasoning_content: NotRequired[str]  # DeepSeek's name, and below vLLM's name: clients read either of them
     reasoning: NotRequired[str]
     tool_calls: NotRequired[list[FunctionCall | CustomCall]]
 
 
-class ChoiceEnd(TypedDict):
-    """The end of a choice. Only a choice that has not ended has no `finish_reason`."""
-
+class FinishedChoice(TypedDict):
+    index: int
     logprobs: Json | None
     finish_reason: Reason
     stop_reason: str | int | None
-
-
-class ChatChoice(ChoiceEnd):
-    """A finished choice of a chat, with the token ids that the request asks for."""
-
-    index: int
-    message: ChatMessage
     token_ids: NotRequired[Rows[int]]
 
 
-class PromptFields(TypedDict, total=False):
-    """The details of a prompt that the request asks for."""
+class ChatChoice(FinishedChoice):
+    message: AnswerMessage
 
+
+class PromptDetails(TypedDict, total=False):
     prompt_logprobs: Rows[Json | None]
     prompt_token_ids: Rows[int]
 
 
-class TextChoice(ChoiceEnd, PromptFields):
-    """A finished choice of a completion, with the token ids that the request asks for."""
-
-    index: int
+class TextChoice(FinishedChoice, PromptDetails):
     text: str
-    token_ids: NotRequired[Rows[int]]
 
 
-class Envelope(TypedDict, Generic[ObjectT]):
-    """The first fields of responses and chunks."""
-
+class Choices(TypedDict):
     id: str
-    object: ObjectT
     created: int
     model: str
     system_fingerprint: None
-
-
-class Choices(Envelope[ObjectT], Generic[ObjectT, ChoiceT]):
-    """A response with a list of choices."""
-
-    choices: list[ChoiceT]
     usage: TokenUsage
 
 
-class ChatCompletion(Choices[Literal["chat.completion"], ChatChoice], PromptFields):
-    """The response of POST /v1/chat/completions."""
+class ChatCompletion(Choices, PromptDetails):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
 
 
-class Completion(Choices[Literal["text_completion"], TextChoice]):
-    """The response of POST /v1/completions."""
+class Completion(Choices):
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
 
 
 class Format(Protocol):
@@ -119,7 +98,7 @@ class ChatFormat:
 
     def choice(self, index: int, output: ChoiceOutput) -> ChatChoice:
         text, reasoning, calls = str(output.text), str(output.reasoning), output.calls
-        message: ChatMessage = {"role": "assistant", "content": text, "refusal": None}
+        message: AnswerMessage = {"role": "assistant", "content": text, "refusal": None}
         if reasoning:
             message["reasoning_content"] = message["reasoning"] = reasoning
         if calls:
@@ -198,7 +177,7 @@ class ChoiceWriter(Writer):
 
     form: Format
 
-    async def full_response(self, state: ResponseState) -> Choices[str, Any]:
+    async def full_response(self, state: ResponseState) -> ChatCompletion | Completion:
         choices = ChoicesBuilder(state, self.form)
         await state.read(choices.add, keep_text=True)
         state.log_end()
@@ -224,17 +203,17 @@ class ChoicesBuilder:
         if self._details is not None and piece.details is not None:
             self._details.keep(piece.index, piece.details)
 
-    def as_json(self) -> Choices[str, Any]:
+    def as_json(self) -> ChatCompletion | Completion:
         """Return the response so far."""
         answer, form, details = self._answer, self._form, self._details
-        body: Choices[str, Any] = {**_envelope(answer.info, form.object), "choices": [], "usage": answer.usage()}
+        body = _envelope(answer.info, form.object) | {"choices": [], "usage": answer.usage()}
         for request in range(len(answer.outputs)) if details is None else _best(answer.info, details):
             choice = form.choice(len(body["choices"]), answer.outputs[request])
             if details is not None:
                 choice |= details.of_choice(request)
                 form.with_prompt(body, choice, details.of_prompt(request))
             body["choices"].append(choice)
-        return body
+        return cast(ChatCompletion | Completion, body)
 
 
 def _best(info: AnswerInfo, details: DetailsWriter) -> list[int]:
@@ -337,7 +316,7 @@ class ChunkWriter:
         return (event(error_body(error, self._answer.request_id)) + DONE,)
 
 
-def _envelope(info: AnswerInfo, object_name: str) -> Envelope[str]:
+def _envelope(info: AnswerInfo, object_name: str) -> Json:
     return {
         "id": info.response_id,
         "object": object_name,

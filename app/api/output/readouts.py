@@ -21,8 +21,6 @@ T = TypeVar("T")
 
 
 class PromptUsage(TypedDict):
-    """The `usage` of a response for which nothing is generated."""
-
     prompt_tokens: int
     total_tokens: int
 
@@ -55,9 +53,9 @@ class ReadoutWriter(Writer, Generic[T]):
         """Return the values of requests that have ended with these numbers. Raises Failure."""
         return [self.value(index, each, model_info) for index, each in enumerate(numbers)]
 
-    @abstractmethod
     def value(self, index: int, numbers: Any, model_info: ModelInfo) -> T:
         """Check the numbers of the request with this index, and return its value. Raises Failure."""
+        raise NotImplementedError
 
     @abstractmethod
     def rows(self, values: Sequence[T], model_info: ModelInfo) -> Rows[Any]:
