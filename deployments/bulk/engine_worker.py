@@ -174,7 +174,9 @@ class EngineWorker:
     def _book(self, deltas: Sequence[TokenDelta]) -> None:
         """Record the deltas of a step. The caller holds `_changed`, so that `collect` sees all deltas or none."""
         for delta in deltas:
-            answer = self._answers[delta.request_id]
+            answer = self._answers.get(delta.request_id)
+            if answer is None:  # another request of the item has failed in this step
+                continue
             self._num_tokens += len(delta.token_ids)
             if not answer.has_begun:
                 self._begun.append(answer.item.number)

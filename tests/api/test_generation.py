@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from app.api.endpoints.table import BULK_URLS
 from app.api.schemas.requests import ChatRequest, CompletionRequest
 from app.engine.request import Request, SamplingParams
 from app.jobs.items import SAMPLING_COLUMNS, TEXT_COLUMNS, RowSettings, item_of, row_from_fields
@@ -67,7 +68,7 @@ def sent(service: Service, way: str, body: dict[str, Any]) -> Request:
     """The engine's request of a body, or of a row of a bulk run."""
     path, prompt = PATHS["completions" if way == "row" else way]
     if way == "row":
-        item = item_of(row_from_fields(prompt | body, number=0, place="rows:1"), RowSettings())
+        item = item_of(row_from_fields(prompt | body, number=0, place="rows:1"), RowSettings(), BULK_URLS)
         assert isinstance(item, Item)
         path, prompt, body = item.url, {}, dict(item.body)
     answer = service.call("POST", path, prompt | body)
