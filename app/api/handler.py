@@ -18,7 +18,8 @@ from pydantic_core import from_json
 
 from app.api.auth.keys import Authenticator, without_keys
 from app.api.auth.limits import Account, Reservation
-from app.api.endpoints.table import ENDPOINTS, Endpoint
+from app.api.endpoints.endpoint import Endpoint
+from app.api.endpoints.table import ENDPOINTS
 from app.api.generation import shared_fields
 from app.api.http.errors import error_body, error_status, log_error
 from app.api.json_structure import size_of

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from app.api.endpoints.endpoint import Endpoint
 from app.api.generation import check_bulk_answer, encode_chat, prepare_generation, shared_fields, truncated
+from app.api.output.completion_writers import ChatCompletion, ChatFormat, ChoiceWriter
 from app.api.prepared_request import PreparedRequest, ServedModel
 from app.api.request_context import RequestContext
 from app.api.schemas.fields import ReasoningEffort
 from app.api.schemas.requests import ChatRequest
+from app.batches import CHATS_PATH
 from app.engine.request import Grammar, GrammarKind, Thought
 from app.errors import InvalidRequest
 from app.text import Reasoning, ReasoningMarks
@@ -80,3 +83,14 @@ def _is_over(reasoning: Reasoning, body: ChatRequest, model: ServedModel, prompt
 def _ends_with(prompt: tuple[int, ...], model: ServedModel, mark: str) -> bool:
     max_mark_tokens = 16  # enough for a mark and the line break after it
     return model.tokenizer.decode(prompt[-max_mark_tokens:], skip_special_tokens=False).rstrip().endswith(mark)
+
+
+CHATS = Endpoint(
+    CHATS_PATH,
+    ChatRequest,
+    prepare_chat,
+    lambda _: ChoiceWriter(ChatFormat()),
+    summary="Generate the next message",
+    response=ChatCompletion,
+    check_bulk=check_bulk_chat,
+)

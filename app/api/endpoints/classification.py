@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from typing_extensions import TypedDict
 
-from app.api.endpoints.embeddings import check_number_of_texts, encode_texts
+from app.api.endpoints.embeddings import check_number_of_texts, check_one_text, encode_texts
+from app.api.endpoints.endpoint import Endpoint
 from app.api.generation import prepare_pooling
-from app.api.output.readouts import PromptUsage, ReadoutWriter, Vector, prompt_usage
-from app.api.output.response_state import ResponseState
+from app.api.output.readouts import ListOfRows, ReadoutWriter, Vector
 from app.api.prepared_request import PreparedRequest, ServedModel
 from app.api.request_context import RequestContext
 from app.api.schemas.requests import ClassifyRequest
@@ -37,13 +36,8 @@ class Label(TypedDict):
     num_classes: int
 
 
-class Classification(TypedDict):
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
+class Classification(ListOfRows):
     data: Rows[Label]
-    usage: PromptUsage
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +58,20 @@ class ClassificationWriter(ReadoutWriter[Vector]):
         labels = model_info.labels
         return Rows(lambda: ([_label(at, each.tolist(), labels)] for at, each in enumerate(values)))
 
-    def response(self, state: ResponseState, rows: Rows[Label]) -> Classification:
-        return {
-            "id": state.prepared.response_id,
-            "object": "list",
-            "created": state.prepared.created,
-            "model": state.prepared.model.name,
-            "data": rows,
-            "usage": prompt_usage(state),
-        }
-
 
 def _label(index: int, probabilities: list[float], labels: Sequence[str]) -> Label:
     """Return the row of a text with its likeliest label. The first label wins a tie."""
     best = max(range(len(labels)), key=probabilities.__getitem__)
     return {"index": index, "label": labels[best], "probs": probabilities, "num_classes": len(labels)}
+
+
+CLASSIFY = Endpoint(
+    "/v1/classify",
+    ClassifyRequest,
+    prepare_classification,
+    ClassificationWriter,
+    summary="Compute the probability of each label for texts",
+    response=Classification,
+    check_bulk=check_one_text,
+    aliases=("/classify",),  # the path for vLLM's clients
+)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from app.api.endpoints.endpoint import Endpoint
 from app.api.generation import check_bulk_answer, encode_prompts, prepare_generation, shared_fields, truncated
+from app.api.output.completion_writers import ChoiceWriter, Completion, CompletionFormat
 from app.api.prepared_request import EchoedPrompt, PreparedRequest, ServedModel
 from app.api.request_context import RequestContext
 from app.api.schemas.requests import CompletionRequest
+from app.batches import COMPLETIONS_PATH
 from app.errors import InvalidRequest
 
 
@@ -68,3 +71,14 @@ def _echoes(
         )
 
     return tuple(echo(given, token_ids) for given, token_ids in zip(body.prompt, prompts, strict=True))
+
+
+COMPLETIONS = Endpoint(
+    COMPLETIONS_PATH,
+    CompletionRequest,
+    prepare_completion,
+    lambda _: ChoiceWriter(CompletionFormat()),
+    summary="Continue a text",
+    response=Completion,
+    check_bulk=check_bulk_completion,
+)

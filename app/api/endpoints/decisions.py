@@ -17,6 +17,7 @@ from typing import ClassVar, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
+from app.api.endpoints.endpoint import Endpoint
 from app.api.generation import check_call_tokens, encode_prompts, generates_nothing, prepare_prompts
 from app.api.output.answer import ResponsesUsage
 from app.api.output.choices import ChoiceDelta
@@ -287,3 +288,14 @@ def answer_to(question: AnyQuestion, logprobs: Sequence[float]) -> Decision:
         ]
     answer["confidence"] = math.exp(likeliest)
     return answer
+
+
+DECISIONS = Endpoint(
+    "/v1/decisions",
+    DecisionsRequest,
+    prepare_decisions,
+    DecisionsWriter,
+    summary="Answer questions about a text by probabilities",
+    response=Decisions,
+    check_bulk=check_one_question,
+)

@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 from typing_extensions import TypedDict
 
+from app.api.endpoints.endpoint import Endpoint
 from app.api.generation import encode_chat, encode_prompts, prepare_pooling
 from app.api.output.readouts import PromptUsage, ReadoutWriter, Vector, prompt_usage, results_of
 from app.api.output.response_state import ResponseState
@@ -170,3 +171,14 @@ def first_numbers(numbers: Vector, dimensions: int | None, *, are_normalised: bo
     if are_normalised:
         kept = kept / (math.sqrt(kept @ kept) or 1.0)
     return kept.astype(np.float32)
+
+
+EMBEDDINGS = Endpoint(
+    "/v1/embeddings",
+    EmbeddingsRequest,
+    prepare_embeddings,
+    EmbeddingsWriter,
+    summary="Compute embeddings of texts",
+    response=Embeddings,
+    check_bulk=check_one_text,
+)

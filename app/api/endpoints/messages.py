@@ -11,6 +11,7 @@ from pydantic_core import from_json, to_json
 from typing_extensions import TypedDict
 
 from app.api.endpoints.chat import prepare_chat
+from app.api.endpoints.endpoint import Endpoint
 from app.api.http.errors import MESSAGES_PATH, error_body
 from app.api.output.answer import GrowingText, MoreUsage
 from app.api.output.choices import ChoiceDelta
@@ -235,3 +236,13 @@ def _object_of(arguments: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
+
+
+MESSAGES = Endpoint(
+    MESSAGES_PATH,
+    MessagesRequest,
+    prepare_message,
+    lambda _: MessagesWriter(),
+    summary="Generate a message",
+    response=CreatedMessage,
+)

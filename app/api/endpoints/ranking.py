@@ -17,8 +17,9 @@ import numpy as np
 from typing_extensions import TypedDict
 
 from app.api.endpoints.embeddings import first_numbers, vectors_of
+from app.api.endpoints.endpoint import Endpoint
 from app.api.generation import check_call_tokens, check_texts, prepare_pooling
-from app.api.output.readouts import PromptUsage, ReadoutWriter, Vector, prompt_usage, results_of
+from app.api.output.readouts import ListOfRows, PromptUsage, ReadoutWriter, Vector, prompt_usage, results_of
 from app.api.output.response_state import ResponseState
 from app.api.prepared_request import PreparedRequest, RequestLimits, ServedModel
 from app.api.request_context import RequestContext
@@ -248,13 +249,8 @@ class PairScore(TypedDict):
     score: float
 
 
-class Scores(TypedDict):
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
+class Scores(ListOfRows):
     data: Rows[PairScore]
-    usage: PromptUsage
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,16 +262,30 @@ class ScoreWriter(_RankingWriter):
     def rows(self, values: Sequence[float], model_info: ModelInfo) -> Rows[PairScore]:
         return Rows.of(range(len(values)), lambda some: [_pair_score(index, values[index]) for index in some])
 
-    def response(self, state: ResponseState, rows: Rows[PairScore]) -> Scores:
-        return {
-            "id": state.prepared.response_id,
-            "object": "list",
-            "created": state.prepared.created,
-            "model": state.prepared.model.name,
-            "data": rows,
-            "usage": prompt_usage(state),
-        }
-
 
 def _pair_score(index: int, score: float) -> PairScore:
     return {"index": index, "object": "score", "score": score}
+
+
+RERANK = Endpoint(
+    "/v1/rerank",
+    RerankRequest,
+    prepare_rerank,
+    RerankWriter,
+    summary="Sort documents by their relevance to a query",
+    response=Rerank,
+    check_bulk=lambda _: None,  # all rows of an item are one text
+    aliases=("/v2/rerank", "/rerank"),  # the paths for clients of Cohere, and of vLLM, SGLang and TEI
+)
+
+
+SCORE = Endpoint(
+    "/v1/score",
+    ScoreRequest,
+    prepare_score,
+    ScoreWriter,
+    summary="Score how well texts match another text",
+    response=Scores,
+    check_bulk=lambda _: None,  # all rows of an item are one text
+    aliases=("/score",),  # the path for vLLM's clients
+)

@@ -15,6 +15,7 @@ from pydantic_core import to_json
 from typing_extensions import TypedDict
 
 from app.api.endpoints.chat import prepare_chat
+from app.api.endpoints.endpoint import Endpoint
 from app.api.http.errors import error_body
 from app.api.output.answer import Answer, GrowingText, ResponsesUsage
 from app.api.output.choices import ChoiceDelta
@@ -26,7 +27,7 @@ from app.api.request_context import RequestContext
 from app.api.schemas.conversation import VendorTool
 from app.api.schemas.requests import ChatRequest
 from app.api.schemas.responses import ResponsesRequest, full_name
-from app.batches import RESPONSE_RUNS
+from app.batches import RESPONSE_RUNS, RESPONSES_PATH
 from app.errors import ContextTooLong, InvalidRequest
 from app.json_pieces import Json, Rows, joined, named_event, named_event_pieces
 
@@ -429,3 +430,13 @@ class _Call:
             item["namespace"] = self.namespace
         item["input" if self.is_custom else "arguments"] = str(self.arguments)
         return item
+
+
+RESPONSES = Endpoint(
+    RESPONSES_PATH,
+    ResponsesRequest,
+    prepare_response,
+    ResponsesWriter,
+    summary="Generate a response",
+    response=Response,
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,14 @@ T = TypeVar("T")
 class PromptUsage(TypedDict):
     prompt_tokens: int
     total_tokens: int
+
+
+class ListOfRows(TypedDict):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    usage: PromptUsage
 
 
 class ReadoutWriter(Writer, Generic[T]):
@@ -61,9 +69,17 @@ class ReadoutWriter(Writer, Generic[T]):
     def rows(self, values: Sequence[T], model_info: ModelInfo) -> Rows[Any]:
         """Return the rows made of the values of all requests."""
 
-    @abstractmethod
     def response(self, state: ResponseState, rows: Rows[Any]) -> Mapping[str, Any]:
-        """Return the response with these rows."""
+        """Return the response with these rows: by default in vLLM's format, with the fields of `ListOfRows`."""
+        prepared = state.prepared
+        return {
+            "id": prepared.response_id,
+            "object": "list",
+            "created": prepared.created,
+            "model": prepared.model.name,
+            "data": rows,
+            "usage": prompt_usage(state),
+        }
 
 
 def prompt_usage(state: ResponseState) -> PromptUsage:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Protocol
 from urllib.parse import quote
 
-from app.api.endpoints.table import Endpoint
+from app.api.endpoints.endpoint import Endpoint
 from app.api.output.answer import ChoiceOutput, MoreUsage
 from app.api.output.choices import DeltaBuffer, close
 from app.api.output.response_state import ResponseState
